@@ -1,0 +1,63 @@
+"""Every error narrowgauge raises on purpose, one root.
+
+    NarrowgaugeError
+    ├── UsageError        the command line or a call was used wrongly           exit code 2
+    ├── FormatError       a number format was asked for something it has not
+    ├── RecipeError       an unknown or inconsistent recipe
+    ├── ConversionError   a model could not be converted as asked
+    ├── ShapeError        shapes that do not fit each other
+    ├── RunError          a run folder that can't be read or written
+    └── ScriptError       the training script ended without anything to judge
+
+A message says what was found, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class NarrowgaugeError(Exception):
+    """Root of all errors raised on purpose; `except NarrowgaugeError` catches them and nothing else."""
+
+
+class UsageError(NarrowgaugeError):
+    """A command or a call was used wrongly."""
+
+
+class FormatError(NarrowgaugeError):
+    """A number format was asked for something that it does not have."""
+
+
+class RecipeError(NarrowgaugeError):
+    """A recipe is unknown or contradicts itself."""
+
+
+class ConversionError(NarrowgaugeError):
+    """A model could not be converted as asked."""
+
+
+class ShapeError(NarrowgaugeError):
+    """Shapes do not fit each other."""
+
+
+class RunError(NarrowgaugeError):
+    """A run folder could not be read or written."""
+
+
+class ScriptError(NarrowgaugeError):
+    """A training script ended without anything that could be judged."""
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """The end of an error message about an unknown word: the nearest match, or everything there is.
+
+    >>> nearest("curent", ["current", "delayed"])
+    "did you mean 'current'?"
+    """
+    known = sorted(options)
+    # Users type any case; the names themselves may be upper or lower.
+    by_fold = {name.casefold(): name for name in known}
+    matches = get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.5)
+    return f"did you mean {by_fold[matches[0]]!r}?" if matches else f"there is: {', '.join(known)}."
