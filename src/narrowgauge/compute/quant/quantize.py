@@ -1,0 +1,85 @@
+"""quantize: from a high-precision tensor to codes and scale.
+
+    amax_g   = max |x| over granule g
+    inv_scale = rule(amax_g)                                see scaling
+    codes    = cast(clamp(x · inv_scale, -max, +max))       to nearest, ties to even, all in float32
+    scale    = 1 / inv_scale, or NaN where amax_g is not finite
+
+The clamp comes before the cast because casts disagree about overflow (see formats.codec). It would hide an Inf, so the
+scale carries the bad news instead.
+
+Legend: M = rows (all leading dimensions, flattened), K = the last dimension.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant.dtypes import torch_dtype
+from narrowgauge.compute.quant.granularity import Granularity, PerTensor
+from narrowgauge.compute.quant.qtensor import QTensor
+from narrowgauge.compute.quant.scaling import CURRENT, FLOAT32_MAX, Scaling, inv_scale_from_amax
+from narrowgauge.errors import FormatError, ShapeError, UsageError
+from narrowgauge.formats import Format
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity = PerTensor(),  # noqa: B008  (frozen, without fields)
+    *,
+    scaling: Scaling = CURRENT,
+    scale: float | Tensor | None = None,
+    margin: int = 0,
+    amax: Tensor | None = None,
+) -> QTensor:
+    """Quantize `x` [..., K] to a QTensor of shape [M, K], M being the product of the leading dimensions.
+
+    `scale` given: it is used as it is (a float for all granules, or a tensor of the granularity's scale shape) and
+    `scaling` and `margin` are not. `amax` given: `granularity.amax` of this same x, so that it is not computed twice.
+    Raises FormatError for a dtype or format that cannot be quantized, ShapeError for shapes that do not fit.
+    """
+    dtype = torch_dtype(fmt)
+    x_MK = as_matrix(x)
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    scale_shape = granularity.scale_shape(shape)
+    if amax is None:
+        amax = granularity.amax(x_MK)
+    elif tuple(amax.shape) != scale_shape:
+        raise ShapeError(f"{granularity} of {list(shape)} needs amax {list(scale_shape)}, found {list(amax.shape)}.")
+    healthy = amax.isfinite()
+    if scale is None:
+        inv_scale = inv_scale_from_amax(amax, fmt, scaling, margin)
+        scale = inv_scale.reciprocal()
+    else:
+        scale = _given_scale(scale, scale_shape, x.device)
+        healthy = healthy & (scale > 0) & (scale < torch.inf)
+        inv_scale = torch.where(healthy, scale.reciprocal().clamp(max=FLOAT32_MAX), 1.0)
+    scale = torch.where(healthy, scale, torch.nan)
+    scaled = x_MK.float() * granularity.expand(inv_scale, shape)
+    codes = scaled.clamp_(-fmt.max, fmt.max).to(dtype)
+    return QTensor(codes, scale, fmt, granularity)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """Return `x` [..., K] as a detached matrix [M, K]; a vector is one row."""
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise FormatError(f"quantize takes float16, bfloat16, float32 or float64, found {x.dtype}.")
+    if x.dim() == 0:
+        raise ShapeError("quantize takes at least one dimension [..., K], found a scalar; use x.reshape(1, 1).")
+    x = x.detach()
+    # reshape(-1, K) cannot infer the rows of a tensor without elements.
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _given_scale(scale: float | Tensor, scale_shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if isinstance(scale, Tensor):
+        if tuple(scale.shape) != scale_shape:
+            raise ShapeError(f"the given scale has shape {list(scale.shape)}, expected {list(scale_shape)}.")
+        return scale.detach().float()
+    if not (math.isfinite(scale) and scale > 0):
+        raise UsageError(f"a scale is a positive finite number, found {scale!r}.")
+    return torch.full(scale_shape, scale, dtype=torch.float32, device=device)
