@@ -9,6 +9,7 @@
     ├── RunError          a run folder that can't be read or written
     └── ScriptError       the training script ended without anything to judge
 
+What is worth telling but does not stop the work is a NarrowgaugeWarning.
 A message says what was found, what was expected and what to do next.
 """
 
@@ -48,6 +49,10 @@ class RunError(NarrowgaugeError):
 
 class ScriptError(NarrowgaugeError):
     """A training script ended without anything that could be judged."""
+
+
+class NarrowgaugeWarning(UserWarning):
+    """Something a user should know that does not stop the work."""
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
