@@ -1,0 +1,152 @@
+"""run.json: who writes a run, since when, how it ended, and the caller's own facts.
+
+    status   running -> complete | failed | stopped          (a reader adds: killed)
+
+It is replaced as a whole (written aside, then renamed), so a reader never sees half of it. The process id, its start
+time and the host are there for one purpose: to tell a run that is still being written from one whose process is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.store.schema import SCHEMA
+
+Manifest = dict[str, Any]
+
+
+def name(rank: int) -> str:
+    """File name of a rank's manifest: the first rank's is the run's own."""
+    return "run.json" if rank == 0 else f"run.rank{rank}.json"
+
+
+def now() -> str:
+    """This moment in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def fresh(rank: int, meta: dict[str, Any], attempt: int = 0) -> Manifest:
+    """The manifest of a run that starts now, written by this process."""
+    return {
+        "schema": SCHEMA,
+        "status": "running",
+        "started": now(),
+        "ended": None,
+        "rank": rank,
+        "attempt": attempt,
+        "process": {"pid": os.getpid(), "started": process_started(os.getpid()), "host": socket.gethostname()},
+        "lost": {"tensors": 0, "scalars": 0, "events": 0},
+        "reason": "",
+        "meta": meta,
+    }
+
+
+def dump(manifest: Manifest) -> str:
+    """The manifest as JSON text; what JSON cannot say (a path, a dtype, a NaN) becomes a string."""
+    return json.dumps(plain(manifest), indent=1, allow_nan=False) + "\n"
+
+
+def write(folder: Path, manifest: Manifest, *, exclusive: bool = False) -> None:
+    """Put the manifest in place as a whole; `exclusive` raises FileExistsError if there is one already."""
+    target = folder / name(int(manifest["rank"]))
+    aside = folder / f".{target.name}.{os.getpid()}"
+    try:
+        aside.write_text(dump(manifest), encoding="utf-8")
+        if exclusive:
+            _link(aside, target)
+            aside.unlink()
+        else:
+            aside.replace(target)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _link(aside: Path, target: Path) -> None:
+    """Name a file without ever replacing another, which rename would do."""
+    try:
+        os.link(aside, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a filesystem without hard links
+        with target.open("x", encoding="utf-8") as file:
+            file.write(aside.read_text(encoding="utf-8"))
+
+
+def read(folder: Path, rank: int = 0) -> Manifest:
+    """The manifest of a rank.
+
+    Errors: FileNotFoundError if there is none; RunError if it is not ours, broken, or of a newer schema.
+    """
+    path = folder / name(rank)
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(
+            f"{path} is not valid JSON ({error}). It was damaged or edited by hand: repair it, or read what was "
+            f"recorded without it by open_run({str(folder)!r}, recover=True)."
+        ) from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
+        raise RunError(f"{path} has no schema number, so it is not the run.json of a narrowgauge run.")
+    if manifest["schema"] > SCHEMA:
+        raise RunError(
+            f"{folder} was written with run schema {manifest['schema']}; this narrowgauge reads up to schema "
+            f"{SCHEMA}. Upgrade narrowgauge to a version that reads schema {manifest['schema']}."
+        )
+    return manifest
+
+
+def process_started(pid: int) -> int | None:
+    """Clock ticks after boot at which a process started; None where the system does not tell.
+
+    Process ids are used again; the pair (id, start) is not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        return int(text.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_alive(manifest: Manifest) -> bool | None:
+    """Whether the process that writes this run still exists; None when it ran on another host."""
+    process = manifest.get("process") or {}
+    pid = process.get("pid")
+    if process.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it exists and belongs to someone else
+    return process.get("started") is None or process_started(pid) == process["started"]
+
+
+def status(manifest: Manifest) -> str:
+    """How the run ended, with "killed" for a run that says "running" while its process is gone."""
+    said = str(manifest.get("status", "unknown"))
+    return "killed" if said == "running" and is_alive(manifest) is False else said
+
+
+def plain(value: Any) -> Any:
+    """The same value in what JSON knows."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, (bool, str, int)) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # a numpy scalar
+        return plain(value.item())
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)

@@ -1,0 +1,236 @@
+"""Rows in memory to one Parquet segment on disk, through DuckDB.
+
+    columns [S] per step  ->  concatenated [R]  ->  sorted by (site, step)  ->  .aside  ->  fsync  ->  rename
+
+Floats are stored byte-stream-split and everything with zstd; NaN becomes NULL, infinities stay. Sites travel as integer codes and
+meet their names inside DuckDB, so that no Python string is touched per row and the interpreter lock stays free for
+the training thread: DuckDB reads the arrays' memory without it.
+
+Legend: S = sites in one call, R = rows of a segment, B = bins of a histogram.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+
+from narrowgauge.errors import ShapeError
+from narrowgauge.observe.store.schema import KEYS, SORTED_BY, Kind, Segment
+
+Array = npt.NDArray[Any]
+
+# 16384 rows: small enough that one series reads little beside itself, large enough to compress well.
+PARQUET = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2, ROW_GROUP_SIZE 16384"
+
+
+def quoted(name: str) -> str:
+    """A column name as an SQL identifier: any character is allowed in it, none can end it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: object) -> str:
+    """A text (a path) as an SQL string: for COPY, which takes no parameter there."""
+    return "'" + str(text).replace("'", "''") + "'"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The statistics of one step: `columns[name]` is [S] (a number per site) or [S, B] (a histogram per site)."""
+
+    step: int
+    sites: tuple[str, ...]
+    columns: dict[str, Array]
+
+    @classmethod
+    def of(cls, step: int, sites: Sequence[str], columns: dict[str, Any]) -> Batch:
+        """Copy the caller's arrays, which it may overwrite at the next step; ShapeError if they do not fit."""
+        sites = tuple(sites)
+        copies = {}
+        for name, values in columns.items():
+            if name in KEYS["tensors"]:
+                raise ShapeError(f"column {name!r} is a key of every tensor row: give the metric another name.")
+            array = _storable(name, values)
+            if array.ndim not in (1, 2) or len(array) != len(sites):
+                raise ShapeError(
+                    f"column {name!r} has shape {tuple(array.shape)}; expected [{len(sites)}] or "
+                    f"[{len(sites)}, bins], one entry for each of the {len(sites)} sites."
+                )
+            copies[name] = array
+        return cls(int(step), sites, copies)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, bytes."""
+        return sum(array.nbytes for array in self.columns.values())
+
+    @property
+    def layout(self) -> tuple[tuple[str, str, tuple[int, ...], bool], ...]:
+        """What two batches must share to be concatenated: names, dtypes, bins, and whether masked."""
+        return tuple(
+            (name, array.dtype.str, array.shape[1:], isinstance(array, np.ma.MaskedArray))
+            for name, array in self.columns.items()
+        )
+
+
+def _storable(name: str, values: Any) -> Array:
+    """A private copy in a dtype that Parquet has: float32, float64, int64, uint32."""
+    masked = isinstance(values, np.ma.MaskedArray)
+    array = values if masked else np.asarray(values)
+    if array.dtype in (np.float32, np.float64, np.int64, np.uint32):
+        target = array.dtype
+    elif array.dtype.kind in "iub":
+        target = np.dtype(np.int64)
+    elif array.dtype == np.float16:
+        target = np.dtype(np.float32)
+    else:
+        raise ShapeError(f"column {name!r} has dtype {array.dtype}; expected float32, float64 or an integer dtype.")
+    return array.astype(target, order="C", copy=True)  # type: ignore[no-any-return]
+
+
+class SegmentWriter:
+    """Turns rows into the segments of one rank; used by one thread alone, the writer's."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int, next_index: dict[Kind, int]) -> None:
+        self._folder, self._rank, self._attempt = folder, rank, attempt
+        self._next = dict(next_index)
+        self._codes: dict[str, int] = {}
+        self._codes_of: dict[tuple[str, ...], Array] = {}
+        self._mixed: dict[str, set[str]] = {}
+        # One thread: compressing must not take the cores that train.
+        self._db = duckdb.connect(config={"threads": 1, "temp_directory": str(folder / ".spill")})
+        self._db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
+
+    def tensors(self, batches: Sequence[Batch]) -> None:
+        """Write one segment with the rows of all batches."""
+        groups: dict[Any, list[Batch]] = {}
+        for batch in batches:
+            groups.setdefault(batch.layout, []).append(batch)
+        for layout in groups:
+            for name, dtype, bins, _ in layout:
+                if not bins:
+                    self._mixed.setdefault(name, set()).add(np.dtype(dtype).kind)
+        selects, tables = [], []
+        for number, members in enumerate(groups.values()):
+            table, select = self._group(members, f"group{number}")
+            tables.append(table)
+            selects.append(select)
+        self._write("tensors", " UNION ALL BY NAME ".join(selects), tables)
+
+    def scalars(self, rows: Sequence[tuple[int, str, float, float]]) -> None:
+        """Write (step, name, value, wall time) rows as one segment."""
+        steps, names, values, times = zip(*rows, strict=True)
+        columns = {
+            "step": np.array(steps, np.int64), "name": np.array(names, object),
+            "value": np.array(values, np.float64), "wall_time": np.array(times, np.float64),
+        }  # fmt: skip
+        self._rows("scalars", columns)
+
+    def events(self, rows: Sequence[tuple[int, str, str | None, str, str, float]]) -> None:
+        """Write (step, kind, site, message, data as JSON, wall time) rows as one segment."""
+        steps, kinds, sites, messages, data, times = zip(*rows, strict=True)
+        columns = {
+            "step": np.array(steps, np.int64), "kind": np.array(kinds, object),
+            "site": np.array([site or "" for site in sites], object), "message": np.array(messages, object),
+            "data": np.array(data, object), "wall_time": np.array(times, np.float64),
+        }  # fmt: skip
+        self._rows("events", columns)
+
+    def close(self) -> None:
+        """Release DuckDB's memory."""
+        self._db.close()
+
+    def _rows(self, kind: Kind, columns: dict[str, Array]) -> None:
+        picks = []
+        for name, sql_type in KEYS[kind].items():
+            if name in ("rank", "attempt"):
+                source = str(self._rank if name == "rank" else self._attempt)
+            elif name == "value":
+                source = "CASE WHEN isnan(value) THEN NULL ELSE value END"
+            elif name == "site":
+                source = "nullif(site, '')"
+            else:
+                source = name
+            picks.append(f"CAST({source} AS {sql_type}) AS {name}")
+        self._write(kind, f"SELECT {', '.join(picks)} FROM rows", [("rows", columns)])
+
+    def _group(self, batches: Sequence[Batch], table: str) -> tuple[tuple[str, dict[str, Array]], str]:
+        """Batches of one layout as a DuckDB table of [R] arrays, and the SELECT that gives them their names."""
+        codes = [self._site_codes(batch.sites) for batch in batches]
+        arrays: dict[str, Array] = {
+            "site": np.concatenate(codes),
+            "step": np.repeat([batch.step for batch in batches], [len(code) for code in codes]),
+        }
+        picks = [f"step, {self._rank}::INTEGER AS rank, {self._attempt}::INTEGER AS attempt, sites.name AS site"]
+        for number, (name, dtype, bins, masked) in enumerate(batches[0].layout):
+            column = f"c{number}"
+            parts = [batch.columns[name] for batch in batches]
+            values: Array = np.ma.concatenate(parts) if masked else np.concatenate(parts)  # type: ignore[no-untyped-call]
+            valid = None
+            if masked:
+                whole = ~np.ma.getmaskarray(values)
+                arrays[f"{column}_valid"] = whole.all(axis=1) if bins else whole
+                valid = f"{column}_valid"
+                values = np.ma.getdata(values)
+            if bins:
+                # One array per bin, gathered into a list by DuckDB: no Python object per row.
+                arrays |= {f"{column}_{bin}": values[:, bin] for bin in range(bins[0])}
+                source = f"[{', '.join(f'{column}_{bin}' for bin in range(bins[0]))}]"
+            else:
+                arrays[column] = values
+                source = f"CASE WHEN isnan({column}) THEN NULL ELSE {column} END" if dtype[1] == "f" else column
+                if len(self._mixed[name]) > 1:
+                    source = f"CAST({source} AS DOUBLE)"  # a float32 could not hold the integers of other segments
+            if valid:
+                source = f"CASE WHEN {valid} THEN {source} END"
+            picks.append(f"{source} AS {quoted(name)}")
+        return (table, arrays), f"SELECT {', '.join(picks)} FROM {table} JOIN sites ON sites.code = {table}.site"
+
+    def _site_codes(self, sites: tuple[str, ...]) -> Array:
+        """The integer codes [S] of site names; names seen for the first time get the next free ones."""
+        known = self._codes_of.get(sites)
+        if known is None:
+            new = [site for site in dict.fromkeys(sites) if site not in self._codes]
+            if new:
+                self._codes |= {site: len(self._codes) + place for place, site in enumerate(new)}
+                rows = {"code": np.array([self._codes[site] for site in new]), "name": np.array(new, object)}
+                self._db.register("fresh", rows)
+                self._db.execute("INSERT INTO sites SELECT code, name FROM fresh")
+                self._db.unregister("fresh")
+            known = np.array([self._codes[site] for site in sites], np.int32)
+            if len(self._codes_of) > 64:  # models whose set of active sites changes at every step
+                self._codes_of.clear()
+            self._codes_of[sites] = known
+        return known
+
+    def _write(self, kind: Kind, select: str, tables: Sequence[tuple[str, dict[str, Array]]]) -> None:
+        index = self._next[kind]
+        target = self._folder / kind / str(Segment(self._rank, index, index))
+        for table, columns in tables:
+            self._db.register(table, columns)
+        try:
+            copy_aside(self._db, f"SELECT * FROM ({select}) ORDER BY {SORTED_BY[kind]}", target)
+        finally:
+            for table, _ in tables:
+                self._db.unregister(table)
+        self._next[kind] = index + 1
+
+
+def copy_aside(db: duckdb.DuckDBPyConnection, select: str, target: Path) -> None:
+    """Write a query's result as Parquet so that `target` appears whole and durable, or not at all."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        db.execute(f"COPY ({select}) TO {literal(aside)} ({PARQUET})")
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
