@@ -1,0 +1,102 @@
+"""From packed moments to metrics, in float64.
+
+    std = sqrt(M2 / n)                  l2 = sqrt(M2 + n mean^2)              kurtosis = n M4 / M2^2
+    underflow % = 100 flushed / scaled  mse = ee / compared                   sqnr_db = 10 log10(xx / ee)
+    gain = xd / xx                      cosine = xd / sqrt(xx dd)             lost energy % = 100 flushed_xx / xx
+    gemm_gain = wg / ww                 gemm_cosine = wg / sqrt(ww gg)        gemm_sqnr_db = 10 log10(ww / ee)
+
+0/0 is null, written NaN; a perfect copy (ee = 0) has an SQNR of +inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from narrowgauge.metrics.bins import sqnr_percentile
+from narrowgauge.metrics.catalog import COLUMNS
+from narrowgauge.metrics.layout import MOMENTS, Layout
+
+Array = npt.NDArray[Any]
+
+
+def finalize(moments: Array, layout: Layout = MOMENTS) -> dict[str, Array]:
+    """Every metric of every site.
+
+    Args:
+        moments: [S, width] packed moments, or [S, head_width] for results: their histograms count nothing.
+        layout: what the slots are.
+
+    Returns:
+        column name -> [S] float64 (counts: int64; histograms: [S, bins] int64), ordered as `COLUMNS`.
+        A metric that does not apply to a site, or is 0/0, is NaN.
+    """
+    moments = np.asarray(moments, dtype=np.float64)
+    if moments.shape[-1] < layout.width:
+        moments = np.concatenate([moments, layout.empty(len(moments))[:, moments.shape[-1] :]], axis=-1)
+
+    def slot(name: str) -> Array:
+        return np.asarray(moments[..., layout[name]])
+
+    n, m2, s_m2 = slot("n"), slot("m2"), slot("sample_m2")
+    xx, xd, dd = slot("xx"), slot("xd"), slot("dd")
+    scale_n, ww = slot("scale_n"), slot("gemm_ww")
+    values: dict[str, Array] = {
+        "numel": _count(slot("numel")),
+        "amax": _extreme(slot("amax")),
+        "amin": _extreme(slot("amin")),
+        "mean": np.where(n > 0, slot("mean"), np.nan),
+        "std": np.sqrt(_ratio(m2, n)),
+        "l2": np.where(n > 0, np.sqrt(m2 + n * slot("mean") ** 2), np.nan),
+        "nan_count": _count(slot("nan_count")),
+        "inf_count": _count(slot("inf_count")),
+        "underflow_pct": 100 * _ratio(slot("flushed"), slot("scaled")),
+        "saturation_pct": 100 * _ratio(slot("saturated"), slot("scaled")),
+        "mse": _ratio(slot("ee"), slot("compared")),
+        "sqnr_db": _decibel(xx, slot("ee")),
+        "cosine": _cosine(xd, xx, dd),
+        "gain": _ratio(xd, xx),
+        "lost_energy_pct": 100 * _ratio(slot("flushed_xx"), slot("scaled_xx")),
+        "p5_row_sqnr_db": sqnr_percentile(slot("row_sqnr"), 5),
+        "p5_col_sqnr_db": sqnr_percentile(slot("col_sqnr"), 5),
+        "kurtosis": _ratio(slot("sample_n") * slot("sample_m4"), s_m2**2),
+        "exponent_histogram": _count(slot("exponents")),
+        "block_range_histogram": _count(slot("block_range")),
+        "scale_min": _extreme(slot("scale_min")),
+        "scale_max": _extreme(slot("scale_max")),
+        "scale_std": np.sqrt(_ratio(slot("scale_m2"), scale_n)),
+        "amax_ratio": _extreme(slot("amax_ratio"), keep_inf=np.inf),
+        "gemm_gain": _ratio(slot("gemm_wg"), ww),
+        "gemm_cosine": _cosine(slot("gemm_wg"), ww, slot("gemm_gg")),
+        "gemm_sqnr_db": _decibel(ww, slot("gemm_ee")),
+    }
+    return {column: values[column] for column in COLUMNS}
+
+
+def _count(x: Array) -> Array:
+    return np.rint(x).astype(np.int64)
+
+
+def _extreme(x: Array, keep_inf: float = np.nan) -> Array:
+    """An extreme, or NaN where it is still neutral; an infinite amax_ratio (assumed amax 0) is a fact."""
+    return np.where(np.isfinite(x) | (x == keep_inf), x, np.nan)
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """a / b; 0/0 is NaN and a/0 an infinity, in silence."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(a / b)
+
+
+def _decibel(signal: Array, error: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(10 * np.log10(signal / error))
+
+
+def _cosine(ab: Array, aa: Array, bb: Array) -> Array:
+    """Rounding may carry a perfect copy's cosine past 1 by an ulp or two: it is held there."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Two roots, not the root of the product: aa * bb may leave float64's range.
+        return np.asarray(np.clip(ab / (np.sqrt(aa) * np.sqrt(bb)), -1.0, 1.0))
