@@ -1,5 +1,7 @@
 """Judging FP8 runs against their baseline twin."""
 
+from narrowgauge.observe.verdict.evidence import Evidence
+from narrowgauge.observe.verdict.judge import judge
 from narrowgauge.observe.verdict.types import (
     Answer,
     Outcome,
@@ -10,4 +12,4 @@ from narrowgauge.observe.verdict.types import (
     WorstTensor,
 )
 
-__all__ = ["Answer", "Outcome", "SameWeights", "TwinFacts", "VariantVerdict", "Verdict", "WorstTensor"]
+__all__ = ["Answer", "Evidence", "Outcome", "SameWeights", "TwinFacts", "VariantVerdict", "Verdict", "WorstTensor", "judge"]

@@ -1,0 +1,93 @@
+"""The paired loss gap, and the band of chance that it must leave to count.
+
+    gap(v, b)  = 100 * mean_t(v_t - b_t) / mean_t(b_t)         t over the last quarter of the common steps, in %
+    band(n, b) = max over windows of a quarter's length that end in the last half of |gap(n, b) in that window|
+
+v is a variant's loss, b the baseline's, n the noise twin's (the baseline again, initial weights perturbed by 1e-6). Pairing
+step by step removes what the data does to the loss; what is left is the variant's effect and chance. Two runs of the *same*
+precision differ by chance alone, and a gap no larger than theirs says nothing about FP8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.observe.verdict.types import Outcome
+
+PASS_PCT = 0.25
+WATCH_PCT = 1.0
+QUARTER = 4
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A scalar by step; steps ascend."""
+
+    steps: NDArray[np.int64]
+    values: Floats
+
+    def at(self, steps: NDArray[np.int64]) -> Floats:
+        """Values at `steps`, all of which must be there."""
+        return self.values[np.searchsorted(self.steps, steps)]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A paired gap in percent of the baseline, and the steps that it was taken over."""
+
+    pct: float
+    first: int
+    last: int
+
+
+def common(a: Series, b: Series) -> NDArray[np.int64]:
+    """The steps at which both have a finite value."""
+    finite_a, finite_b = a.steps[np.isfinite(a.values)], b.steps[np.isfinite(b.values)]
+    return np.intersect1d(finite_a, finite_b)
+
+
+def paired_gap(variant: Series, baseline: Series) -> Gap | None:
+    """The gap over the last quarter of the common steps; None where there are none."""
+    steps = common(variant, baseline)
+    if steps.size == 0:
+        return None
+    window = steps[-max(1, steps.size // QUARTER) :]
+    base = baseline.at(window)
+    return Gap(_relative(variant.at(window) - base, base), int(window[0]), int(window[-1]))
+
+
+def noise_band(noise: Series, baseline: Series) -> float | None:
+    """How large a gap chance alone makes, in percent; None without common steps."""
+    steps = common(noise, baseline)
+    if steps.size == 0:
+        return None
+    base = baseline.at(steps)
+    difference = noise.at(steps) - base
+    length = max(1, steps.size // QUARTER)
+    ends = range(max(length, steps.size // 2), steps.size + 1)
+    return max(abs(_relative(difference[e - length : e], base[e - length : e])) for e in ends)
+
+
+def outcome_of(gap_pct: float, band_pct: float | None) -> Outcome:
+    """Judge one gap against the band of chance and the limits of 0.25% and 1%.
+
+    A gap inside the band is *inconclusive*, unless the band itself is so narrow that even its edge would pass.
+    """
+    if not np.isfinite(gap_pct):
+        return "fail"
+    size = abs(gap_pct)
+    if band_pct is not None and size <= band_pct:
+        return "pass" if band_pct <= PASS_PCT else "inconclusive"
+    if size <= PASS_PCT:
+        return "pass"
+    return "watch" if size <= WATCH_PCT else "fail"
+
+
+def _relative(difference: Floats, base: Floats) -> float:
+    scale = float(np.mean(np.abs(base)))
+    return 100.0 * float(np.mean(difference)) / scale if scale else float("nan")

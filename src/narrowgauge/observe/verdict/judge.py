@@ -1,0 +1,216 @@
+"""From recorded runs to a verdict.
+
+For each FP8 variant three questions are asked in turn, and a later one never whitewashes an earlier one:
+
+    did it see the same data, from the same weights?      if not, nothing is judged
+    does its loss leave the band of chance, by how much?  gap.py; the same for the evaluation loss
+    what does one batch at the same weights say?          no chance in it, so it speaks where the first is inconclusive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import numpy as np
+
+from narrowgauge.observe.verdict import words
+from narrowgauge.observe.verdict.evidence import Evidence, first_difference
+from narrowgauge.observe.verdict.gap import Gap, noise_band, outcome_of, paired_gap
+from narrowgauge.observe.verdict.types import (
+    Answer,
+    Outcome,
+    SameWeights,
+    VariantVerdict,
+    Verdict,
+)
+from narrowgauge.observe.verdict.worst import worst_tensors
+
+SEVERITY: dict[Outcome, int] = {"unjudged": 0, "pass": 1, "inconclusive": 2, "watch": 3, "fail": 4}
+SAFE: dict[Outcome, Answer] = {"pass": "yes", "fail": "no"}
+# A speed-up below this is not worth a change of precision; above the second it is.
+NOT_WORTH, WORTH = 1.02, 1.05
+# At the same weights: a forward loss off by more than this is a bug; gradients less alike than this are not the same.
+SAME_LOSS_PCT, SAME_COSINE = 1.0, 0.9
+
+
+def judge(
+    baseline: Evidence, noise: Evidence | None, variants: Mapping[str, Evidence], same_weights: Mapping[str, tuple[SameWeights, ...]]
+) -> Verdict:
+    """Judge every variant against the baseline; `same_weights` by variant name."""
+    meta = baseline.meta
+    why_not = _comparable(baseline, noise)
+    judged = tuple(
+        _judge_variant(name, run, baseline, noise, same_weights.get(name, ()), why_not)
+        for name, run in variants.items()
+    )
+    notes = [note for run in (baseline, *variants.values()) for note in run.meta.get("notes", [])]
+    notes += [f"The {run.name} run: {note}" for run in variants.values() for note in _never_called(run)]
+    return Verdict(
+        command=str(meta.get("command", "")),
+        steps=baseline.steps,
+        judged=not why_not and any(v.outcome != "unjudged" for v in judged),
+        why_not=why_not,
+        emulated=bool(meta.get("emulated", True)),
+        hardware=str(meta.get("hardware", "")),
+        baseline=baseline.twin_facts(),
+        noise=noise.twin_facts() if noise else None,
+        variants=judged,
+        notes=tuple(dict.fromkeys(notes)),
+        versions=dict(meta.get("versions", {})),
+        started=str(meta.get("started", "")),
+    )
+
+
+def _comparable(baseline: Evidence, other: Evidence | None) -> str:
+    """Why two runs may not be compared; "" if they may."""
+    if other is None or other.run is None or not other.steps:
+        return ""
+    if baseline.meta.get("weights_hash") != other.meta.get("weights_hash"):
+        return words.other_weights(other.name)
+    step = first_difference(baseline, other)
+    return words.other_data(other.name, step) if step is not None else ""
+
+
+def _judge_variant(
+    name: str,
+    run: Evidence,
+    baseline: Evidence,
+    noise: Evidence | None,
+    same: tuple[SameWeights, ...],
+    why_not: str,
+) -> VariantVerdict:
+    why_not = why_not or _comparable(baseline, run)
+    loss = baseline.series("loss")
+    gap = paired_gap(run.series("loss"), loss)
+    band = noise_band(noise.series("loss"), loss) if noise else None
+    eval_gap, eval_band = _evaluation(run, baseline, noise)
+    worst = worst_tensors(run.run) if run.run is not None else ()
+    outcome = "unjudged" if why_not else _outcome(run, gap, band, eval_gap, eval_band, same)
+    speedup = _speedup(run, baseline)
+    meta = run.meta
+    safe = SAFE.get(outcome, "unknown")
+    facts = VariantVerdict(
+        name=name,
+        recipe=str(meta.get("recipe") or name),
+        outcome=outcome,
+        safe=safe,
+        worth_it=_worth(safe, speedup),
+        sentence="",
+        next_step="",
+        steps=run.steps,
+        gap_pct=gap.pct if gap else None,
+        band_pct=band,
+        window=(gap.first, gap.last) if gap else None,
+        same_weights=same,
+        same_weights_note="" if same else _no_same_weights(baseline),
+        eval_name="eval loss" if eval_gap is not None else "",
+        eval_gap_pct=eval_gap,
+        eval_band_pct=eval_band,
+        eval_value=run.eval_value(),
+        step_seconds=run.step_seconds(),
+        speedup=speedup,
+        tokens_per_second=run.tokens_per_second(),
+        peak_memory_bytes=meta.get("peak_memory_bytes"),
+        flop_share_pct=_flop_share(run, baseline),
+        linear_share_pct=_linear_share(run),
+        nan_steps=int(meta.get("nan_steps", 0)),
+        skipped_steps=int(meta.get("skipped_steps", 0)),
+        watch_pct=run.watch_pct(),
+        exit_code=run.exit_code,
+        error=run.error,
+        worst=worst,
+        conversion=tuple(meta.get("conversion", ())),
+    )
+    said = {"sentence": why_not or words.sentence(facts), "next_step": words.next_step(facts, why_not)}
+    return VariantVerdict(**{**_shallow(facts), **said})
+
+
+def _shallow(facts: VariantVerdict) -> dict[str, object]:
+    return {name: getattr(facts, name) for name in asdict(facts)}
+
+
+def _outcome(
+    run: Evidence,
+    gap: Gap | None,
+    band: float | None,
+    eval_gap: float | None,
+    eval_band: float | None,
+    same: tuple[SameWeights, ...],
+) -> Outcome:
+    if run.exit_code or gap is None or int(run.meta.get("nan_steps", 0)):
+        return "fail" if run.steps or run.exit_code not in (2,) else "unjudged"
+    outcome = outcome_of(gap.pct, band)
+    if eval_gap is not None:
+        on_eval = outcome_of(eval_gap, eval_band)
+        # An inconclusive evaluation is no reason to doubt a conclusive training loss.
+        if on_eval != "inconclusive" and SEVERITY[on_eval] > SEVERITY[outcome]:
+            outcome = on_eval
+    if same and outcome in ("pass", "inconclusive"):
+        doubtful = max(abs(s.loss_gap_pct) for s in same) > SAME_LOSS_PCT or min(s.grad_cosine for s in same) < SAME_COSINE
+        outcome = "watch" if doubtful else outcome
+    return outcome
+
+
+def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tuple[float | None, float | None]:
+    """The last common evaluation's gap, and the noise twin's largest over the second half of the evaluations."""
+    base = baseline.series("eval_loss")
+    steps = np.intersect1d(base.steps, run.series("eval_loss").steps)
+    if steps.size == 0:
+        return None, None
+    last = steps[-1:]
+    gap = 100.0 * float((run.series("eval_loss").at(last) - base.at(last))[0] / base.at(last)[0])
+    if noise is None:
+        return gap, None
+    twin = noise.series("eval_loss")
+    shared = np.intersect1d(steps, twin.steps)
+    shared = shared[shared.size // 2 :]
+    if shared.size == 0:
+        return gap, None
+    return gap, 100.0 * float(np.max(np.abs(twin.at(shared) - base.at(shared)) / np.abs(base.at(shared))))
+
+
+def _speedup(run: Evidence, baseline: Evidence) -> float | None:
+    ours, theirs = run.step_seconds(), baseline.step_seconds()
+    if run.meta.get("emulated", True) or not ours or not theirs:
+        return None
+    return theirs / ours
+
+
+def _worth(safe: Answer, speedup: float | None) -> Answer:
+    if safe == "no":
+        return "no"
+    if speedup is None:
+        return "unknown"
+    if speedup < NOT_WORTH:
+        return "no"
+    return "yes" if speedup >= WORTH and safe == "yes" else "unknown"
+
+
+def _flop_share(run: Evidence, baseline: Evidence) -> float | None:
+    """Percent of the model's matmul FLOPs, forward and backward, that ran in FP8."""
+    flops = baseline.meta.get("flops") or {}
+    total, per_layer = flops.get("total"), flops.get("linear") or {}
+    converted = {row["name"] for row in run.meta.get("conversion", []) if row.get("recipe") and row.get("calls")}
+    if not total or not per_layer or not converted:
+        return None
+    return 100.0 * sum(per_layer.get(name, 0) for name in converted) / total
+
+
+def _linear_share(run: Evidence) -> float | None:
+    summaries = run.meta.get("conversion_summary", [])
+    shares = [s["coverage"] for s in summaries if s.get("coverage") is not None]
+    return 100.0 * float(np.mean(shares)) if shares else None
+
+
+def _no_same_weights(baseline: Evidence) -> str:
+    notes = baseline.meta.get("same_weights_notes") or ["it was not measured"]
+    return "; ".join(dict.fromkeys(str(note) for note in notes))
+
+
+def _never_called(run: Evidence) -> list[str]:
+    names = [r["name"] for r in run.meta.get("conversion", []) if r.get("recipe") and not r.get("calls")]
+    if not names:
+        return []
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return [f"converted but never called: {shown}."]

@@ -1,0 +1,100 @@
+"""The verdict's sentences. Plain, complete, with the number that each one rests on."""
+
+from __future__ import annotations
+
+from narrowgauge.observe.verdict.types import VariantVerdict
+from narrowgauge.observe.verdict.worst import NOTHING
+
+
+def other_weights(name: str) -> str:
+    """The runs cannot be compared: they started from different weights."""
+    return (
+        f"Not judged: the {name} run started from other weights than the baseline, so their losses cannot be paired. "
+        "Seed the model's initialization from torch, numpy or random, which every run seeds alike."
+    )
+
+
+def other_data(name: str, step: int) -> str:
+    """The runs cannot be compared: they saw different data."""
+    return (
+        f"Not judged: from step {step} on the {name} run saw other data than the baseline, so their losses cannot be paired. "
+        "Make the order of the data depend on a seed alone, not on time, process or threads."
+    )
+
+
+def percent(value: float) -> str:
+    """A signed percentage with three significant digits."""
+    return f"{value:+.3g}%"
+
+
+def sentence(v: VariantVerdict) -> str:
+    """Safe or not, and worth it or not, in one or two sentences."""
+    return f"{_safe(v)} {_worth(v)}".strip()
+
+
+def _safe(v: VariantVerdict) -> str:
+    if v.exit_code:
+        return f"Not safe: the run ended with an error after {v.steps} steps ({v.error or f'exit code {v.exit_code}'})."
+    if v.nan_steps:
+        return f"Not safe: {v.nan_steps} of {v.steps} steps had a loss or gradient that is not finite."
+    if v.gap_pct is None:
+        return "Not judged: the run and the baseline have no step in common."
+    gap = f"the loss is {percent(v.gap_pct)} against the baseline"
+    band = f", chance alone makes ±{v.band_pct:.3g}%" if v.band_pct is not None else ""
+    if v.outcome == "pass":
+        return f"Safe over these {v.steps} steps: {gap}{band}.{_same(v)}"
+    if v.outcome == "inconclusive":
+        return f"Not known yet, inconclusive at {v.steps} steps: {gap}{band}.{_same(v)}"
+    grade = "Watch it" if v.outcome == "watch" else "Not safe"
+    if v.outcome == "watch" and v.gap_pct < 0:
+        return f"{grade}: {gap}{band}; a *lower* loss than the baseline's is as suspicious as a higher one.{_same(v)}"
+    reason = _evaluation_reason(v)
+    return f"{grade}: {gap}{band}.{reason}{_same(v)}"
+
+
+def _evaluation_reason(v: VariantVerdict) -> str:
+    if v.eval_gap_pct is None or abs(v.eval_gap_pct) <= abs(v.gap_pct or 0.0):
+        return ""
+    return f" The evaluation loss is {percent(v.eval_gap_pct)}."
+
+
+def _same(v: VariantVerdict) -> str:
+    if not v.same_weights:
+        return ""
+    loss = max((s.loss_gap_pct for s in v.same_weights), key=abs)
+    cosine = min(s.grad_cosine for s in v.same_weights)
+    return f" At the same weights and batch the loss differs by {percent(loss)} at most, gradient cosine {cosine:.4f} or more."
+
+
+def _worth(v: VariantVerdict) -> str:
+    if v.exit_code:
+        return ""
+    if v.speedup is None:
+        return "Its speed was emulated here, so whether it is worth it is not known."
+    faster = f"{v.speedup:.2f}x the baseline's speed"
+    if v.worth_it == "yes":
+        return f"Worth it: {faster}."
+    if v.worth_it == "no" and v.safe != "no":
+        return f"Not worth it: {faster}."
+    return f"It runs at {faster}."
+
+
+def next_step(v: VariantVerdict, why_not: str) -> str:
+    """What to try next."""
+    if why_not:
+        return "Make the runs comparable, then compare again."
+    if v.exit_code:
+        return "Read the end of this run's output.log."
+    remedy = next((w for w in v.worst if w.remedy != NOTHING), None)
+    help_worst = f"{remedy.site}: {remedy.remedy}" if remedy else "keep the last blocks in high precision (last=2)"
+    if v.nan_steps or v.outcome == "fail":
+        return f"Try {help_worst}."
+    if v.outcome == "watch":
+        return f"Run longer before you trust it, and try {help_worst}."
+    if v.outcome == "inconclusive":
+        return f"Run longer (some {4 * max(v.steps, 1)} steps): the band of chance narrows as the run grows."
+    if v.speedup is None:
+        return "Compare on a GPU with FP8 hardware to see the speed."
+    if v.worth_it == "no":
+        return "Larger layers or batches gain more; leave the small layers in the baseline's precision."
+    return "Train with it, and keep the watch on."

@@ -1,0 +1,140 @@
+"""Which tensors lose most in FP8, and which number says so.
+
+Each sign is one metric with the value from which it matters; a site's badness is how far its median over the recorded steps
+of the last half goes beyond that value, in multiples of it (in steps of 6 dB for decibels). A site beyond none of them is
+listed by its SQNR, as healthy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.types import WorstTensor
+
+WORST = 5
+DB_PER_BIT = 6.02
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One metric, how bad a value of it is (> 1 matters), what it means and what helps."""
+
+    metric: str
+    badness: Callable[[float], float]
+    why: str
+    remedy: str
+
+
+def _above(limit: float) -> Callable[[float], float]:
+    return lambda value: value / limit
+
+
+def _below_db(limit: float) -> Callable[[float], float]:
+    return lambda value: 1.0 + (limit - value) / DB_PER_BIT
+
+
+def _off_one(limit: float) -> Callable[[float], float]:
+    return lambda value: abs(value - 1.0) / limit
+
+
+SIGNS = (
+    Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", "find the first step and layer that made them"),
+    Sign("inf_count", _above(0.5), "{value:.0f} elements are infinite.", "find the first step and layer that made them"),
+    Sign(
+        "gemm_gain",
+        _off_one(0.03),
+        "The product is {value:.4f} times what it should be: a scale that does not belong to its tensor.",
+        "check the pairing of codes and scales; report it, this is a bug",
+    ),
+    Sign(
+        "gain",
+        _off_one(0.03),
+        "Dequantized values are {value:.4f} times the originals.",
+        "current scaling, or a scale that belongs to this tensor",
+    ),
+    Sign(
+        "saturation_pct",
+        _above(0.1),
+        "{value:.3g}% of its elements exceed the format's range: the scale is too small for it.",
+        "current scaling, a margin, or a shorter history",
+    ),
+    Sign(
+        "lost_energy_pct",
+        _above(0.1),
+        "{value:.3g}% of its energy is flushed to zero: the range is too small for it.",
+        "E5M2, or blockwise scaling",
+    ),
+    Sign(
+        "amax_ratio",
+        _above(2.0),
+        "It is {value:.3g} times as large as its delayed scale assumed.",
+        "current scaling, or a margin",
+    ),
+    Sign(
+        "p5_col_sqnr_db",
+        _below_db(20.0),
+        "The worst twentieth of its channels is represented at {value:.1f} dB or less: outlier channels.",
+        "blockwise scaling",
+    ),
+    Sign(
+        "p5_row_sqnr_db",
+        _below_db(20.0),
+        "The worst twentieth of its rows is represented at {value:.1f} dB or less: outlier tokens.",
+        "rowwise or blockwise scaling",
+    ),
+    Sign(
+        "sqnr_db",
+        _below_db(22.0),
+        "Quantization noise is only {value:.1f} dB below the signal.",
+        "a finer granularity, or this layer in high precision",
+    ),
+)
+HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, the lowest of those without a sign of trouble."
+NOTHING = "nothing to do"
+
+
+def worst_tensors(run: Run, count: int = WORST) -> tuple[WorstTensor, ...]:
+    """The `count` worst sites of a run, worst first; fewer if the run recorded fewer."""
+    metrics = [sign.metric for sign in SIGNS if sign.metric in run.metrics]
+    if not metrics:
+        return ()
+    table = run.tensors(columns=metrics)
+    sites, steps = np.asarray(table["site"]), np.asarray(table["step"])
+    if steps.size == 0:
+        return ()
+    recent = steps >= np.median(np.unique(steps))
+    rows: list[tuple[float, WorstTensor]] = []
+    for site in np.unique(sites):
+        chosen = recent & (sites == site)
+        if chosen.any():
+            rows.append(_judge(str(site), {m: _median(table[m][chosen]) for m in metrics}))
+    rows = [row for row in rows if np.isfinite(row[0])]
+    rows.sort(key=lambda row: (-row[0], row[1].site))
+    return tuple(tensor for _, tensor in rows[:count])
+
+
+def _judge(site: str, values: dict[str, float]) -> tuple[float, WorstTensor]:
+    worst, sign = -np.inf, None
+    for candidate in SIGNS:
+        value = values.get(candidate.metric, float("nan"))
+        badness = candidate.badness(value) if np.isfinite(value) else -np.inf
+        if badness > 1.0 and badness > worst:
+            worst, sign = badness, candidate
+    if sign is not None:
+        value = values[sign.metric]
+        return worst, WorstTensor(site, sign.metric, value, sign.why.format(value=value), sign.remedy)
+    sqnr = values.get("sqnr_db", float("nan"))
+    # Below every sign of trouble (badness < 1), ordered by SQNR; results have none and are left out.
+    healthy = WorstTensor(site, "sqnr_db", sqnr, HEALTHY.format(value=sqnr), NOTHING)
+    return (-sqnr / 1000.0 if np.isfinite(sqnr) else -np.inf), healthy
+
+
+def _median(values: np.ndarray) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: the metric was never defined there
+        return float(np.nanmedian(np.asarray(values, dtype=np.float64)))

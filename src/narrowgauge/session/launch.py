@@ -1,0 +1,85 @@
+"""Starts one run in a process of its own and waits for it, telling whoever watches how far it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowgauge.session import status
+from narrowgauge.session.command import parse
+from narrowgauge.session.plan import Plan
+
+OUTPUT_FILE = "output.log"
+POLL = 0.1  # seconds
+LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: its exit code (negative: the signal that killed it) and the last lines of its output."""
+
+    code: int
+    last_lines: tuple[str, ...]
+    seconds: float
+
+
+def launch(
+    plan: Plan, tell: Callable[[status.Status], None] | None = None, *, quiet: bool = True
+) -> Ended:
+    """Run the plan in a child process; its output goes to `output.log` in the run's folder (unless not quiet)."""
+    program = parse(plan.command)
+    path = plan.write()
+    (plan.folder / status.STATUS_FILE).unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONHASHSEED": str(plan.seed % 2**32), "PYTHONUNBUFFERED": "1"}
+    argv = [program.python, *program.flags, "-m", "narrowgauge.session.boot", str(path)]
+    began = time.perf_counter()
+    if not quiet:
+        code = _wait(subprocess.Popen(argv, env=environment), plan, tell)
+        return Ended(code, (), time.perf_counter() - began)
+    log = plan.folder / OUTPUT_FILE
+    with log.open("wb") as out:
+        code = _wait(subprocess.Popen(argv, env=environment, stdout=out, stderr=subprocess.STDOUT), plan, tell)
+    return Ended(code, _tail(log), time.perf_counter() - began)
+
+
+def _wait(child: subprocess.Popen[bytes], plan: Plan, tell: Callable[[status.Status], None] | None) -> int:
+    try:
+        while True:
+            try:
+                return child.wait(timeout=POLL)
+            except subprocess.TimeoutExpired:
+                if tell is not None:
+                    tell(status.read(plan))
+    except KeyboardInterrupt:
+        # The terminal has sent the child the same signal; it closes its run, then we go.
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
+
+
+def _tail(log: Path) -> tuple[str, ...]:
+    text = log.read_bytes()[-20_000:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return tuple(lines[-LAST_LINES:])
+
+
+def describe_code(code: int) -> str:
+    """An exit code in words.
+
+    >>> describe_code(-9)
+    'killed by SIGKILL (often: out of memory)'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
+    return f"killed by {name}" + (" (often: out of memory)" if -code == signal.SIGKILL else "")
+
+

@@ -1,0 +1,70 @@
+"""What a run's metadata says about the machine and the software: enough to judge its figures, no names, no paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("narrowgauge", "torch", "numpy", "duckdb", "triton", "transformers", "accelerate", "lightning", "torchao")
+
+
+def machine_facts() -> dict[str, Any]:
+    """Hardware, versions and the git revision of the working directory."""
+    return {
+        "hardware": hardware(),
+        "versions": versions(),
+        "git_revision": git_revision(Path.cwd()),
+        "emulated": not native_fp8(),
+    }
+
+
+def native_fp8() -> bool:
+    """Whether this process would run FP8 products on FP8 hardware (compute capability 8.9 or newer)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def hardware() -> str:
+    """The GPU's name, or the CPU's with the number of threads that torch uses."""
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, CUDA and the packages that matter here, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def git_revision(folder: Path) -> str:
+    """The revision of the checkout around `folder`, with "+changes" if it differs; "" where there is none."""
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head + ("+changes" if dirty else "")

@@ -1,0 +1,58 @@
+"""What one run of a training program should do, as frozen data that travels to its process as JSON.
+
+The parent writes `plan.json` into the run's folder; the child reads it and follows it. Nothing else passes between them
+but files: `status.json` (for the progress display), the run itself, and the program's own output.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Baseline = Literal["asis", "bf16", "fp16", "fp32"]
+PLAN_FILE = "plan.json"
+STATUS_FILE = "status.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: who it is, what is converted, what is measured.
+
+    `steps` counts optimizer steps (None: as many as the program makes); `every` is the cadence, in steps, at which
+    tensors are recorded; `probe` names the recipes measured at the same weights, `probe_steps` when.
+    """
+
+    variant: str
+    out: str
+    command: tuple[str, ...]
+    recipe: str | None = None
+    seed: int = 1234
+    steps: int | None = None
+    every: int = 10
+    noise: float = 0.0  # relative perturbation of the initial weights
+    baseline: Baseline = "asis"
+    probe: tuple[str, ...] = ()
+    probe_steps: tuple[int, ...] = ()
+    convert: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.out)
+
+    def write(self) -> Path:
+        """Write `plan.json` into the run's folder and return its path."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / PLAN_FILE
+        path.write_text(json.dumps(asdict(self), indent=1))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """The inverse of `write`."""
+        data = json.loads(path.read_text())
+        for name in ("command", "probe", "probe_steps"):
+            data[name] = tuple(data[name])
+        return cls(**data)

@@ -1,0 +1,138 @@
+"""Where a running PyTorch program can be watched and changed without editing it.
+
+Each seam is one function of torch's that every training program must pass: making an optimizer, calling a module,
+`backward`, an optimizer's step. `Seams` replaces or hooks them, tells one listener, and can undo it all.
+
+    made      torch.optim.Optimizer.__init__               which parameters are trained
+    called    torch's global forward pre-hook              the outermost call of a module that owns such parameters
+    backward  torch.autograd.backward                      the loss (Tensor.backward goes through it)
+    stepped   torch's global optimizer step hooks          the end of a step
+    scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
+    clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
+    compiled  torch.compile, nn.Module.compile             turned into no-ops, and told
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Listener(Protocol):
+    """What a session hears of the program."""
+
+    def optimizer_made(self, optimizer: Optimizer) -> None: ...
+    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None: ...
+    def backward_begins(self, loss: Any, plain: bool) -> None: ...
+    def backward_ended(self, loss: Any) -> None: ...
+    def step_begins(self, optimizer: Optimizer) -> None: ...
+    def step_ended(self, optimizer: Optimizer) -> None: ...
+    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None: ...
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None: ...
+    def gradients_clipped(self, norm: Tensor) -> None: ...
+    def compile_refused(self) -> None: ...
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass (a recomputed forward, a nested backward)."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+class Seams:
+    """All seams of one process; `close()` leaves torch as it was found."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._undo = ExitStack()
+        self._open(listener)
+
+    def close(self) -> None:
+        """Undo every replacement and hook, in reverse order."""
+        self._undo.close()
+
+    def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `make(original)` in the place of `owner.name` until closed."""
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(make(original)))
+        self._undo.callback(setattr, owner, name, original)
+
+    def _open(self, listener: Listener) -> None:
+        def made(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+                original(self, *args, **kwargs)
+                listener.optimizer_made(self)
+
+            return init
+
+        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+                if in_backward():  # a reentrant checkpoint's own backward is no new microbatch
+                    return original(tensors, *args, **kwargs)
+                plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
+                listener.backward_begins(tensors, plain)
+                original(tensors, *args, **kwargs)
+                listener.backward_ended(tensors)
+
+            return run
+
+        def scale(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: Any, outputs: Any) -> Any:
+                scaled = original(self, outputs)
+                listener.loss_scaled(self, outputs, scaled)
+                return scaled
+
+            return run
+
+        def scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                out = original(self, optimizer, *args, **kwargs)
+                listener.scaler_stepped(self, optimizer)
+                return out
+
+            return run
+
+        def clip(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                norm = original(*args, **kwargs)
+                listener.gradients_clipped(norm)
+                return norm
+
+            return run
+
+        def no_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+                listener.compile_refused()
+                return (lambda function: function) if model is None else model
+
+            return run
+
+        def no_module_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+                listener.compile_refused()
+
+            return run
+
+        self.replace(Optimizer, "__init__", made)
+        self.replace(torch.autograd, "backward", backward)
+        self.replace(torch.amp.GradScaler, "scale", scale)
+        self.replace(torch.amp.GradScaler, "step", scaler_step)
+        self.replace(torch.nn.utils, "clip_grad_norm_", clip)
+        self.replace(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
+        self.replace(torch, "compile", no_compile)
+        self.replace(nn.Module, "compile", no_module_compile)
+        handles = (
+            nn.modules.module.register_module_forward_pre_hook(lambda m, args: listener.module_called(m, args)),
+            register_optimizer_step_pre_hook(lambda opt, args, kwargs: listener.step_begins(opt)),
+            register_optimizer_step_post_hook(lambda opt, args, kwargs: listener.step_ended(opt)),
+        )
+        for handle in handles:
+            self._undo.callback(handle.remove)
