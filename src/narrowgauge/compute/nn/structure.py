@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -121,35 +122,35 @@ def survey(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def stacks(model: nn.Module) -> list[_Stack]:
-    """The containers of repeated blocks, in model order: outermost lists of children of one class.
+def stacks(model: nn.Module) -> list[list[nn.Module]]:
+    """The repeated blocks, in model order: runs of children of one class in the outermost lists.
 
     A list of lists of blocks (stages) counts as its inner lists; a list inside a block (experts) does not.
     """
-    found: list[_Stack] = []
+    found: list[list[nn.Module]] = []
 
     def visit(module: nn.Module) -> None:
-        children = list(module.children())
-        stages = all(_is_stage(child) for child in children)
-        if isinstance(module, _Stack) and _uniform(children) and not stages:
-            found.append(module)
-            return
-        for child in children:
-            visit(child)
+        runs = _runs(module)
+        stages = runs and all(_runs(block) and isinstance(block, _Stack) for run in runs for block in run)
+        found.extend([] if stages else runs)
+        inside = set() if stages else {id(block) for run in runs for block in run}
+        for child in module.children():
+            if id(child) not in inside:
+                visit(child)
 
     visit(model)
-    weight = {id(stack): _linear_weights(stack) for stack in found}
-    largest = max(weight.values(), default=0)
-    return [stack for stack in found if weight[id(stack)] >= max(1, largest * _MINOR_STACK)]
+    weights = [sum(_linear_weights(block) for block in run) for run in found]
+    floor = max(1, max(weights, default=0) * _MINOR_STACK)
+    return [run for run, weight in zip(found, weights, strict=True) if weight >= floor]
 
 
-def _uniform(children: list[nn.Module]) -> bool:
-    return len(children) > 1 and len({type(child) for child in children}) == 1
-
-
-def _is_stage(module: nn.Module) -> bool:
-    inner = list(module.children())
-    return isinstance(module, _Stack) and _uniform(inner) and not isinstance(inner[0], nn.Linear)
+def _runs(module: nn.Module) -> list[list[nn.Module]]:
+    """Runs of two or more neighbours of one class in a list; bare linears only when they are all there is."""
+    if not isinstance(module, _Stack):
+        return []
+    children = list(module.children())
+    runs = [list(run) for _, run in groupby(children, key=type)]
+    return [run for run in runs if len(run) > 1 and (any(True for _ in run[0].children()) or len(runs) == 1)]
 
 
 def _linear_weights(module: nn.Module) -> int:
@@ -161,8 +162,8 @@ def _blocks(model: nn.Module) -> tuple[dict[int, int], int]:
     """Which repeated block every module lies in, and how many blocks there are (all stacks in a row)."""
     inside: dict[int, int] = {}
     count = 0
-    for stack in stacks(model):
-        for block in stack.children():
+    for run in stacks(model):
+        for block in run:
             for module in block.modules():
                 inside.setdefault(id(module), count)
             count += 1
