@@ -13,6 +13,7 @@ end it: the step limit, and a conversion that the user asked for and that cannot
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 from weakref import WeakSet
 
@@ -243,7 +244,7 @@ class Session:
             "peak_memory_bytes": self.memory.bytes(),
             "watch": {"every": self._plan.every, "seconds": self.collector.seconds},
             "notes": [*self.notes, *self.roots.notes],
-            "same_weights": [] if probe is None else [(name, row) for name, row in probe.results],
+            "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
             "flops": None if probe is None else probe.flops,
         }

@@ -32,8 +32,8 @@ class Evidence:
         """One scalar by step; empty if it was never recorded."""
         if self.run is None:
             return Series(np.zeros(0, np.int64), np.zeros(0))
-        steps, values = self.run.scalars(name)
-        return Series(np.asarray(steps, np.int64), np.asarray(values, np.float64))
+        table = self.run.scalars(name)
+        return Series(np.asarray(table["step"], np.int64), np.asarray(table[name], np.float64))
 
     @property
     def steps(self) -> int:

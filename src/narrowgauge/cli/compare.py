@@ -1,0 +1,74 @@
+"""`narrowgauge compare`: a script as written and in FP8, side by side."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+import narrowgauge.scripts
+from narrowgauge.cli.options import command_argument, config_option, steps_option
+
+if TYPE_CHECKING:
+    from narrowgauge.session.plan import Baseline
+
+
+def demo_command() -> tuple[str, ...]:
+    """The packaged script: what is compared when no command is given."""
+    return (str(Path(narrowgauge.scripts.__path__[0]) / "gpt.py"),)
+
+
+def default_folder(name: str) -> Path:
+    """A folder that is not there yet."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@click.command("compare")
+@click.option("--recipes", default="current,delayed,blockwise", show_default=True, help="FP8 recipes, comma-separated.")
+@click.option(
+    "--baseline",
+    type=click.Choice(["asis", "bf16", "fp16", "fp32"]),
+    default="asis",
+    show_default=True,
+    help="The script's own dtype, or with autocast added (bf16, fp16) or removed (fp32).",
+)
+@steps_option
+@config_option
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the runs and the report.")
+@command_argument
+def compare_command(
+    recipes: str,
+    baseline: Baseline,
+    steps: int | None,
+    config: Path | None,
+    out: Path | None,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND as written and in FP8, side by side, and say whether FP8 is safe and worth it.
+
+    COMMAND is `train.py ARGS`, `python train.py ARGS` or `python -m package ARGS`, behind `--`. Without one, the packaged
+    example is compared: a small language model trained on the Python standard library's own source.
+    """
+    from narrowgauge.cli.progress import LiveProgress
+    from narrowgauge.observe.report import render
+    from narrowgauge.session.command import parse
+    from narrowgauge.session.compare import REPORT_FILE, Comparison, compare
+    from narrowgauge.session.config import load
+
+    command = command or demo_command()
+    console = Console()
+    what = Comparison(
+        command=command,
+        out=out or default_folder(parse(command).name),
+        recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
+        baseline=baseline,
+        steps=steps,
+        config=load(config),
+    )
+    with LiveProgress(console) as progress:
+        verdict = compare(what, progress)
+    console.print(render(verdict))
+    console.print(f"\nThe report: {what.out / REPORT_FILE}", soft_wrap=True)
