@@ -190,7 +190,7 @@ def _span(names: Sequence[str]) -> str:
     for column in zip(*split, strict=True):
         values = list(dict.fromkeys(column))
         out.append(values[0] if len(values) == 1 else _ranges(sorted(int(value) for value in values)))
-    return ".".join(out) + f"  ({len(names)})"
+    return ".".join(out) + f" ({len(names)})"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
