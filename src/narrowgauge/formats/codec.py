@@ -5,7 +5,7 @@
     n    = round_half_even(|v| / 2^(e - m))    how many units in the last place
     code = (e - emin) · 2^m + n                a carry out of n walks into the next binade by itself
 
-E8M0 has no mantissa bit to be even: a tie goes to the larger power of two, as IEEE 754-2019 section 4.3.1 asks.
+E8M0 has no mantissa bit to be even: a tie goes to the larger power of two (IEEE 754-2019, section 4.3.1).
 
 **Overflow is always a choice.** What counts is the rounded value, so 464 still fits E4M3FN (it ties to 448):
 

@@ -81,13 +81,13 @@ def round_to(values: npt.ArrayLike, fmt: Format, overflow: Overflow = "saturate"
 def _as_float64(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     raw: npt.NDArray[Any] = np.asarray(values)
     if np.issubdtype(raw.dtype, np.floating) and raw.dtype.itemsize > 8:
-        raise FormatError(f"values are {raw.dtype}, which float64 cannot hold exactly; pass float64 or narrower.")
+        raise FormatError(f"values are {raw.dtype}, wider than float64 holds; pass float64 or narrower.")
     return raw.astype(np.float64)
 
 
 def _magnitude_codes(magnitude: npt.NDArray[np.float64], fmt: Format) -> npt.NDArray[np.int64]:
     _, exponent = np.frexp(magnitude)
-    # frexp calls zero's exponent 0, which would put it into the binade of 0.5: the floor at emin is for numbers.
+    # frexp gives zero the exponent 0, which would put it into the binade of 0.5.
     binade = np.where(magnitude == 0, fmt.emin, np.maximum(exponent.astype(np.int64) - 1, fmt.emin))
     ulps = np.rint(np.ldexp(magnitude, fmt.mantissa_bits - binade)).astype(np.int64)
     codes = ((binade - fmt.emin) << fmt.mantissa_bits) + ulps

@@ -14,8 +14,8 @@ Which codes are kept back for NaN and infinity is the variant, and it moves the 
     SCALE   unsigned powers of two: no zero, 0xFF is NaN           E8M0        max 2^127
 
 Everything else (ranges, ulp, what flushes to zero) is derived here and typed nowhere.
-Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; "8-bit Numerical Formats for Deep
-Neural Networks" (arXiv:2206.02915) for FNUZ.
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; for FNUZ "8-bit Numerical
+Formats for Deep Neural Networks" (arXiv:2206.02915).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Format:
 
     @property
     def max_code(self) -> int:
-        """Code of the largest finite value, sign bit clear; finite magnitudes are exactly the codes 0..max_code."""
+        """Code of the largest finite value, sign clear; the finite magnitudes are the codes up to it."""
         magnitudes = 1 << (self.exponent_bits + self.mantissa_bits)
         if self.specials is Specials.IEEE:
             return magnitudes - (1 << self.mantissa_bits) - 1
@@ -94,7 +94,7 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """The NaN that encoding produces (sign clear), None without one: the one with every mantissa bit set."""
+        """The NaN that encoding produces, sign clear, every mantissa bit set; None without one."""
         if self.specials is Specials.FINITE:
             return None
         if self.specials is Specials.FNUZ:
@@ -135,5 +135,5 @@ class Format:
 
     @property
     def flush_below(self) -> float:
-        """Largest magnitude that rounds to zero (a tie, and zero is even); 0.0 where there is no zero to round to."""
+        """Largest magnitude that rounds to zero (a tie, and zero is even); 0.0 without a zero to round to."""
         return self.min_subnormal / 2 if self.has_zero else 0.0

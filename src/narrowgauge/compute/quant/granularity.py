@@ -7,8 +7,8 @@
 
     amax_g = max |x_ij| over the granule g           (NaN if the granule holds a NaN, Inf if it holds an Inf)
 
-Blocks at the right and bottom edges may be ragged: they cover what is left. No padding is copied for them: the whole
-blocks are one strided view, the rest another.
+Blocks at the right and bottom edges may be ragged: they cover what is left. Nothing is padded or copied for
+that: the whole blocks are one strided view, the rest is another.
 
 Legend: M = rows (tokens or output features), K = columns (the contracted dimension).
 """
@@ -43,6 +43,10 @@ class PerTensor:
         """Return the scale of every element, [M, K], without copying."""
         return scale.expand(shape2d)
 
+    def multiply(self, x_MK: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Write x · scale into `out`, which may be x itself, and return it."""
+        return torch.mul(x_MK, scale, out=out)
+
     def transposed(self) -> PerTensor:
         """Return the granularity of the transpose."""
         return self
@@ -65,6 +69,10 @@ class PerRow:
         """Return the scale of every element, [M, K], without copying."""
         return scale.expand(shape2d)
 
+    def multiply(self, x_MK: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Write x · scale into `out`, which may be x itself, and return it."""
+        return torch.mul(x_MK, scale, out=out)
+
     def transposed(self) -> PerColumn:
         """Return the granularity of the transpose."""
         return PerColumn()
@@ -86,6 +94,10 @@ class PerColumn:
     def expand(self, scale: Tensor, shape2d: Shape2d) -> Tensor:
         """Return the scale of every element, [M, K], without copying."""
         return scale.expand(shape2d)
+
+    def multiply(self, x_MK: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Write x · scale into `out`, which may be x itself, and return it."""
+        return torch.mul(x_MK, scale, out=out)
 
     def transposed(self) -> PerRow:
         """Return the granularity of the transpose."""
@@ -118,13 +130,31 @@ class Block:
 
     def expand(self, scale: Tensor, shape2d: Shape2d) -> Tensor:
         """Return the scale of every element, [M, K], as a new tensor."""
-        M, K = shape2d
-        tall = scale if self.rows == 1 else scale.repeat_interleave(self.rows, 0)[:M]
-        return tall if self.cols == 1 else tall.repeat_interleave(self.cols, 1)[:, :K]
+        tall = self._rows_of(scale, shape2d[0])
+        return tall.repeat_interleave(self.cols, 1)[:, : shape2d[1]]
+
+    def multiply(self, x_MK: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Write x · scale into `out`, which may be x itself, and return it."""
+        cols = x_MK.shape[1]
+        whole = cols - cols % self.cols
+        tall = self._rows_of(scale, x_MK.shape[0])
+        if whole:
+            runs = (x_MK.shape[0], whole // self.cols, self.cols)
+            torch.mul(
+                x_MK[:, :whole].view(runs),
+                tall[:, : whole // self.cols].unsqueeze(2),
+                out=out[:, :whole].view(runs),
+            )
+        if whole < cols:
+            torch.mul(x_MK[:, whole:], tall[:, -1:], out=out[:, whole:])
+        return out
 
     def transposed(self) -> Block:
         """Return the granularity of the transpose."""
         return Block(self.cols, self.rows)
+
+    def _rows_of(self, scale: Tensor, rows: int) -> Tensor:
+        return scale if self.rows == 1 else scale.repeat_interleave(self.rows, 0)[:rows]
 
 
 Granularity: TypeAlias = PerTensor | PerRow | PerColumn | Block
@@ -137,7 +167,7 @@ BLOCK_1x32 = Block(1, 32)
 def require_matrix(x: Tensor) -> None:
     """Raise ShapeError unless `x` has two dimensions."""
     if x.dim() != 2:
-        raise ShapeError(f"a granularity speaks of a matrix [M, K], found shape {list(x.shape)}; flatten it first.")
+        raise ShapeError(f"a granularity speaks of a matrix [M, K], found shape {list(x.shape)}; flatten it.")
 
 
 def _empty_amax(granularity: Granularity, x_MK: Tensor) -> Tensor:
@@ -146,10 +176,15 @@ def _empty_amax(granularity: Granularity, x_MK: Tensor) -> Tensor:
 
 
 def _amax(x: Tensor, dim: int | None = None) -> Tensor:
-    # Rounding to float32 is monotone, so it could follow the reduction, but a float64 may overflow to Inf there:
-    # reducing first costs nothing and gives the same answer.
-    low, high = torch.aminmax(x, dim=dim)
-    return torch.maximum(-low, high).float()
+    # |x| would be a copy of x; the two ends of the range are not. abs() turns the -0.0 of an all-zero
+    # granule into 0.
+    if dim is None:
+        low, high = torch.aminmax(x)
+    else:
+        # CPU reductions of 16-bit floats along short runs cost several times what converting them does.
+        x = x.float() if x.device.type == "cpu" else x
+        low, high = x.amin(dim), x.amax(dim)
+    return torch.maximum(high, -low).abs().float()
 
 
 def _amax_in_runs(x: Tensor, dim: int, run: int) -> Tensor:
@@ -157,7 +192,9 @@ def _amax_in_runs(x: Tensor, dim: int, run: int) -> Tensor:
     whole = size - size % run
     parts = []
     if whole:
-        parts.append(_amax(x.narrow(dim, 0, whole).unflatten(dim, (-1, run)), dim=dim + 1))
+        sizes = list(x.shape)
+        sizes[dim : dim + 1] = [whole // run, run]
+        parts.append(_amax(x.narrow(dim, 0, whole).view(sizes), dim=dim + 1))
     if whole < size:
         parts.append(_amax(x.narrow(dim, whole, size - whole), dim=dim).unsqueeze(dim))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

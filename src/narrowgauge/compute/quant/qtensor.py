@@ -2,8 +2,8 @@
 
     x_ij ≈ codes_ij · scale_g(i,j)         g(i,j) = the granule that holds element (i, j)
 
-A granule whose amax was not finite is poisoned: its scale is NaN, so every gemm that touches it is NaN too, and no
-clamp can hide the Inf or NaN that entered. Its codes were made with inv_scale 1.
+A granule whose amax was not finite is poisoned: its scale is NaN, so every gemm that touches it is NaN too,
+and no clamp can hide the Inf or NaN that entered. Its codes were made with inv_scale 1.
 
 Legend: M = rows (tokens or output features), K = columns (the contracted dimension).
 """
@@ -25,7 +25,7 @@ from narrowgauge.formats import Format
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantized matrix: codes [M, K] in a float8 dtype, scale float32 in the shape its granularity asks for.
+    """A quantized matrix: codes [M, K] in a float8 dtype, scale float32 as its granularity asks for.
 
     Raises FormatError when a dtype, ShapeError when a shape does not fit.
     """
@@ -40,17 +40,17 @@ class QTensor:
         if self.codes.dtype != expected_dtype:
             raise FormatError(f"codes of {self.fmt.name} are {expected_dtype}, found {self.codes.dtype}.")
         if self.scale.dtype != torch.float32:
-            raise FormatError(f"a scale is torch.float32, found {self.scale.dtype}; convert it with .float().")
+            raise FormatError(f"a scale is torch.float32, found {self.scale.dtype}; use .float().")
         if self.codes.dim() != 2:
-            raise ShapeError(f"codes are a matrix [M, K], found shape {list(self.codes.shape)}; flatten them first.")
+            raise ShapeError(f"codes are a matrix [M, K], found {list(self.codes.shape)}; flatten them.")
         expected_shape = self.granularity.scale_shape(self.shape)
         if tuple(self.scale.shape) != expected_shape:
             raise ShapeError(
-                f"{self.granularity} of codes {list(self.codes.shape)} needs a scale of shape {list(expected_shape)}, "
-                f"found {list(self.scale.shape)}."
+                f"{self.granularity} of codes {list(self.codes.shape)} needs a scale of shape "
+                f"{list(expected_shape)}, found {list(self.scale.shape)}."
             )
         if self.scale.device != self.codes.device:
-            raise ShapeError(f"codes are on {self.codes.device} and scale on {self.scale.device}; move one of them.")
+            raise ShapeError(f"codes are on {self.codes.device}, scale is on {self.scale.device}; move one.")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,4 +74,4 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return codes · scale, [M, K]; multiplied in float32, then rounded to `dtype`."""
         values = decode(self.codes, torch.float32)
-        return values.mul_(self.granularity.expand(self.scale, self.shape)).to(dtype)
+        return self.granularity.multiply(values, self.scale, out=values).to(dtype)

@@ -5,8 +5,9 @@
     codes    = cast(clamp(x · inv_scale, -max, +max))       to nearest, ties to even, all in float32
     scale    = 1 / inv_scale, or NaN where amax_g is not finite
 
-The clamp comes before the cast because casts disagree about overflow (see formats.codec). It would hide an Inf, so the
-scale carries the bad news instead.
+The clamp comes before the cast because casts disagree about overflow (see formats.codec). It would hide an
+Inf, so the scale carries the bad news instead. Codes keep the memory layout of x: a transposed view gives
+transposed codes.
 
 Legend: M = rows (all leading dimensions, flattened), K = the last dimension.
 """
@@ -25,6 +26,8 @@ from narrowgauge.compute.quant.scaling import CURRENT, FLOAT32_MAX, Scaling, inv
 from narrowgauge.errors import FormatError, ShapeError, UsageError
 from narrowgauge.formats import Format
 
+SCALE_MIN = 2.0**-128  # the least scale whose reciprocal is a float32
+
 
 def quantize(
     x: Tensor,
@@ -38,19 +41,23 @@ def quantize(
 ) -> QTensor:
     """Quantize `x` [..., K] to a QTensor of shape [M, K], M being the product of the leading dimensions.
 
-    `scale` given: it is used as it is (a float for all granules, or a tensor of the granularity's scale shape) and
-    `scaling` and `margin` are not. `amax` given: `granularity.amax` of this same x, so that it is not computed twice.
-    Raises FormatError for a dtype or format that cannot be quantized, ShapeError for shapes that do not fit.
+    `scale` given: it is used as it is (a float for all granules, or a tensor of the granularity's scale
+    shape) and `scaling` and `margin` are not. `amax` given: `granularity.amax` of this same x, to save its
+    being computed twice. Raises FormatError for a dtype or format that cannot be quantized, ShapeError for
+    shapes that do not fit, UsageError for a scale that is no positive float32.
     """
     dtype = torch_dtype(fmt)
-    x_MK = as_matrix(x)
+    given_MK = as_matrix(x)
+    x_MK = given_MK.float()
     shape = (x_MK.shape[0], x_MK.shape[1])
     scale_shape = granularity.scale_shape(shape)
     if amax is None:
         amax = granularity.amax(x_MK)
     elif tuple(amax.shape) != scale_shape:
-        raise ShapeError(f"{granularity} of {list(shape)} needs amax {list(scale_shape)}, found {list(amax.shape)}.")
-    healthy = amax.isfinite()
+        raise ShapeError(
+            f"{granularity} of {list(shape)} needs amax of shape {list(scale_shape)}, found {list(amax.shape)}."
+        )
+    healthy = amax < torch.inf  # False for NaN too
     if scale is None:
         inv_scale = inv_scale_from_amax(amax, fmt, scaling, margin)
         scale = inv_scale.reciprocal()
@@ -59,7 +66,9 @@ def quantize(
         healthy = healthy & (scale > 0) & (scale < torch.inf)
         inv_scale = torch.where(healthy, scale.reciprocal().clamp(max=FLOAT32_MAX), 1.0)
     scale = torch.where(healthy, scale, torch.nan)
-    scaled = x_MK.float() * granularity.expand(inv_scale, shape)
+    # A converted copy is ours to overwrite; the caller's own float32 is not.
+    scaled = torch.empty_like(x_MK) if x_MK is given_MK else x_MK
+    granularity.multiply(x_MK, inv_scale, out=scaled)
     codes = scaled.clamp_(-fmt.max, fmt.max).to(dtype)
     return QTensor(codes, scale, fmt, granularity)
 
@@ -69,7 +78,7 @@ def as_matrix(x: Tensor) -> Tensor:
     if not x.is_floating_point() or x.element_size() == 1:
         raise FormatError(f"quantize takes float16, bfloat16, float32 or float64, found {x.dtype}.")
     if x.dim() == 0:
-        raise ShapeError("quantize takes at least one dimension [..., K], found a scalar; use x.reshape(1, 1).")
+        raise ShapeError("quantize takes at least one dimension [..., K], found a scalar; reshape it.")
     x = x.detach()
     # reshape(-1, K) cannot infer the rows of a tensor without elements.
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -80,6 +89,6 @@ def _given_scale(scale: float | Tensor, scale_shape: tuple[int, ...], device: to
         if tuple(scale.shape) != scale_shape:
             raise ShapeError(f"the given scale has shape {list(scale.shape)}, expected {list(scale_shape)}.")
         return scale.detach().float()
-    if not (math.isfinite(scale) and scale > 0):
-        raise UsageError(f"a scale is a positive finite number, found {scale!r}.")
+    if not SCALE_MIN <= scale <= FLOAT32_MAX:
+        raise UsageError(f"a scale lies between {SCALE_MIN:.3g} and {FLOAT32_MAX:.3g}, found {scale!r}.")
     return torch.full(scale_shape, scale, dtype=torch.float32, device=device)

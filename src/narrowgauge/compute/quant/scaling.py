@@ -9,16 +9,20 @@
     E8M0_UP         scale = 2^ceil(log2(amax / max))      as a byte: 127 + that exponent
     E8M0_OCP        scale = 2^(floor(log2 amax) - emax)   largest elements of a block may saturate
 
-Edges: an amax of 0, Inf or NaN gives inv_scale 1 (0 under ROWWISE counts as 1e-12, and under E8M0 as the smallest scale);
-a quotient that overflows becomes the largest float32. What a non-finite amax does to the *result* is in quantize.
+Edges: an amax of 0, Inf or NaN gives inv_scale 1, except that ROWWISE reads 0 as 1e-12 and E8M0 gives zero
+the smallest scale; a quotient that overflows becomes the largest float32. What a non-finite amax does to
+the result is told in quantize.
 
-Powers of two come from the bits of the float, never from log2(), which rounds: for positive floats the integer
-bits(a) - bits(b) is floor((exponent difference) · 2^23 + mantissa difference), so with b = max
+Powers of two come from the bits of the float, never from log2(), which rounds. Of two positive floats,
+bits(a) - bits(b) is the difference of the exponents times 2^23 plus the difference of the mantissas, so
+with b = max
 
     ceil(log2(a / b)) = (bits(a) - bits(b) + 2^23 - 1) >> 23         floor(log2 a) = (bits(a) >> 23) - 127
 
-exactly: amax 448 is byte 127, the next float up is 128. Every rule is one float32 division, correctly rounded.
-Sources: TransformerEngine (current, power of two, MXFP8), torchao (rowwise), OCP Microscaling Formats 1.0 (floor).
+exactly: amax 448 is byte 127, the next float up is 128. The quotient max / amax is one correctly rounded
+division; it cannot round up across a power of two, because the amax next above max · 2^k lies more than
+half a step beyond it.
+Sources: TransformerEngine (current, power of two, MXFP8), torchao (rowwise), OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ _BYTE_NAN = 0xFF
 class Scaling:
     """A rule that turns amax into inv_scale; frozen data.
 
-    `power_of_two` rounds inv_scale down to a power of two; `amax_floor` is the least amax a granule is credited with;
-    `e8m0` chooses the microscaling rule instead, rounding the scale "up" or by the "ocp" floor.
+    `power_of_two` rounds inv_scale down to a power of two; `amax_floor` is the least amax that a granule is
+    credited with; `e8m0` chooses the microscaling rule instead, rounding the scale "up" or by the "ocp"
+    floor.
     """
 
     name: str
@@ -80,7 +85,9 @@ def inv_scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling = CURRENT, m
         amax = amax.clamp(min=scaling.amax_floor)
     else:
         finite = finite & (amax > 0)
-    inv_scale = (fmt.max / amax) * 2.0**-margin
+    inv_scale = fmt.max / amax
+    if margin:
+        inv_scale = inv_scale * 2.0**-margin
     # A tiny amax overflows the quotient; a large margin could underflow it to something without a reciprocal.
     inv_scale = inv_scale.clamp(FLOAT32_TINY, FLOAT32_MAX)
     if scaling.power_of_two:
@@ -89,7 +96,11 @@ def inv_scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling = CURRENT, m
 
 
 def e8m0_bytes(amax: Tensor, fmt: Format, scaling: Scaling = E8M0_UP, margin: int = 0) -> Tensor:
-    """Return the E8M0 code of every granule's scale, uint8, of amax's shape; amax 0 -> 0x00, Inf -> 0xFE, NaN -> 0xFF."""
+    """Return the E8M0 code of every granule's scale, uint8, of amax's shape.
+
+    amax 0 gives 0x00, Inf 0xFE, NaN 0xFF.
+    Raises FormatError for a scaling that is not one of E8M0_UP and E8M0_OCP.
+    """
     if scaling.e8m0 is None:
         raise FormatError(f"scaling {scaling.name!r} has no E8M0 bytes; expected E8M0_UP or E8M0_OCP.")
     amax = amax.float()
@@ -110,5 +121,6 @@ def _e8m0_exponent(amax: Tensor, fmt: Format, scaling: Scaling, margin: int) -> 
     else:
         (max_bits,) = struct.unpack("<i", struct.pack("<f", fmt.max))
         biased = ((bits - max_bits + (1 << _MANTISSA_BITS) - 1) >> _MANTISSA_BITS) + _BIAS
-    # Zero and subnormal amax have exponent field 0 and land below byte 0. The upper end keeps 254 - byte a normal float.
+    # Zero and subnormal amax have exponent field 0 and land below byte 0. The upper end is out of reach
+    # without a margin; held there, the reciprocal stays a normal float.
     return (biased + margin).clamp(0, 253)
