@@ -1,0 +1,8 @@
+"""Gemms of quantized operands: the exact reference, torch's scaled_mm, and the choice between them."""
+
+from narrowgauge.compute.kernels.backend import Backend
+from narrowgauge.compute.kernels.choose import BACKENDS, choose
+from narrowgauge.compute.kernels.reference import Reference
+from narrowgauge.compute.kernels.scaled_mm import ScaledMM
+
+__all__ = ["BACKENDS", "Backend", "Reference", "ScaledMM", "choose"]

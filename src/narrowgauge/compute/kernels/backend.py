@@ -1,0 +1,73 @@
+"""What a backend promises: one product of two quantized operands, and an honest answer about what it cannot do.
+
+    y_PQ = (codes_a_PC · scale_a) (codes_b_QC · scale_b)ᵀ + bias_Q          accumulated in float32, rounded once
+
+Legend: P, Q = rows of a and b; C = the contracted dimension, last in both.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import QTensor
+from narrowgauge.compute.recipes import Recipe
+from narrowgauge.errors import ShapeError
+
+
+class Backend(Protocol):
+    """One way to run the three gemms; stateless, so that one instance serves every layer."""
+
+    @property
+    def name(self) -> str:
+        """The name that reports print and `backend=` takes."""
+        ...
+
+    def supports(self, recipe: Recipe, device: torch.device) -> str | None:
+        """Return None when `recipe` runs here, else the reason why not."""
+        ...
+
+    def refuses(self, recipe: Recipe, n: int, k: int) -> str | None:
+        """Return None when a layer with weight [n, k] can run, else the reason why it must stay high."""
+        ...
+
+    def gemm(
+        self,
+        a: QTensor,
+        b: QTensor,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accum: bool = False,
+        fake: bool = False,
+    ) -> Tensor:
+        """Return a [P, C] times b [Q, C] transposed, plus bias [Q], as [P, Q] in `out_dtype`.
+
+        `fake` dequantizes both operands to `out_dtype` and multiplies there. Raises ShapeError if C differs.
+        """
+        ...
+
+
+def check_contraction(a: QTensor, b: QTensor) -> None:
+    """Raise ShapeError unless both operands are matrices with the same last dimension."""
+    if a.shape[-1] != b.shape[-1]:
+        raise ShapeError(
+            f"a is {list(a.shape)} and b is {list(b.shape)}; both must end in the contracted dimension. "
+            "Transpose one of them (`.T`) before the product."
+        )
+
+
+def fake_gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Return the product of the dequantized operands, computed in `dtype` as an unquantized layer would."""
+    low = bias.to(dtype) if bias is not None else None
+    return torch.nn.functional.linear(a.dequantize(dtype), b.dequantize(dtype), low)
+
+
+def not_multiple(n: int, k: int, of: int, why: str) -> str | None:
+    """Return the sentence that names the dimension that is not a multiple of `of`, None if both are."""
+    for letter, value in (("N", n), ("K", k)):
+        if value % of:
+            return f"{letter}={value} is not a multiple of {of}{why}"
+    return None

@@ -1,0 +1,64 @@
+"""The reference gemm: exact up to float32 accumulation, on any device, for every granularity.
+
+    tensor, row:   y = (codes_a · codes_bᵀ) · scale_a · scale_bᵀ + bias       scales applied after the product
+    block:         y = (codes_a · scale_a) (codes_b · scale_b)ᵀ + bias        block scales are powers of two: exact
+
+Every E4M3 and E5M2 code is exact in BF16 and in float32, and so is the product of two codes in float32, so only the
+order of the additions is open. CPUs multiply in float32 (BF16 is several times slower there), GPUs in BF16 with a
+float32 result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple
+from narrowgauge.compute.quant import PerRow, PerTensor, QTensor, decode
+from narrowgauge.compute.recipes import Recipe
+
+_FACTORED = (PerTensor, PerRow)
+
+
+class Reference:
+    """Multiplies decoded codes; what every faster backend is compared with."""
+
+    name = "reference"
+
+    def supports(self, recipe: Recipe, device: torch.device) -> str | None:
+        """Return None: every recipe runs on every device, emulated."""
+        return None
+
+    def refuses(self, recipe: Recipe, n: int, k: int) -> str | None:
+        """Refuse what FP8 hardware would refuse, so that an emulated run converts the same layers as a native one."""
+        return not_multiple(n, k, 16, ", which FP8 gemms need")
+
+    def gemm(
+        self,
+        a: QTensor,
+        b: QTensor,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accum: bool = False,
+        fake: bool = False,
+    ) -> Tensor:
+        """Return a [P, C] times b [Q, C] transposed, plus bias [Q], as [P, Q] in `out_dtype`; `fast_accum` is moot."""
+        check_contraction(a, b)
+        if fake:
+            return fake_gemm(a, b, out_dtype, bias)
+        if isinstance(a.granularity, _FACTORED) and isinstance(b.granularity, _FACTORED):
+            y_PQ = _product(a.codes, b.codes)
+            # One scale after the other: the product of two tiny scales would be a subnormal.
+            y_PQ.mul_(a.scale).mul_(b.scale.T if b.scale.ndim else b.scale)
+        else:
+            y_PQ = a.dequantize(torch.float32) @ b.dequantize(torch.float32).T
+        if bias is not None:
+            y_PQ.add_(bias)
+        return y_PQ.to(out_dtype)
+
+
+def _product(a_PC: Tensor, b_QC: Tensor) -> Tensor:
+    if a_PC.device.type == "cuda" and a_PC.shape[0] and a_PC.shape[1]:
+        return torch.mm(decode(a_PC, torch.bfloat16), decode(b_QC, torch.bfloat16).T, out_dtype=torch.float32)
+    return decode(a_PC, torch.float32) @ decode(b_QC, torch.float32).T

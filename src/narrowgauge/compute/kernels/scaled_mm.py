@@ -1,0 +1,184 @@
+"""torch's own FP8 gemm: tensor cores on CUDA, a slow but independent check on CPU.
+
+    tensorwise   torch._scaled_mm, scales []                                        sm_89, sm_90 and newer, CPU
+    rowwise      torch._scaled_mm, scales [P, 1] and [1, Q]                          sm_89, sm_90 and newer, CPU
+    blockwise    torch.nn.functional.scaled_mm, BlockWise1x128, BlockWise128x128     sm_90 with CUDA 12.9
+
+Layouts: a is row-major [P, C], b column-major [C, Q], which is a row-major [Q, C] seen transposed. So operands whose
+codes were quantized along the other axis are copied once, as bytes. C and Q must be multiples of 16. In wgrad, C is
+the token count, which no user should have to care for: it is padded here with codes of zero.
+
+Block scales, as cuBLAS reads them (cuBLAS manual, "1D and 2D block scaling for FP8 data types"):
+
+    1x128       [P, C/128] outer-dimension-major, strides (1, P)
+    128x128     [ceil4(C/128), Q/128], strides (1, ceil4(C/128)): columns of scales padded to a multiple of 4
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple
+from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor, QTensor
+from narrowgauge.compute.recipes import Gemm, Recipe
+from narrowgauge.errors import RecipeError
+from narrowgauge.formats import E4M3FN, E5M2
+
+_TENSORWISE = (PerTensor(), PerTensor())
+_ROWWISE = (PerRow(), PerRow())
+_BLOCKWISE = ((BLOCK_1x128, BLOCK_128x128), (BLOCK_1x128, BLOCK_1x128))
+_EPILOGUE_BIAS = (torch.bfloat16, torch.float16)
+
+
+class ScaledMM:
+    """Runs each gemm with torch's scaled matrix multiply."""
+
+    name = "scaled_mm"
+
+    def supports(self, recipe: Recipe, device: torch.device) -> str | None:
+        """Return None when every gemm of `recipe` runs on `device`, else the first reason why not."""
+        for name in ("fprop", "dgrad", "wgrad"):
+            reason = _unsupported(getattr(recipe, name))
+            if reason:
+                return f"{name}: {reason}"
+        blockwise = any(_kinds(getattr(recipe, name)) in _BLOCKWISE for name in ("fprop", "dgrad", "wgrad"))
+        if device.type == "cpu":
+            return "blockwise gemms exist only on CUDA" if blockwise else None
+        if device.type != "cuda":
+            return f"torch has no FP8 gemm on {device.type!r} devices"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            return f"this GPU has compute capability {_dots(capability)}; FP8 tensor cores begin at 8.9"
+        if blockwise and (capability != (9, 0) or _cuda_version() < (12, 9)):
+            return (
+                "blockwise gemms need compute capability 9.0 and CUDA 12.9; "
+                f"this is {_dots(capability)} with CUDA {torch.version.cuda}"
+            )
+        return None
+
+    def refuses(self, recipe: Recipe, n: int, k: int) -> str | None:
+        """Return the reason why a weight [n, k] cannot run: 16 for every gemm, 128 for blockwise ones."""
+        if _kinds(recipe.fprop) in _BLOCKWISE:
+            return not_multiple(n, k, 128, ", which blockwise gemms need")
+        return not_multiple(n, k, 16, ", which FP8 gemms need")
+
+    def gemm(
+        self,
+        a: QTensor,
+        b: QTensor,
+        out_dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast_accum: bool = False,
+        fake: bool = False,
+    ) -> Tensor:
+        """Return a [P, C] times b [Q, C] transposed, plus bias [Q], as [P, Q] in `out_dtype`."""
+        check_contraction(a, b)
+        if fake:
+            return fake_gemm(a, b, out_dtype, bias)
+        kinds = (a.granularity, b.granularity)
+        rows, contracted = a.shape
+        if rows == 0 or contracted == 0 or b.shape[0] == 0:
+            y_PQ = torch.zeros(rows, b.shape[0], dtype=out_dtype, device=a.codes.device)
+        elif kinds == _TENSORWISE or kinds == _ROWWISE:
+            return _one_scale(a, b, out_dtype, bias, fast_accum)
+        elif kinds in _BLOCKWISE:
+            y_PQ = _block_scales(a, b, out_dtype)
+        else:
+            raise RecipeError(f"scaled_mm cannot multiply {kinds[0]} by {kinds[1]}; use backend='reference'.")
+        return y_PQ if bias is None else y_PQ.add_(bias)
+
+
+def _one_scale(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    """One scale per tensor or per row: the gemm applies it to the accumulator."""
+    native = _native_dtype(out_dtype, rowwise=a.granularity == PerRow(), device=a.codes.device)
+    epilogue = bias.to(native) if bias is not None and native in _EPILOGUE_BIAS else None
+    y_PQ: Tensor = torch._scaled_mm(
+        _pad(a.codes, 16),
+        _pad(b.codes, 16).t(),
+        scale_a=a.scale.contiguous(),
+        scale_b=b.scale.t().contiguous() if b.scale.ndim else b.scale,
+        bias=epilogue,
+        out_dtype=native,
+        use_fast_accum=fast_accum,
+    )
+    if bias is not None and epilogue is None:
+        y_PQ = y_PQ.add_(bias)
+    return y_PQ.to(out_dtype)
+
+
+def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
+    """Block scales: accumulation is promoted to float32 every 128 products. Rows of a are padded to 16 as well."""
+    native = out_dtype if out_dtype in (torch.bfloat16, torch.float32) else torch.float32
+    rows, more = a.shape[0], -a.shape[0] % 16
+    codes_a, scale_a = _pad(a.codes, 128, rows=16), a.scale
+    if more:
+        scale_a = torch.cat([scale_a, scale_a.new_ones(more, scale_a.shape[1])])
+    square = b.granularity == BLOCK_128x128
+    recipes = F.ScalingType
+    y_PQ = F.scaled_mm(
+        codes_a,
+        _pad(b.codes, 128).t(),
+        scale_a=scale_a.t().contiguous().t(),
+        scale_recipe_a=recipes.BlockWise1x128,
+        scale_b=_square_scale(b.scale) if square else b.scale.t().contiguous().t(),
+        scale_recipe_b=recipes.BlockWise128x128 if square else recipes.BlockWise1x128,
+        output_dtype=native,
+    )
+    return y_PQ[:rows].to(out_dtype)
+
+
+def _square_scale(scale_QC: Tensor) -> Tensor:
+    """[Q/128, C/128] to [ceil4(C/128), Q/128] with strides (1, ceil4(C/128))."""
+    return F.pad(scale_QC, (0, -scale_QC.shape[1] % 4), value=1.0).contiguous().t()
+
+
+def _pad(codes: Tensor, contracted: int, rows: int = 1) -> Tensor:
+    """Row-major codes, zero codes appended until the last dimension is a multiple of `contracted`."""
+    # float8 has few kernels; as bytes, padding and copying are the ordinary ones, and byte 0 is +0 in every format.
+    raw = codes.view(torch.uint8)
+    right, below = -codes.shape[1] % contracted, -codes.shape[0] % rows
+    if right or below:
+        raw = F.pad(raw, (0, right, 0, below))
+    return raw.contiguous().view(codes.dtype)
+
+
+def _native_dtype(out_dtype: torch.dtype, *, rowwise: bool, device: torch.device) -> torch.dtype:
+    """The result dtype that the kernel can write; the caller converts the rest."""
+    if rowwise and device.type == "cuda":
+        wide = torch.cuda.get_device_capability(device) == (9, 0) and _cuda_version() >= (12, 9)
+        return torch.float32 if wide and out_dtype in (torch.float32, torch.float64) else torch.bfloat16
+    return torch.float32 if out_dtype == torch.float64 else out_dtype
+
+
+def _kinds(gemm: Gemm) -> tuple[object, object]:
+    return gemm.a.granularity, gemm.b.granularity
+
+
+def _unsupported(gemm: Gemm) -> str | None:
+    """Why no version of torch on an NVIDIA GPU runs this gemm, None if some does."""
+    kinds = _kinds(gemm)
+    if kinds != _TENSORWISE and kinds != _ROWWISE and kinds not in _BLOCKWISE:
+        return f"{gemm.a.granularity} by {gemm.b.granularity} has no native gemm here"
+    for operand in chain((gemm.a, gemm.b)):
+        if operand.fmt not in (E4M3FN, E5M2):
+            return f"{operand.fmt.name} is a format of AMD GPUs"
+    if gemm.a.fmt == gemm.b.fmt == E5M2:
+        return "E5M2 by E5M2 is not supported by tensor cores; make one operand E4M3FN"
+    if kinds != _TENSORWISE and gemm.b.fmt != E4M3FN:
+        return f"only tensorwise gemms take {gemm.b.fmt.name} as second operand"
+    if kinds in _BLOCKWISE and gemm.a.fmt != E4M3FN:
+        return "blockwise gemms take E4M3FN only"
+    return None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+
+
+def _dots(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)

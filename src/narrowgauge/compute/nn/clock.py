@@ -1,0 +1,131 @@
+"""The step clock: when does one step end and the next begin, whoever's training loop this is.
+
+    recorded forward or backward          -> this step has data
+    optimizer.step() of a followed model  -> if it has data: the step ends, every listener advances once
+
+So two optimizers advance the state once (the second finds no data), a GradScaler that skips `step()` not at all, a
+closure that runs forward and backward many times once, accumulation over microbatches once. The hook is torch's
+global one, installed once, and filtered by who owns the stepped parameters; optimizers made before or after
+conversion are the same to it. Forwards without grad and recomputed ones never count as data.
+
+An optimizer may also step *inside* a backward pass (one per parameter, to free gradients early). The step is then
+still running, so it ends at the next forward or the next optimizer step outside of a backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+
+class StepClock:
+    """Counts the optimizer steps of the models it follows, and tells listeners when one has ended.
+
+    `step` is the number of steps that ended so far.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._has_data = False
+        self._ended_inside_backward = False
+        self._listeners: list[Callable[[], None]] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _CLOCKS.add(self)
+        _install_hook()
+
+    def follow(self, module: nn.Module) -> None:
+        """Count steps of optimizers that own any parameter of `module`; held weakly."""
+        self._modules.add(module)
+
+    def follows(self, module: nn.Module) -> bool:
+        """Return whether `module` was given to `follow`."""
+        return module in self._modules
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` once at the end of every step."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+
+    def before_forward(self) -> None:
+        """Catch up with an optimizer that stepped inside the last backward; every forward outside of one calls this."""
+        if self._ended_inside_backward:
+            self._end_step()
+
+    def saw_data(self) -> None:
+        """Note that the running step recorded something: it is worth ending."""
+        self._has_data = True
+
+    @property
+    def has_data(self) -> bool:
+        """Whether anything was recorded since the last step ended."""
+        return self._has_data
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """End the step if it has data and `optimizer` owns parameters of a followed module."""
+        if not self._has_data or not self._owns(optimizer):
+            return
+        if inside_backward():
+            self._ended_inside_backward = True
+        else:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._has_data = self._ended_inside_backward = False
+        self.step += 1
+        for listener in self._listeners:
+            listener()
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        # Only a yes is remembered: a parameter group may be added later.
+        if optimizer in self._known:
+            return True
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owns = any(id(p) in stepped for module in self._modules for p in module.parameters())
+        if owns:
+            self._known.add(optimizer)
+        return owns
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepClock:
+        """A copy that follows the copied modules. Listeners subscribe again by themselves."""
+        twin = StepClock()
+        memo[id(self)] = twin
+        twin.step, twin._has_data = self.step, self._has_data
+        for module in self._modules:
+            copied = memo.get(id(module))
+            if isinstance(copied, nn.Module):
+                twin.follow(copied)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Numbers only: a pickled clock finds its modules again as they run."""
+        return {"step": self.step, "has_data": self._has_data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        StepClock.__init__(self)
+        self.step, self._has_data = state["step"], state["has_data"]
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is executing a backward pass: a forward that runs now is a recomputed one."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+_CLOCKS: weakref.WeakSet[StepClock] = weakref.WeakSet()
+_hook_handle: Any = None
+
+
+def _install_hook() -> None:
+    global _hook_handle
+    if _hook_handle is None:
+        _hook_handle = register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for clock in list(_CLOCKS):
+        clock.optimizer_stepped(optimizer)

@@ -1,0 +1,143 @@
+"""Fp8Linear: an nn.Linear whose three gemms run in FP8, made by changing the module's class and nothing else.
+
+Parameters, hooks, aliases, optimizer state and the RNG stay as they were: no module is built, no parameter copied.
+What the layer needs to know hangs on it as one plain attribute, which no state_dict sees.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from narrowgauge.compute.kernels import Backend
+from narrowgauge.compute.nn.clock import StepClock
+from narrowgauge.compute.nn.function import fp8_linear
+from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.recipes import Recipe
+from narrowgauge.errors import ConversionError
+
+
+@dataclass(eq=False)
+class LayerState:
+    """What an Fp8Linear knows beside its parameters.
+
+    `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed ones
+    included; `rows_seen` is M of the last forward with grad. `sample_rows` and `sample_columns` are how much of a
+    result the gemm check recomputes.
+    """
+
+    name: str
+    recipe: Recipe
+    backend: Backend
+    clock: StepClock
+    table: ScaleTable | None = None
+    row: int | None = None
+    observer: Observer | None = None
+    calls: int = 0
+    rows_seen: int = 0
+    sample_rows: int = 4
+    sample_columns: int = 4
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        """A copy that shares nothing that changes; layers of one model share one copied table and clock."""
+        twin = object.__new__(LayerState)
+        memo[id(self)] = twin
+        vars(twin).update(self.__getstate__())
+        twin.table, twin.clock = deepcopy(self.table, memo), deepcopy(self.clock, memo)
+        twin.subscribe()
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the observer, which belongs to a run and not to a model."""
+        return {**vars(self), "observer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.subscribe()
+
+    def subscribe(self) -> None:
+        """Let the clock roll the table: once per step, however many layers ask."""
+        if self.table is not None:
+            self.clock.subscribe(self.table.roll)
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer with FP8 gemms; x [..., K] to [..., N]. Made by `adopt`, never constructed."""
+
+    _fp8: LayerState
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[misc]
+        raise ConversionError(
+            "Fp8Linear is not constructed: building one would draw random numbers and shift every seed after it. "
+            "Build an nn.Linear and convert it: narrowgauge.convert(model, recipe=...)."
+        )
+
+    @staticmethod
+    def adopt(
+        module: nn.Linear,
+        *,
+        name: str,
+        recipe: Recipe,
+        backend: Backend,
+        table: ScaleTable | None = None,
+        clock: StepClock,
+    ) -> None:
+        """Turn `module` into an Fp8Linear in place; `name` is its address in reports, rows and errors.
+
+        `table` and `clock` are the model's, shared by its layers; a recipe without state needs no table. Raises
+        ConversionError for anything but a plain nn.Linear, and for a delayed or static recipe without a table.
+        """
+        if type(module) is not nn.Linear:
+            raise ConversionError(
+                f"{name!r} is a {type(module).__name__}, and only a plain nn.Linear can be converted in place; "
+                "leave it out (skip=...), or revert it first."
+            )
+        if recipe.state == "none":
+            table = None
+        elif table is None:
+            raise ConversionError(f"recipe {recipe.name!r} keeps state and {name!r} was given no ScaleTable for it.")
+        row = table.add(name, recipe) if table is not None else None
+        state = LayerState(name=name, recipe=recipe, backend=backend, clock=clock, table=table, row=row)
+        clock.follow(module)
+        state.subscribe()
+        module.__class__ = Fp8Linear
+        module._fp8 = state  # type: ignore[assignment]
+
+    @staticmethod
+    def release(module: nn.Module) -> None:
+        """Turn `module` back into the nn.Linear that it was; ConversionError if it is no Fp8Linear."""
+        if not isinstance(module, Fp8Linear):
+            raise ConversionError(f"a {type(module).__name__} was never converted, so it cannot be released.")
+        del module._fp8
+        module.__class__ = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
+        """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""
+        state = self._fp8
+        state.calls += 1
+        if not state.clock.follows(self):
+            state.clock.follow(self)  # a copy, or a module that was unpickled
+        return fp8_linear(input, self.weight, self.bias, state)
+
+    def extra_repr(self) -> str:
+        """The shape, the recipe and the backend."""
+        return f"{super().extra_repr()}, recipe={self._fp8.recipe.name}, backend={self._fp8.backend.name}"
+
+
+def set_observer(model: nn.Module, observer: Observer | None) -> int:
+    """Attach `observer` to every Fp8Linear of `model` (None detaches); return how many there are."""
+    layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    for layer in layers:
+        layer._fp8.observer = observer
+    return len(layers)
+
+
+def clock_of(model: nn.Module) -> StepClock | None:
+    """Return the clock of the first Fp8Linear of `model`, None if it has none."""
+    return next((module._fp8.clock for module in model.modules() if isinstance(module, Fp8Linear)), None)
+
+

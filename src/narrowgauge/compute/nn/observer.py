@@ -1,0 +1,85 @@
+"""The one door between computing and watching: compute hands tensors out, and knows nothing about who looks.
+
+    operand   input, weight, grad_output    once each per forward and backward: x, and the codes it became
+    result    output, grad_input, grad_weight    y, and a few rows or columns of it recomputed in float32
+
+An observer answers `wants` first, per layer and step, without touching the device: where it says no, nothing is
+prepared. Recomputed forwards (activation checkpointing) are not shown twice.
+
+Legend: x_MK, w_NK, y_MN, dy_MN, dx_MK, dw_NK; M = tokens, K = input features, N = output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import QTensor
+
+OperandRole = Literal["input", "weight", "grad_output"]
+ResultRole = Literal["output", "grad_input", "grad_weight"]
+
+
+@dataclass(frozen=True)
+class GemmSample:
+    """A part of a result beside the same part computed in float32 from the high-precision operands.
+
+    `got` and `want` are float32 of one shape: [R, N] rows of output, [R, K] rows of grad_input, [N, C] columns of
+    grad_weight. Everything between them is quantization and gemm error, and nothing else.
+    """
+
+    got: Tensor
+    want: Tensor
+
+
+class Observer(Protocol):
+    """Who looks. Called inside forward and backward: must not synchronise the device, must not modify a tensor."""
+
+    def wants(self, module: str) -> bool:
+        """Return whether this step is recorded for the layer called `module`; cheap, asked on every forward."""
+        ...
+
+    def operand(
+        self,
+        module: str,
+        role: str,
+        x: Tensor,
+        q: QTensor,
+        moments: Tensor | None = None,
+        amax_ratio: Tensor | None = None,
+    ) -> None:
+        """See an operand: x [rows, features] in high precision and q, the copy that fprop or dgrad multiplies.
+
+        `amax_ratio` is the amax now over the amax that a delayed or static scale assumed, None for other recipes.
+        """
+        ...
+
+    def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
+        """See a result y [rows, features], and the gemm check, None when the result is empty."""
+        ...
+
+
+def spread(size: int, count: int, turn: int) -> list[int]:
+    """Return `count` indices below `size`, evenly spread and shifted by one with every `turn`; all when fewer.
+
+    Deterministic, so that a rerun samples the same rows, and rotating, so that no row stays unseen for ever.
+    """
+    if size <= count:
+        return list(range(size))
+    return sorted((start * size // count + turn) % size for start in range(count))
+
+
+def sample_rows(
+    y_MN: Tensor, a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None, count: int, turn: int
+) -> GemmSample | None:
+    """Return `count` rows of y = a · bᵀ + bias beside their float32 recomputation; None if there is no row."""
+    if y_MN.shape[0] == 0:
+        return None
+    rows = torch.tensor(spread(y_MN.shape[0], count, turn), device=y_MN.device)
+    want = a_MC[rows].float() @ b_NC.float().T
+    if bias_N is not None:
+        want += bias_N
+    return GemmSample(got=y_MN[rows].float(), want=want)

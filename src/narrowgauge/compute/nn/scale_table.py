@@ -1,0 +1,223 @@
+"""Delayed and static scales of a whole model: one table, one row per site, one roll per optimizer step.
+
+    amax_now_s  = max of this step's amaxes of site s, over all microbatches      -1: no data yet
+    roll:         history_s <- [amax_now_s, history_s[:-1]]                       sites without data stay as they are
+                  assumed_s  = max(history_s[:H])  or  history_s[0]               "max", "most_recent"
+                  scale_s    = 1 / inv_scale(assumed_s)                           kept when assumed_s is 0
+                  amax_now_s <- -1
+
+The scale of a step is fixed before the step begins, so every microbatch and every recomputed forward sees the same
+one, and the amax of a step is read before the history rolls. A non-finite amax is never stored: in a max-history it
+would freeze the scale for the whole window.
+
+A scale of 0 means "not yet": the site takes its first tensor's own amax ("current"), and keeps it until the first
+roll. A site that has seen only zeros is still waiting.
+
+Rows: a module's three sites are neighbours, input, weight, grad_output. Legend: S = sites, H = history.
+Source: FP8 Formats for Deep Learning (arXiv:2209.05433), section 4; TransformerEngine DelayedScaling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import inv_scale_from_amax
+from narrowgauge.compute.recipes import ROLES, Operand, Recipe
+from narrowgauge.errors import ConversionError, ShapeError, nearest
+
+NO_DATA = -1.0
+NOT_YET = 0.0
+_FOLD_AFTER = 4096  # amaxes of a long accumulation are folded early, so that they do not pile up
+
+
+@dataclass
+class _Group:
+    """The rows that share a rule, so that a roll is a few operations for the whole model."""
+
+    recipe: Recipe
+    operand: Operand
+    rows: list[int] = field(default_factory=list)
+
+
+class ScaleTable:
+    """history [S, H], scale [S] and amax_now [S] of every site with delayed or static scaling; all float32."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.history = torch.zeros(0, 1, device=device)
+        self.scale = torch.zeros(0, device=device)
+        self.amax_now = torch.zeros(0, device=device)
+        self.steps = 0
+        self.sites: list[str] = []
+        self._groups: list[_Group] = []
+        self._pending: list[tuple[int, Tensor]] = []
+        self._waiting: set[int] = set()  # rows whose scale may still be NOT_YET
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, module: str, recipe: Recipe) -> int:
+        """Add the three sites of `module` and return the row of the first."""
+        first = len(self.sites)
+        if f"{module}:{ROLES[0]}" in self.sites:
+            raise ConversionError(f"{module!r} already has its rows in this table; release it before converting again.")
+        device, given = self.scale.device, dict(recipe.scales)
+        width = max(self.history.shape[1], recipe.history)
+        history = torch.zeros(first + 3, width, device=device)
+        history[:first, : self.history.shape[1]] = self.history
+        start = NOT_YET if recipe.initial == "current" else 1.0
+        sites = [f"{module}:{role}" for role in ROLES]
+        scales = [given.get(site, start) for site in sites]
+        self.history = history
+        self.scale = torch.cat([self.scale, torch.tensor(scales, dtype=torch.float32, device=device)])
+        self.amax_now = torch.cat([self.amax_now, torch.full((3,), NO_DATA, device=device)])
+        self.sites += sites
+        self._waiting |= {first + i for i, scale in enumerate(scales) if scale == NOT_YET}
+        for i, role in enumerate(ROLES):
+            self._group(recipe, recipe.uses(role)[0]).rows.append(first + i)
+        self._indices.clear()
+        return first
+
+    def check_scales(self, recipe: Recipe) -> None:
+        """Raise ConversionError if `recipe` gives a scale to a site that no converted layer has."""
+        for site, _ in recipe.scales:
+            if site not in self.sites:
+                raise ConversionError(
+                    f"recipe {recipe.name!r} gives a scale to {site!r}, which is no converted site: "
+                    f"{nearest(site, self.sites)}"
+                )
+
+    def scale_of(self, row: int, operand: Operand, amax: Tensor, *, write: bool) -> Tensor:
+        """Return the scale [] that this step uses for `row`, on amax's device.
+
+        Before there is one, it is made from this tensor's own `amax`, and kept if `write`.
+        """
+        cell = self.scale[row]
+        if row in self._waiting:
+            own = inv_scale_from_amax(amax, operand.fmt, operand.scaling, operand.margin).reciprocal()
+            own = own.to(cell.device)
+            used = torch.where(cell > 0, cell, own)
+            if write:
+                usable = ((amax > 0) & (amax < torch.inf)).to(cell.device)
+                # Never in place: views of the table are saved for the backward pass.
+                here = self._index((row,))
+                self.scale = self.scale.index_copy(0, here, torch.where(usable, used, cell).reshape(1))
+            cell = used
+        return cell if cell.device == amax.device else cell.to(amax.device)
+
+    def record(self, row: int, amax: Tensor) -> None:
+        """Take the amax [] of one tensor of `row` into this step. Costs no kernel: folded at the roll."""
+        self._pending.append((row, amax))
+        if len(self._pending) >= _FOLD_AFTER:
+            self.fold()
+
+    def fold(self) -> None:
+        """Bring `amax_now` up to date with everything recorded."""
+        if not self._pending:
+            return
+        rows, amaxes = zip(*self._pending, strict=True)
+        self._pending = []
+        device = self.scale.device
+        values = torch.stack([amax.to(device) for amax in amaxes]).float()
+        values = torch.where(values < torch.inf, values, NO_DATA)  # NaN compares false too
+        self.amax_now = self.amax_now.scatter_reduce(0, self._index(rows), values, "amax")
+
+    def roll(self) -> None:
+        """End the step: amaxes enter the history, scales follow."""
+        self.fold()
+        self.steps += 1
+        seen = self.amax_now >= 0
+        rolled = torch.cat([self.amax_now.unsqueeze(1), self.history[:, :-1]], dim=1)
+        self.history = torch.where(seen.unsqueeze(1), rolled, self.history)
+        self.amax_now = torch.full_like(self.amax_now, NO_DATA)
+        scale = self.scale.clone()
+        for group in self._groups:
+            recipe, operand = group.recipe, group.operand
+            if recipe.state == "static" and (not recipe.refresh_every or self.steps % recipe.refresh_every):
+                continue
+            index = self._index(tuple(group.rows))
+            window = self.history[index, : recipe.history]
+            assumed = window.amax(dim=1) if recipe.algorithm == "max" else window[:, 0]
+            fresh = inv_scale_from_amax(assumed, operand.fmt, operand.scaling, operand.margin).reciprocal()
+            scale[index] = torch.where(assumed > 0, fresh, scale[index])
+        self.scale = scale
+        self._stop_waiting()
+
+    def state(self, module: str) -> dict[str, Tensor]:
+        """Return a copy of everything the rows of `module` need to continue: history, scale, amax_now, steps."""
+        self.fold()
+        rows = slice(self._first(module), self._first(module) + 3)
+        width = self._recipe_of(rows.start).history
+        return {
+            "history": self.history[rows, :width].clone(),
+            "scale": self.scale[rows].clone(),
+            "amax_now": self.amax_now[rows].clone(),
+            "steps": torch.tensor(self.steps),
+        }
+
+    def load(self, module: str, state: dict[str, Tensor]) -> None:
+        """Restore the rows of `module` from `state`; ShapeError if it was saved with another history."""
+        self.fold()
+        first = self._first(module)
+        rows, width = slice(first, first + 3), self._recipe_of(first).history
+        expected = {"history": [3, width], "scale": [3], "amax_now": [3]}
+        for name, shape in expected.items():
+            found = list(state[name].shape) if name in state else None
+            if found != shape:
+                raise ShapeError(
+                    f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
+                    "convert with the recipe it was saved with (its history included), or drop the saved state."
+                )
+        fresh = {name: getattr(self, name).clone() for name in expected}
+        fresh["history"][rows, :width] = state["history"].to(self.scale.device)
+        for name in ("scale", "amax_now"):
+            fresh[name][rows] = state[name].to(self.scale.device)
+        self.history, self.scale, self.amax_now = fresh["history"], fresh["scale"], fresh["amax_now"]
+        self.steps = int(state["steps"])
+        waiting = (state["scale"] <= 0).tolist()
+        self._waiting -= {first, first + 1, first + 2}
+        self._waiting |= {first + i for i, still in enumerate(waiting) if still}
+
+    def to(self, device: torch.device) -> None:
+        """Move the table, as `Module.to` moves parameters."""
+        if device != self.scale.device:
+            self.fold()
+            self.history, self.scale = self.history.to(device), self.scale.to(device)
+            self.amax_now = self.amax_now.to(device)
+            self._indices.clear()
+
+    def _stop_waiting(self) -> None:
+        # Reading the table back would wait for the GPU: there it is asked after 1, 2, 4, 8, ... steps only.
+        if self._waiting and (self.scale.device.type == "cpu" or self.steps & (self.steps - 1) == 0):
+            scales = self.scale.tolist()
+            self._waiting = {row for row in self._waiting if scales[row] <= 0}
+
+    def _group(self, recipe: Recipe, operand: Operand) -> _Group:
+        for group in self._groups:
+            if group.recipe == recipe and group.operand == operand:
+                return group
+        self._groups.append(_Group(recipe, operand))
+        return self._groups[-1]
+
+    def _index(self, rows: tuple[int, ...]) -> Tensor:
+        # The same rows come back every step: keep their index on the device instead of copying it there again.
+        if rows not in self._indices:
+            if len(self._indices) > 64:
+                self._indices.clear()
+            self._indices[rows] = torch.tensor(rows, device=self.scale.device)
+        return self._indices[rows]
+
+    def _first(self, module: str) -> int:
+        site = f"{module}:{ROLES[0]}"
+        if site not in self.sites:
+            modules = {name.rpartition(":")[0] for name in self.sites}
+            raise ConversionError(f"no scaling state is kept for {module!r}: {nearest(module, modules)}")
+        return self.sites.index(site)
+
+    def _recipe_of(self, row: int) -> Recipe:
+        return next(group.recipe for group in self._groups if row in group.rows)
+
+
+def amax_ratio(amax: Tensor, scale: Tensor, operand: Operand) -> Tensor:
+    """Return amax now over the amax that `scale` assumed: 1 is what the history expected, above 1 may saturate."""
+    return amax / (scale * (operand.fmt.max * 2.0**-operand.margin))
