@@ -12,7 +12,9 @@ from narrowgauge.compute.kernels.scaled_mm import ScaledMM
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import RecipeError, nearest
 
-BACKENDS: MappingProxyType[str, Backend] = MappingProxyType({"reference": Reference(), "scaled_mm": ScaledMM()})
+BACKENDS: MappingProxyType[str, Backend] = MappingProxyType(
+    {"reference": Reference(), "scaled_mm": ScaledMM()}
+)
 
 
 def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -> tuple[Backend, str]:
@@ -36,7 +38,10 @@ def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -
     if recipe.fake:
         return reference, "a fake recipe multiplies dequantized operands; there is no FP8 gemm to choose"
     if device.type != "cuda":
-        return reference, f"emulated: no FP8 tensor cores on {device.type!r}; exact, and faster than torch._scaled_mm here"
+        return (
+            reference,
+            f"emulated: no FP8 tensor cores on {device.type!r}; exact, and faster than torch._scaled_mm here",
+        )
     reason = fast.supports(recipe, device)
     if reason is None:
         return fast, f"native FP8 tensor cores on {torch.cuda.get_device_name(device)}"

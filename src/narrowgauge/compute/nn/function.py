@@ -58,9 +58,9 @@ class _Call:
     mode: Literal["read", "write", "note"]
     watched: bool
     turn: int
-    notes: list[Callable[[], None]] = field(default_factory=list)
+    notes: list[Callable[[], object]] = field(default_factory=list)
 
-    def tell(self, note: Callable[[], None]) -> None:
+    def tell(self, note: Callable[[], object]) -> None:
         """Run `note` now, or when the backward pass shows that this forward was not recomputed in vain."""
         if self.mode == "write":
             note()
@@ -82,7 +82,9 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState
     compute_dtype = _compute_dtype(x, weight, bias)
     if compute_dtype is None or x.shape[-1:] != weight.shape[1:]:
         F.linear(x, weight, bias)  # raises the error that the user knows
-        raise ShapeError(f"x {list(x.shape)} {x.dtype} does not fit weight {list(weight.shape)} {weight.dtype}.")
+        raise ShapeError(
+            f"x {list(x.shape)} {x.dtype} does not fit weight {list(weight.shape)} {weight.dtype}."
+        )
     mode: Literal["read", "write", "note"] = "read"
     recomputed = inside_backward()
     if not recomputed:
@@ -188,7 +190,7 @@ def _with_given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tu
     """Quantize with the table's scale, which knows nothing of this tensor yet, and let the table know it."""
     state = call.state
     assert state.table is not None and state.row is not None
-    row = state.row + ROLES.index(role)  # type: ignore[arg-type]
+    row = state.row + ROLES.index(role)
     if call.mode == "write" and x_MK.device != state.table.scale.device:
         state.table.to(x_MK.device)
     amax = rule.granularity.amax(x_MK)
@@ -213,14 +215,18 @@ def _keep_samples(call: _Call, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tens
     return columns, x_MK[:, columns], w_NK
 
 
-def _show_grad_input(call: _Call, dx_MK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]) -> None:
+def _show_grad_input(
+    call: _Call, dx_MK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]
+) -> None:
     state, w_NK = call.state, samples[2]
     if state.observer is not None:
         check = sample_rows(dx_MK, dy_MN, w_NK.T, None, state.sample_rows, call.turn)
         state.observer.result(state.name, "grad_input", dx_MK, check)
 
 
-def _show_grad_weight(call: _Call, dw_NK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]) -> None:
+def _show_grad_weight(
+    call: _Call, dw_NK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]
+) -> None:
     state, (columns, x_MC, _) = call.state, samples
     if state.observer is not None:
         check = GemmSample(got=dw_NK[:, columns].float(), want=dy_MN.float().T @ x_MC.float())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -70,7 +70,7 @@ class Fp8Linear(nn.Linear):
 
     _fp8: LayerState
 
-    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConversionError(
             "Fp8Linear is not constructed: building one would draw random numbers and shift every seed after it. "
             "Build an nn.Linear and convert it: narrowgauge.convert(model, recipe=...)."
@@ -85,8 +85,8 @@ class Fp8Linear(nn.Linear):
         backend: Backend,
         table: ScaleTable | None = None,
         clock: StepClock,
-    ) -> None:
-        """Turn `module` into an Fp8Linear in place; `name` is its address in reports, rows and errors.
+    ) -> LayerState:
+        """Turn `module` into an Fp8Linear in place and return its state; `name` is its address in reports and errors.
 
         `table` and `clock` are the model's, shared by its layers; a recipe without state needs no table. Raises
         ConversionError for anything but a plain nn.Linear, and for a delayed or static recipe without a table.
@@ -99,13 +99,16 @@ class Fp8Linear(nn.Linear):
         if recipe.state == "none":
             table = None
         elif table is None:
-            raise ConversionError(f"recipe {recipe.name!r} keeps state and {name!r} was given no ScaleTable for it.")
+            raise ConversionError(
+                f"recipe {recipe.name!r} keeps state and {name!r} was given no ScaleTable for it."
+            )
         row = table.add(name, recipe) if table is not None else None
         state = LayerState(name=name, recipe=recipe, backend=backend, clock=clock, table=table, row=row)
         clock.follow(module)
         state.subscribe()
         module.__class__ = Fp8Linear
-        module._fp8 = state  # type: ignore[assignment]
+        module._fp8 = state
+        return state
 
     @staticmethod
     def release(module: nn.Module) -> None:
@@ -139,5 +142,3 @@ def set_observer(model: nn.Module, observer: Observer | None) -> int:
 def clock_of(model: nn.Module) -> StepClock | None:
     """Return the clock of the first Fp8Linear of `model`, None if it has none."""
     return next((module._fp8.clock for module in model.modules() if isinstance(module, Fp8Linear)), None)
-
-

@@ -60,7 +60,9 @@ class ScaleTable:
         """Add the three sites of `module` and return the row of the first."""
         first = len(self.sites)
         if f"{module}:{ROLES[0]}" in self.sites:
-            raise ConversionError(f"{module!r} already has its rows in this table; release it before converting again.")
+            raise ConversionError(
+                f"{module!r} already has its rows in this table; release it before converting again."
+            )
         device, given = self.scale.device, dict(recipe.scales)
         width = max(self.history.shape[1], recipe.history)
         history = torch.zeros(first + 3, width, device=device)

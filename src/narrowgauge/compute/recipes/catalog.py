@@ -1,13 +1,13 @@
 """The recipes that ship, as data, each with its source.
 
-                scale per                        formats (fwd / grad)   rule
-    CURRENT     tensor                           E4M3FN / E5M2          max / amax, now
-    DELAYED     tensor                           E4M3FN / E5M2          max / max(amax of the last 1024 steps)
-    STATIC      tensor                           E4M3FN / E5M2          a table, or the first tensor seen
-    ROWWISE     row of each gemm operand         E4M3FN                 max / amax of the row
-    BLOCKWISE   1x128, weights 128x128           E4M3FN                 2^floor(log2(max / amax))
-    MXFP8       1x32                             E4M3FN                 E8M0, rounded up: never saturates
-    MXFP8_OCP   1x32                             E4M3FN                 E8M0, floor as in the OCP text: saturates
+            scale per                        formats (fwd / grad)   rule
+CURRENT     tensor                           E4M3FN / E5M2          max / amax, now
+DELAYED     tensor                           E4M3FN / E5M2          max / max(amax of the last 1024 steps)
+STATIC      tensor                           E4M3FN / E5M2          a table, or the first tensor seen
+ROWWISE     row of each gemm operand         E4M3FN                 max / amax of the row
+BLOCKWISE   1x128, weights 128x128           E4M3FN                 2^floor(log2(max / amax))
+MXFP8       1x32                             E4M3FN                 E8M0, rounded up: never saturates
+MXFP8_OCP   1x32                             E4M3FN                 E8M0, floor as in the OCP text: saturates
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ _TENSOR_FWD = Operand(E4M3FN, quant.PerTensor(), quant.CURRENT)
 _TENSOR_GRAD = Operand(E5M2, quant.PerTensor(), quant.CURRENT)
 # Hopper's fast accumulator keeps about 14 bits: good enough for activations, not for gradients, and least of all for
 # wgrad, whose contracted dimension is the token count.
-_TENSORWISE = {
-    "fprop": Gemm(_TENSOR_FWD, _TENSOR_FWD, fast_accum=True),
-    "dgrad": Gemm(_TENSOR_GRAD, _TENSOR_FWD),
-    "wgrad": Gemm(_TENSOR_GRAD, _TENSOR_FWD),
-}
+_FPROP = Gemm(_TENSOR_FWD, _TENSOR_FWD, fast_accum=True)
+_GRAD = Gemm(_TENSOR_GRAD, _TENSOR_FWD)
 _ROW = Operand(E4M3FN, quant.PerRow(), quant.ROWWISE)
 _TILE = Operand(E4M3FN, quant.BLOCK_1x128, quant.CURRENT_POW2)
 _SQUARE = Operand(E4M3FN, quant.BLOCK_128x128, quant.CURRENT_POW2)
@@ -36,7 +33,9 @@ _MX_OCP = Operand(E4M3FN, quant.BLOCK_1x32, quant.E8M0_OCP)
 
 CURRENT = Recipe(
     name="current",
-    **_TENSORWISE,
+    fprop=_FPROP,
+    dgrad=_GRAD,
+    wgrad=_GRAD,
     source="TransformerEngine Float8CurrentScaling; torchao float8 tensorwise",
     description=(
         "One scale per tensor, from the tensor's own amax, at the moment it is quantized. Nothing to tune and no state "
@@ -45,7 +44,9 @@ CURRENT = Recipe(
 )
 DELAYED = Recipe(
     name="delayed",
-    **_TENSORWISE,
+    fprop=_FPROP,
+    dgrad=_GRAD,
+    wgrad=_GRAD,
     state="delayed",
     source="FP8 Formats for Deep Learning (arXiv:2209.05433); TransformerEngine DelayedScaling",
     description=(
@@ -55,7 +56,9 @@ DELAYED = Recipe(
 )
 STATIC = Recipe(
     name="static",
-    **_TENSORWISE,
+    fprop=_FPROP,
+    dgrad=_GRAD,
+    wgrad=_GRAD,
     state="static",
     history=1,
     source="FP8 Formats for Deep Learning (arXiv:2209.05433), calibrated scales; μnit Scaling (arXiv:2502.05967)",
