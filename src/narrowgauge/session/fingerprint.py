@@ -1,10 +1,11 @@
 """Did two runs start from the same weights and see the same data?
 
-    digest(x) = sum_i  bits(x_i) * (2 i + 1)   mod 2^64          order-sensitive, one pass, stays on x's device
+    digest(x) = sum_i  mix(bits(x_i) + i * 0x9E3779B97F4A7C15)   mod 2^64    order-sensitive, stays on x's device
+    mix(z)    = (z ^ z >> 32) * 0xD6E8FEB86659FD93, twice
     chain     = chain * 0x9E3779B97F4A7C15 + digest              over tensors, in the order they were seen
 
-An odd multiplier is invertible modulo 2^64, so changing one element always changes the digest. This detects accidents,
-not attacks.
+`mix` is the multiply-and-fold step of the splitmix generators: without it, small integers such as token ids could be swapped
+without changing the sum. This detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit integer
+# As signed 64-bit integers.
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
 # A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
 STORED_BITS = 52
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,8 +30,10 @@ def digest(x: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
-    odd = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device, dtype=torch.int64)
-    return (bits * odd).sum()
+    mixed = bits + torch.arange(bits.numel(), device=bits.device, dtype=torch.int64).mul_(GOLDEN)
+    for _ in range(2):
+        mixed.bitwise_xor_(mixed >> 32).mul_(FOLD)
+    return mixed.sum()
 
 
 def chain(tensors: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:

@@ -1,0 +1,69 @@
+"""The paired gap and the band of chance, on series whose answers are known by hand."""
+
+import numpy as np
+import pytest
+
+from narrowgauge.observe.verdict.gap import Series, common, noise_band, outcome_of, paired_gap
+
+
+def series(values, first=1):
+    return Series(np.arange(first, first + len(values)), np.asarray(values, dtype=np.float64))
+
+
+def test_gap_is_the_mean_difference_over_the_last_quarter_relative_to_the_baseline():
+    baseline = series([9.0] * 6 + [2.0, 2.0])
+    variant = series([0.0] * 6 + [2.01, 2.03])
+    gap = paired_gap(variant, baseline)
+    assert gap is not None
+    assert gap.pct == pytest.approx(100 * 0.02 / 2.0)
+    assert (gap.first, gap.last) == (7, 8)
+
+
+def test_gap_pairs_by_step_not_by_position():
+    baseline = series([1.0, 2.0, 3.0, 4.0])
+    variant = series([2.0, 3.0, 4.0], first=2)
+    gap = paired_gap(variant, baseline)
+    assert gap is not None
+    assert gap.pct == 0.0
+
+
+def test_steps_that_are_not_finite_are_not_common():
+    baseline, variant = series([1.0, np.nan, 3.0]), series([1.0, 2.0, np.inf])
+    assert common(variant, baseline).tolist() == [1]
+
+
+def test_no_common_step_has_no_gap_and_no_band():
+    assert paired_gap(series([1.0]), series([1.0], first=5)) is None
+    assert noise_band(series([1.0]), series([1.0], first=5)) is None
+
+
+def test_the_band_is_the_widest_window_of_the_last_half_and_unsigned():
+    baseline = series([1.0] * 16)
+    noise = series([1.0] * 8 + [0.98] * 4 + [1.0] * 4)
+    assert noise_band(noise, baseline) == pytest.approx(2.0)
+
+
+def test_the_band_ignores_the_first_half_beyond_a_window():
+    baseline = series([1.0] * 16)
+    noise = series([2.0] * 4 + [1.0] * 12)
+    assert noise_band(noise, baseline) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gap", "band", "expected"),
+    [
+        (0.1, 0.2, "pass"),  # even the band's edge would pass
+        (0.3, 0.5, "inconclusive"),
+        (-0.3, 0.5, "inconclusive"),
+        (0.2, 0.1, "pass"),
+        (0.25, None, "pass"),
+        (0.9, 0.5, "watch"),
+        (-0.9, 0.5, "watch"),  # a lower loss than the baseline's is no pass either
+        (1.0, 0.0, "watch"),
+        (1.01, 1.0, "fail"),
+        (float("nan"), 0.5, "fail"),
+        (float("inf"), 0.5, "fail"),
+    ],
+)
+def test_outcomes(gap, band, expected):
+    assert outcome_of(gap, band) == expected

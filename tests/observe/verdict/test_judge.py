@@ -1,0 +1,154 @@
+"""Every outcome of the judge, and that it refuses to judge what cannot be compared."""
+
+import json
+
+import pytest
+
+from narrowgauge.observe.verdict import SameWeights, Verdict, judge
+from tests.observe.verdict.fakes import evidence
+
+FLAT = [2.0] * 40
+
+
+def wave(amplitude):
+    return [2.0 * (1 + amplitude / 100 * (1 if i % 20 < 10 else -1)) for i in range(40)]
+
+
+def shifted(pct):
+    return [2.0 * (1 + pct / 100)] * 40
+
+
+def judge_one(variant, noise=None, baseline=None, same=()):
+    baseline = baseline or evidence("baseline", FLAT)
+    verdict = judge(baseline, noise or evidence("noise", wave(0.5)), {variant.name: variant}, {variant.name: same})
+    return verdict, verdict.variants[0]
+
+
+def same_weights(loss_gap=0.01, cosine=0.999):
+    return (SameWeights(step=10, loss=2.0, loss_gap_pct=loss_gap, grad_cosine=cosine, grad_norm_ratio=1.0),)
+
+
+@pytest.mark.parametrize(
+    ("pct", "outcome", "safe"),
+    [(0.3, "inconclusive", "unknown"), (0.8, "watch", "unknown"), (3.0, "fail", "no"), (-3.0, "fail", "no")],
+)
+def test_the_gap_decides_beside_the_band(pct, outcome, safe):
+    verdict, variant = judge_one(evidence("current", shifted(pct)))
+    assert (variant.outcome, variant.safe) == (outcome, safe)
+    assert variant.gap_pct == pytest.approx(pct)
+    assert variant.band_pct == pytest.approx(0.5)
+    assert verdict.judged
+
+
+def test_a_narrow_band_and_a_small_gap_pass():
+    _, variant = judge_one(evidence("current", shifted(0.05)), noise=evidence("noise", shifted(0.1)))
+    assert (variant.outcome, variant.safe) == ("pass", "yes")
+    assert variant.sentence.startswith("Safe over these 40 steps: the loss is +0.05% against the baseline")
+
+
+def test_inconclusive_says_at_how_many_steps_and_what_the_same_weights_show():
+    _, variant = judge_one(evidence("current", shifted(0.3)), same=same_weights(0.012, 0.9987))
+    assert "inconclusive at 40 steps" in variant.sentence
+    assert "At the same weights and batch the loss differs by +0.012% at most" in variant.sentence
+    assert "0.9987" in variant.sentence
+
+
+@pytest.mark.parametrize("same", [same_weights(loss_gap=1.5), same_weights(loss_gap=-1.5), same_weights(cosine=0.5)])
+def test_the_same_weights_can_withdraw_a_pass(same):
+    _, variant = judge_one(evidence("current", FLAT), noise=evidence("noise", FLAT), same=same)
+    assert variant.outcome == "watch"
+
+
+def test_other_data_is_not_judged_and_names_the_step():
+    other = evidence("current", FLAT, data_digest=[0.0, 1.0, 99.0, *range(3, 40)])
+    verdict, variant = judge_one(other)
+    assert variant.outcome == "unjudged"
+    assert variant.sentence.startswith("Not judged: from step 3 on the current run saw other data")
+    assert not verdict.judged
+
+
+def test_other_weights_are_not_judged():
+    _, variant = judge_one(evidence("current", FLAT, meta={"weights_hash": "other"}))
+    assert variant.outcome == "unjudged"
+    assert "started from other weights" in variant.sentence
+
+
+def test_a_noise_twin_with_other_data_withdraws_every_judgement():
+    noise = evidence("noise", FLAT, data_digest=[5.0] * 40)
+    verdict, variant = judge_one(evidence("current", FLAT), noise=noise)
+    assert verdict.why_not.startswith("Not judged: from step 1 on the noise run")
+    assert variant.outcome == "unjudged"
+
+
+def test_a_variant_that_crashed_fails_with_its_error():
+    _, variant = judge_one(evidence("current", FLAT[:5], exit_code=1, error="RuntimeError: boom"))
+    assert variant.outcome == "fail"
+    assert "ended with an error after 5 steps (RuntimeError: boom)" in variant.sentence
+    assert "output.log" in variant.next_step
+
+
+def test_steps_that_are_not_finite_fail():
+    _, variant = judge_one(evidence("current", FLAT, meta={"nan_steps": 2}))
+    assert variant.outcome == "fail"
+    assert "2 of 40 steps" in variant.sentence
+
+
+def test_an_evaluation_far_off_fails_though_the_loss_matches():
+    baseline = evidence("baseline", FLAT, eval_loss={20: 2.0, 40: 2.0})
+    noise = evidence("noise", FLAT, eval_loss={20: 2.001, 40: 2.0})
+    variant_run = evidence("current", FLAT, eval_loss={20: 2.0, 40: 2.1})
+    _, variant = judge_one(variant_run, noise=noise, baseline=baseline)
+    assert variant.eval_gap_pct == pytest.approx(5.0)
+    assert variant.eval_band_pct == pytest.approx(0.0)
+    assert variant.outcome == "fail"
+    assert "The evaluation loss is +5%" in variant.sentence
+
+
+def test_never_evaluated_is_said_by_an_empty_name():
+    _, variant = judge_one(evidence("current", FLAT))
+    assert variant.eval_name == ""
+    assert variant.eval_gap_pct is None
+
+
+def test_speed_is_not_judged_where_it_was_emulated():
+    _, variant = judge_one(evidence("current", FLAT, step_seconds=[0.1] * 40))
+    assert variant.speedup is None
+    assert variant.worth_it == "unknown"
+    assert "emulated" in variant.sentence
+
+
+@pytest.mark.parametrize(("seconds", "worth"), [(0.5, "yes"), (0.99, "no"), (0.97, "unknown"), (2.0, "no")])
+def test_speed_on_real_hardware(seconds, worth):
+    native = {"emulated": False}
+    baseline = evidence("baseline", FLAT, meta=native, step_seconds=[1.0] * 40)
+    run = evidence("current", FLAT, meta=native, step_seconds=[seconds] * 40)
+    _, variant = judge_one(run, noise=evidence("noise", FLAT), baseline=baseline)
+    assert variant.speedup == pytest.approx(1 / seconds)
+    assert variant.worth_it == worth
+
+
+def test_disturbed_and_warm_up_steps_do_not_count_for_time():
+    seconds = [9.0] * 3 + [0.1] * 30 + [5.0] * 7
+    clean = [1.0] * 33 + [0.0] * 7
+    _, variant = judge_one(evidence("current", FLAT, step_seconds=seconds, clean=clean))
+    assert variant.step_seconds == pytest.approx(0.1)
+
+
+def test_flop_share_counts_layers_that_ran():
+    flops = {"total": 1000, "linear": {"a": 300, "b": 500, "c": 100}}
+    rows = [
+        {"name": "a", "recipe": "current", "calls": 3},
+        {"name": "b", "recipe": "current", "calls": 0},
+        {"name": "c", "recipe": None, "calls": 3},
+    ]
+    baseline = evidence("baseline", FLAT, meta={"flops": flops})
+    verdict, variant = judge_one(evidence("current", FLAT, meta={"conversion": rows}), baseline=baseline)
+    assert variant.flop_share_pct == pytest.approx(30.0)
+    assert any("converted but never called: b" in note for note in verdict.notes)
+
+
+def test_the_verdict_survives_json():
+    sites = {"mlp:input": {"sqnr_db": 31.0, "gain": 1.0}}
+    verdict, _ = judge_one(evidence("current", FLAT, sites=sites), same=same_weights())
+    again = Verdict.from_dict(json.loads(json.dumps(verdict.to_dict())))
+    assert again == verdict

@@ -1,0 +1,55 @@
+"""The five worst tensors: the right site, for the right reason, in the right order."""
+
+import pytest
+
+from narrowgauge.observe.verdict.worst import worst_tensors
+from tests.observe.verdict.fakes import FakeRun
+
+HEALTHY = {"sqnr_db": 31.5, "gain": 1.0, "saturation_pct": 0.0, "lost_energy_pct": 0.0, "p5_col_sqnr_db": 30.0}
+
+
+def worst(**sites):
+    return worst_tensors(FakeRun({}, {}, {name.replace("__", ":"): {**HEALTHY, **row} for name, row in sites.items()}))
+
+
+@pytest.mark.parametrize(
+    ("row", "metric", "says"),
+    [
+        ({"saturation_pct": 3.0}, "saturation_pct", "3% of its elements exceed"),
+        ({"gain": 2.0}, "gain", "2.0000 times the originals"),
+        ({"lost_energy_pct": 5.0}, "lost_energy_pct", "flushed to zero"),
+        ({"p5_col_sqnr_db": 1.8}, "p5_col_sqnr_db", "outlier channels"),
+        ({"p5_row_sqnr_db": 5.0}, "p5_row_sqnr_db", "outlier tokens"),
+        ({"amax_ratio": 4.0}, "amax_ratio", "4 times as large"),
+        ({"gemm_gain": 0.9}, "gemm_gain", "does not belong to its tensor"),
+        ({"nan_count": 3.0}, "nan_count", "3 elements are NaN"),
+        ({"sqnr_db": 10.0}, "sqnr_db", "only 10.0 dB"),
+    ],
+)
+def test_each_sign_is_found_and_said(row, metric, says):
+    first = worst(a__input={}, sick__input=row, b__weight={})[0]
+    assert (first.site, first.metric) == ("sick:input", metric)
+    assert says in first.why
+    assert first.remedy
+
+
+def test_healthy_sites_are_ordered_by_sqnr_and_say_so():
+    found = worst(a__input={"sqnr_db": 31.0}, b__input={"sqnr_db": 25.0}, c__input={"sqnr_db": 28.0})
+    assert [w.site for w in found] == ["b:input", "c:input", "a:input"]
+    assert found[0].why.startswith("Healthy: 25.0 dB")
+
+
+def test_a_sick_site_comes_before_every_healthy_one_and_there_are_at_most_five():
+    sites = {f"l{i}__input": {"sqnr_db": 23.0 + i} for i in range(8)}
+    found = worst(**sites, sick__input={"saturation_pct": 0.2})
+    assert len(found) == 5
+    assert found[0].site == "sick:input"
+
+
+def test_results_without_sqnr_are_left_out_unless_something_is_wrong():
+    run = FakeRun({}, {}, {"a:output": {"gemm_gain": 1.0}, "b:output": {"gemm_gain": 1.5}})
+    assert [w.site for w in worst_tensors(run)] == ["b:output"]
+
+
+def test_a_run_without_tensors_has_no_worst():
+    assert worst_tensors(FakeRun({}, {}, {})) == ()

@@ -1,0 +1,51 @@
+"""The digests see every bit and the order, on any dtype."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.session.fingerprint import chain, digest, stored, weights_hash
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_one_changed_element_changes_the_digest(dtype):
+    x = torch.zeros(5, 7, dtype=dtype)
+    y = x.clone()
+    y[3, 2] = 1
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(y)
+
+
+@given(st.permutations(list(range(6))))
+def test_order_matters(order):
+    x = torch.tensor([3, 1, 4, 1, 5, 9])
+    moved = x[torch.tensor(order)]
+    assert (digest(x) == digest(moved)) == bool((x == moved).all())
+
+
+def test_strides_do_not_matter_but_values_do():
+    x = torch.randn(4, 6)
+    assert digest(x.T.contiguous().T) == digest(x)
+    assert digest(torch.complex(x, x)) != digest(torch.complex(x, -x))
+
+
+def test_the_chain_depends_on_every_tensor_and_their_order():
+    a, b = torch.arange(4), torch.arange(4, 8)
+    assert chain([a, b]) != chain([b, a])
+    assert chain([b], chain([a])) == chain([a, b])
+    assert chain([]) is None
+
+
+def test_a_stored_digest_is_exact_in_float64():
+    chained = chain([torch.randint(2**40, (100,))])
+    assert int(stored(chained)) == int(chained) & ((1 << 52) - 1)
+
+
+def test_weights_hash_sees_names_shapes_and_values():
+    x = torch.randn(3, 4)
+    known = weights_hash([("a", x)])
+    assert known == weights_hash([("a", x.clone())])
+    assert known != weights_hash([("b", x)])
+    assert known != weights_hash([("a", x.view(4, 3))])
+    assert known != weights_hash([("a", x + 1e-7)])
