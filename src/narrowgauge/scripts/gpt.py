@@ -11,9 +11,10 @@ The model predicts the next byte (vocabulary 256), so it needs no tokenizer and 
     h   += down(silu(gate(norm(h))) * up(norm(h)))                 SwiGLU
     loss = cross_entropy(lm_head(norm(h)), next byte)              in nats; perplexity = exp(loss)
 
-Every matmul runs in BF16 under autocast; weights, their gradients and the optimizer's state stay as `--weights` says
-(float32 unless asked otherwise). Sources: Llama 2 (arXiv:2307.09288) for the blocks, RoFormer (2104.09864) for RoPE,
-GLU variants (2002.05202) for SwiGLU, GPT-2 for the initial weights, GPT-3 (2005.14165) for the optimizer's settings.
+Every matmul runs in BF16 under autocast; weights, their gradients and the optimizer's state stay as
+`--weights` says (float32 unless asked otherwise). Sources: Llama 2 (arXiv:2307.09288) for the blocks, RoFormer
+(2104.09864) for RoPE, GLU variants (2002.05202) for SwiGLU, GPT-2 for the initial weights, GPT-3
+(2005.14165) for AdamW.
 
 Legend: B = sequences, T = positions, D = model width, F = hidden width of the MLP, H = query heads,
 G = key/value heads, E = D / H = width of one head, V = vocabulary.
@@ -52,7 +53,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(dim=128, ffn=384, heads=4, kv_heads=2, layers=4, batch=4, seq=128, lr=4e-3),
+    "tiny": Size(dim=128, ffn=384, heads=4, kv_heads=2, layers=4, batch=4, seq=64, lr=2e-3),
     "small": Size(dim=256, ffn=768, heads=4, kv_heads=2, layers=6, batch=8, seq=256, lr=2e-3),
     "medium": Size(dim=768, ffn=2048, heads=12, kv_heads=4, layers=12, batch=16, seq=512, lr=1e-3),
     "large": Size(dim=1024, ffn=2816, heads=16, kv_heads=8, layers=24, batch=8, seq=1024, lr=6e-4),
@@ -71,7 +72,7 @@ def rotary_table(seq: int, head_dim: int, base: float = 10000.0) -> tuple[Tensor
 
 
 def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: turn each pair (x_i, x_{i + E/2}) by its position's angle; the product q·k then sees distances."""
+    """RoPE: turn each pair (x_i, x_{i + E/2}) by its position's angle; q·k then sees distances."""
     a, b = x_BHTE.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTE.dtype)
 
@@ -87,14 +88,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.dim, size.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What each position gathers from itself and the ones before it: [B, T, D] -> [B, T, D]."""
         B, T, D = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y_BHTE = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
-        )
-        return self.out(y_BHTE.transpose(1, 2).reshape(B, T, D))
+        grouped = self.heads != self.kv_heads
+        y_BHTE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).reshape(B, T, D))
+        return y_BTD
 
 
 class MLP(nn.Module):
@@ -106,8 +108,10 @@ class MLP(nn.Module):
         self.down = nn.Linear(size.ffn, size.dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Each position on its own: [B, T, D] -> [B, T, D]."""
         gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        y_BTD: Tensor = self.down(F.silu(gate) * up)
+        return y_BTD
 
 
 class Block(nn.Module):
@@ -121,8 +125,10 @@ class Block(nn.Module):
         self.mlp = MLP(size)
 
     def forward(self, h_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The stream after this block: [B, T, D] -> [B, T, D]."""
         h_BTD = h_BTD + self.attn(self.attn_norm(h_BTD), cos, sin)
-        return h_BTD + self.mlp(self.mlp_norm(h_BTD))
+        h_BTD = h_BTD + self.mlp(self.mlp_norm(h_BTD))
+        return h_BTD
 
 
 class Llama(nn.Module):
@@ -135,40 +141,35 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.lm_head = nn.Linear(size.dim, size.vocab, bias=False)
         cos, sin = rotary_table(size.seq, size.dim // size.heads)
-        self.register_buffer("cos", cos, persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", cos, persistent=False)  # not persistent: it follows from the size
         self.register_buffer("sin", sin, persistent=False)
         self.init_weights(size.layers)
 
     def init_weights(self, layers: int) -> None:
-        """N(0, 0.02^2) everywhere; the 2 * layers matmuls that add to the stream are narrower by sqrt(2 * layers)."""
+        """N(0, 0.02^2); the 2 * layers matmuls that add to the stream start narrower by sqrt(2 * layers)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 adds_to_stream = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds_to_stream else 0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of every next byte: [B, T] integers -> [B, T, V]."""
         T = tokens_BT.shape[1]
         h_BTD = self.embed(tokens_BT)
         for block in self.blocks:
             h_BTD = block(h_BTD, self.cos[:T], self.sin[:T])
-        return self.lm_head(self.norm(h_BTD))
+        logits_BTV: Tensor = self.lm_head(self.norm(h_BTD))
+        return logits_BTV
 
 
 # -------------------------------------------------------------------------------------------------- data
 
 TEXT = {".py", ".txt", ".md", ".rst"}
-# Not prose, or not always installed: tests, tables of character codes, generated help texts, other people's packages.
-SKIP = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idlelib",
-    "encodings",
-    "pydoc_data",
-}
-SKIP |= {"lib2to3", "ensurepip", "turtledemo"}
+# Other people's packages, and what some systems install apart; then tables rather than programs.
+SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+SKIP |= {"turtledemo", "encodings", "pydoc_data"}
 
 
 class CorpusError(Exception):
@@ -178,7 +179,7 @@ class CorpusError(Exception):
 def read_corpus(folder: Path | None) -> tuple[bytes, bytes]:
     """All text below `folder` (default: the standard library), as (training, validation) bytes.
 
-    Files are sorted by name and every tenth goes to validation, so the split depends on nothing but the files.
+    Files are sorted by name and every tenth goes to validation: the split depends on nothing but the files.
     """
     if folder is None:
         root, skip, suffixes = Path(sysconfig.get_path("stdlib")), SKIP, {".py"}
@@ -263,7 +264,7 @@ def evaluate(model: nn.Module, data: Tokens, batch: int, batches: int) -> float:
     """Mean loss over windows spread evenly over the validation text, the same ones every time."""
     model.eval()
     starts = torch.linspace(0, data.starts - 1, batch * batches, device=data.bytes.device).long()
-    losses = [next_byte_loss(model, *data.at(start_B)) for start_B in starts.split(batch)]
+    losses = [next_byte_loss(model, *data.at(start_B)) for start_B in starts.view(batches, batch)]
     model.train()
     return torch.stack(losses).mean().item()
 
@@ -282,15 +283,15 @@ def train(args: argparse.Namespace, size: Size, device: torch.device) -> float:
     count = sum(p.numel() for p in model.parameters())
     tokens_per_step = args.accum * size.batch * size.seq
     print(
-        f"{args.size}: {count:,} parameters, {tokens_per_step:,} bytes per step, {args.steps} steps on {device}"
+        f"{args.size}: {count:,} parameters, {tokens_per_step:,} bytes per step, {args.steps} steps, {device}"
     )
     print(
         f"text: {len(training):,} bytes to train on, {len(validation):,} to validate on, "
         f"unigram entropy {unigram_entropy(eval_data.bytes):.3f} nats"
     )
     if args.compile:
-        model = torch.compile(model)
-    # Its own generator: which text a step sees depends on the seed alone, not on who else drew a random number.
+        model.compile()
+    # A generator of its own: which text a step sees depends on the seed, not on who else drew random numbers.
     generator = torch.Generator(device).manual_seed(args.seed)
     eval_loss, clock, since = math.nan, time.perf_counter(), 0
     for step in range(args.steps):
