@@ -1,6 +1,6 @@
-"""What a backend promises: one product of two quantized operands, and an honest answer about what it cannot do.
+"""What a backend promises: a product of two quantized operands, and an honest answer about its limits.
 
-    y_PQ = (codes_a_PC · scale_a) (codes_b_QC · scale_b)ᵀ + bias_Q          accumulated in float32, rounded once
+    y_PQ = (codes_a_PC · scale_a) (codes_b_QC · scale_b)ᵀ + bias_Q       accumulated in float32, rounded once
 
 Legend: P, Q = rows of a and b; C = the contracted dimension, last in both.
 """

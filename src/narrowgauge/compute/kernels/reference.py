@@ -1,11 +1,11 @@
 """The reference gemm: exact up to float32 accumulation, on any device, for every granularity.
 
     tensor, row:   y = (codes_a · codes_bᵀ) · scale_a · scale_bᵀ + bias       scales applied after the product
-    block:         y = (codes_a · scale_a) (codes_b · scale_b)ᵀ + bias        block scales are powers of two: exact
+    block:         y = (codes_a · scale_a) (codes_b · scale_b)ᵀ + bias        exact: scales are powers of two
 
-Every E4M3 and E5M2 code is exact in BF16 and in float32, and so is the product of two codes in float32, so only the
-order of the additions is open. CPUs multiply in float32 (BF16 is several times slower there), GPUs in BF16 with a
-float32 result.
+Every E4M3 and E5M2 code is exact in BF16 and in float32, and so is the product of two codes in float32, so
+only the order of the additions is open. CPUs multiply in float32 (BF16 is several times slower there), GPUs
+in BF16 with a float32 result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reference:
         return None
 
     def refuses(self, recipe: Recipe, n: int, k: int) -> str | None:
-        """Refuse what FP8 hardware would refuse, so that an emulated run converts the same layers as a native one."""
+        """Refuse what FP8 hardware refuses, so that emulation converts the same layers."""
         return not_multiple(n, k, 16, ", which FP8 gemms need")
 
     def gemm(
@@ -43,7 +43,7 @@ class Reference:
         fast_accum: bool = False,
         fake: bool = False,
     ) -> Tensor:
-        """Return a [P, C] times b [Q, C] transposed, plus bias [Q], as [P, Q] in `out_dtype`; `fast_accum` is moot."""
+        """Return a [P, C] times b [Q, C] transposed, plus bias [Q], as [P, Q]."""
         check_contraction(a, b)
         if fake:
             return fake_gemm(a, b, out_dtype, bias)

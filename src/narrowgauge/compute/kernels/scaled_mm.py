@@ -1,12 +1,13 @@
 """torch's own FP8 gemm: tensor cores on CUDA, a slow but independent check on CPU.
 
-    tensorwise   torch._scaled_mm, scales []                                        sm_89, sm_90 and newer, CPU
-    rowwise      torch._scaled_mm, scales [P, 1] and [1, Q]                          sm_89, sm_90 and newer, CPU
-    blockwise    torch.nn.functional.scaled_mm, BlockWise1x128, BlockWise128x128     sm_90 with CUDA 12.9
+    tensorwise   torch._scaled_mm, scales []                                      sm_89, sm_90 and newer, CPU
+    rowwise      torch._scaled_mm, scales [P, 1] and [1, Q]                       sm_89, sm_90 and newer, CPU
+    blockwise    torch.nn.functional.scaled_mm, BlockWise1x128, BlockWise128x128  sm_90 with CUDA 12.9
 
-Layouts: a is row-major [P, C], b column-major [C, Q], which is a row-major [Q, C] seen transposed. So operands whose
-codes were quantized along the other axis are copied once, as bytes. C and Q must be multiples of 16. In wgrad, C is
-the token count, which no user should have to care for: it is padded here with codes of zero.
+Layouts: a is row-major [P, C], b column-major [C, Q], which is a row-major [Q, C] seen transposed. So
+operands whose codes were quantized along the other axis are copied once, as bytes. C and Q must be multiples
+of 16. In wgrad, C is the token count, which no user should have to care for: it is padded here with codes of
+zero.
 
 Block scales, as cuBLAS reads them (cuBLAS manual, "1D and 2D block scaling for FP8 data types"):
 
@@ -84,7 +85,7 @@ class ScaledMM:
         rows, contracted = a.shape
         if rows == 0 or contracted == 0 or b.shape[0] == 0:
             y_PQ = torch.zeros(rows, b.shape[0], dtype=out_dtype, device=a.codes.device)
-        elif kinds == _TENSORWISE or kinds == _ROWWISE:
+        elif kinds in (_TENSORWISE, _ROWWISE):
             return _one_scale(a, b, out_dtype, bias, fast_accum)
         elif kinds in _BLOCKWISE:
             y_PQ = _block_scales(a, b, out_dtype)
@@ -114,7 +115,7 @@ def _one_scale(
 
 
 def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
-    """Block scales: accumulation is promoted to float32 every 128 products. Rows of a are padded to 16 as well."""
+    """Block scales: accumulation is promoted every 128 products. Rows of a are padded to 16 as well."""
     native = out_dtype if out_dtype in (torch.bfloat16, torch.float32) else torch.float32
     rows, more = a.shape[0], -a.shape[0] % 16
     codes_a, scale_a = _pad(a.codes, 128, rows=16), a.scale
@@ -141,7 +142,8 @@ def _square_scale(scale_QC: Tensor) -> Tensor:
 
 def _pad(codes: Tensor, contracted: int, rows: int = 1) -> Tensor:
     """Row-major codes, zero codes appended until the last dimension is a multiple of `contracted`."""
-    # float8 has few kernels; as bytes, padding and copying are the ordinary ones, and byte 0 is +0 in every format.
+    # float8 has few kernels; as bytes, padding and copying are the ordinary ones, and byte 0 is +0 in every
+    # format.
     raw = codes.view(torch.uint8)
     right, below = -codes.shape[1] % contracted, -codes.shape[0] % rows
     if right or below:

@@ -3,13 +3,13 @@
     recorded forward or backward          -> this step has data
     optimizer.step() of a followed model  -> if it has data: the step ends, every listener advances once
 
-So two optimizers advance the state once (the second finds no data), a GradScaler that skips `step()` not at all, a
-closure that runs forward and backward many times once, accumulation over microbatches once. The hook is torch's
-global one, installed once, and filtered by who owns the stepped parameters; optimizers made before or after
-conversion are the same to it. Forwards without grad and recomputed ones never count as data.
+So two optimizers advance the state once (the second finds no data), a GradScaler that skips `step()` not at
+all, a closure that runs forward and backward many times once, accumulation over microbatches once. The hook
+is torch's global one, installed once, and filtered by who owns the stepped parameters; optimizers made before
+or after conversion are the same to it. Forwards without grad and recomputed ones never count as data.
 
-An optimizer may also step *inside* a backward pass (one per parameter, to free gradients early). The step is then
-still running, so it ends at the next forward or the next optimizer step outside of a backward.
+An optimizer may also step *inside* a backward pass (one per parameter, to free gradients early). The step is
+then still running, so it ends at the next forward or the next optimizer step outside of a backward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepClock:
             self._listeners.append(listener)
 
     def before_forward(self) -> None:
-        """Catch up with an optimizer that stepped inside the last backward; every forward outside of one calls this."""
+        """Catch up with an optimizer that stepped inside a backward; every forward outside of one asks."""
         if self._ended_inside_backward:
             self._end_step()
 
@@ -112,7 +112,7 @@ class StepClock:
 
 
 def inside_backward() -> bool:
-    """Return whether this thread is executing a backward pass: a forward that runs now is a recomputed one."""
+    """Return whether this thread runs a backward pass: a forward that runs now is a recomputed one."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -5,21 +5,23 @@
     wgrad   dw_NK = dyT_NM · xT_KM             grad_output x input       in the weight's dtype
             db_N  = sum_M dy_MN                                          never quantized
 
-Every gemm contracts the last axis of both operands, because tensor cores want it so and because a scale can only be
-factored out of a sum when it does not vary along it. Hence each tensor is needed twice, once along each axis:
+Every gemm contracts the last axis of both operands, because tensor cores want it so and because a scale can
+only be factored out of a sum when it does not vary along it. Hence each tensor is needed twice, once along
+each axis:
 
     one scale per tensor, or square blocks     one copy; its transpose is a view
-    rows, 1x128, 1x32                          two copies, *both quantized from high precision*, both in the forward
-                                               pass: wgrad never quantizes what was quantized already
+    rows, 1x128, 1x32                          two copies, both made from high precision in the forward pass:
+                                               wgrad never quantizes what was quantized already
 
-For the backward pass we keep FP8 codes and scales, never x or w: 1 byte per element instead of 2 or 4. What no
-gradient needs is not kept: a frozen weight saves no x, an input without grad saves no w.
+For the backward pass we keep FP8 codes and scales, never x or w: 1 byte per element instead of 2 or 4. What
+no gradient needs is not kept: a frozen weight saves no x, an input without grad saves no w.
 
-**Who writes state.** A forward with grad writes amaxes and is observed. One without grad only reads. A forward inside
-a backward pass is a recomputed one, and what it saw is only *noted* on its own graph node. Under non-reentrant
-checkpointing that node never runs backward (the original does), and the note is dropped; under reentrant
-checkpointing the first forward ran without grad and the recomputed node is the one that runs, and then the note is
-delivered. So every forward that a backward consumes counts once, shared layers and nested checkpoints included.
+**Who writes state.** A forward with grad writes amaxes and is observed. One without grad only reads. A
+forward inside a backward pass is a recomputed one, and what it saw is only *noted* on its own graph node.
+Under non-reentrant checkpointing that node never runs backward (the original does), and the note is dropped;
+under reentrant checkpointing the first forward ran without grad and the recomputed node is the one that runs,
+and then the note is delivered. So every forward that a backward consumes counts once, shared layers and
+nested checkpoints included.
 
 Legend: M = tokens (all leading dimensions), K = input features, N = output features; T = transposed.
 """
@@ -77,7 +79,8 @@ class _Call:
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
     """Return x · wᵀ + b in FP8; x is [..., K], w [N, K], b [N], the result [..., N].
 
-    Dtypes follow F.linear: the autocast dtype under autocast, else that of x. What F.linear would refuse, it refuses.
+    Dtypes follow F.linear: the autocast dtype under autocast, else that of x. What F.linear would refuse, it
+    refuses.
     """
     compute_dtype = _compute_dtype(x, weight, bias)
     if compute_dtype is None or x.shape[-1:] != weight.shape[1:]:
@@ -109,7 +112,8 @@ class _Fp8Linear(torch.autograd.Function):
         with _without_autocast(x.device.type):
             q_x, q_xT = _quantize(call, "input", x_MK, True, needs_dw)
             q_w, q_wT = _quantize(call, "weight", w_NK, True, needs_dx)
-            assert q_x is not None and q_w is not None
+            assert q_x is not None  # both plain copies are always asked for
+            assert q_w is not None
             y_MN = state.backend.gemm(
                 q_x, q_w, call.compute_dtype, bias=bias, fast_accum=recipe.fprop.fast_accum, fake=recipe.fake
             )
@@ -162,7 +166,7 @@ class _Fp8Linear(torch.autograd.Function):
 def _quantize(
     call: _Call, role: Literal["input", "weight", "grad_output"], x_MK: Tensor, plain: bool, transposed: bool
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Quantize x_MK for up to two gemms: plain [M, K] along K, transposed [K, M] along M. Write and show it once."""
+    """Quantize x_MK for up to two gemms: plain [M, K] along K, transposed [K, M] along M; show it once."""
     state, recipe = call.state, call.state.recipe
     rule, rule_T = recipe.uses(role)
     q = q_T = ratio = None
@@ -189,7 +193,8 @@ def _quantize(
 def _with_given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tuple[QTensor, Tensor]:
     """Quantize with the table's scale, which knows nothing of this tensor yet, and let the table know it."""
     state = call.state
-    assert state.table is not None and state.row is not None
+    assert state.table is not None  # adopt made sure
+    assert state.row is not None
     row = state.row + ROLES.index(role)
     if call.mode == "write" and x_MK.device != state.table.scale.device:
         state.table.to(x_MK.device)

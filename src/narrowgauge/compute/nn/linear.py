@@ -1,7 +1,7 @@
 """Fp8Linear: an nn.Linear whose three gemms run in FP8, made by changing the module's class and nothing else.
 
-Parameters, hooks, aliases, optimizer state and the RNG stay as they were: no module is built, no parameter copied.
-What the layer needs to know hangs on it as one plain attribute, which no state_dict sees.
+Parameters, hooks, aliases, optimizer state and the RNG stay as they were: no module is built, no parameter
+copied. What the layer needs to know hangs on it as one plain attribute, which no state_dict sees.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from narrowgauge.errors import ConversionError
 class LayerState:
     """What an Fp8Linear knows beside its parameters.
 
-    `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed ones
-    included; `rows_seen` is M of the last forward with grad. `sample_rows` and `sample_columns` are how much of a
-    result the gemm check recomputes.
+    `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed
+    ones included; `rows_seen` is M of the last forward with grad. `sample_rows` and `sample_columns` are how
+    much of a result the gemm check recomputes.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Fp8Linear(nn.Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConversionError(
-            "Fp8Linear is not constructed: building one would draw random numbers and shift every seed after it. "
-            "Build an nn.Linear and convert it: narrowgauge.convert(model, recipe=...)."
+            "Fp8Linear is not constructed: building one would draw random numbers and shift every seed after "
+            "it. Build an nn.Linear and convert it: narrowgauge.convert(model, recipe=...)."
         )
 
     @staticmethod
@@ -86,15 +86,17 @@ class Fp8Linear(nn.Linear):
         table: ScaleTable | None = None,
         clock: StepClock,
     ) -> LayerState:
-        """Turn `module` into an Fp8Linear in place and return its state; `name` is its address in reports and errors.
+        """Turn `module` into an Fp8Linear in place and return its state; `name` is its address in reports and
+        errors.
 
-        `table` and `clock` are the model's, shared by its layers; a recipe without state needs no table. Raises
-        ConversionError for anything but a plain nn.Linear, and for a delayed or static recipe without a table.
+        `table` and `clock` are the model's, shared by its layers; a recipe without state needs no table.
+        Raises ConversionError for anything but a plain nn.Linear, and for a delayed or static recipe without
+        a table.
         """
         if type(module) is not nn.Linear:
             raise ConversionError(
-                f"{name!r} is a {type(module).__name__}, and only a plain nn.Linear can be converted in place; "
-                "leave it out (skip=...), or revert it first."
+                f"{name!r} is a {type(module).__name__}, and only a plain nn.Linear can be converted in "
+                "place; leave it out (skip=...), or revert it first."
             )
         if recipe.state == "none":
             table = None
@@ -107,7 +109,7 @@ class Fp8Linear(nn.Linear):
         clock.follow(module)
         state.subscribe()
         module.__class__ = Fp8Linear
-        module._fp8 = state
+        vars(module)["_fp8"] = state
         return state
 
     @staticmethod
@@ -116,7 +118,7 @@ class Fp8Linear(nn.Linear):
         if not isinstance(module, Fp8Linear):
             raise ConversionError(f"a {type(module).__name__} was never converted, so it cannot be released.")
         del module._fp8
-        module.__class__ = nn.Linear
+        module.__class__ = nn.Linear  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
         """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""

@@ -3,8 +3,8 @@
     operand   input, weight, grad_output    once each per forward and backward: x, and the codes it became
     result    output, grad_input, grad_weight    y, and a few rows or columns of it recomputed in float32
 
-An observer answers `wants` first, per layer and step, without touching the device: where it says no, nothing is
-prepared. Recomputed forwards (activation checkpointing) are not shown twice.
+An observer answers `wants` first, per layer and step, without touching the device: where it says no, nothing
+is prepared. Recomputed forwards (activation checkpointing) are not shown twice.
 
 Legend: x_MK, w_NK, y_MN, dy_MN, dx_MK, dw_NK; M = tokens, K = input features, N = output features.
 """
@@ -27,8 +27,8 @@ ResultRole = Literal["output", "grad_input", "grad_weight"]
 class GemmSample:
     """A part of a result beside the same part computed in float32 from the high-precision operands.
 
-    `got` and `want` are float32 of one shape: [R, N] rows of output, [R, K] rows of grad_input, [N, C] columns of
-    grad_weight. Everything between them is quantization and gemm error, and nothing else.
+    `got` and `want` are float32 of one shape: [R, N] rows of output, [R, K] rows of grad_input, [N, C]
+    columns of grad_weight. Everything between them is quantization and gemm error, and nothing else.
     """
 
     got: Tensor
@@ -36,10 +36,10 @@ class GemmSample:
 
 
 class Observer(Protocol):
-    """Who looks. Called inside forward and backward: must not synchronise the device, must not modify a tensor."""
+    """Who looks. Called inside forward and backward: it must neither sync nor change a tensor."""
 
     def wants(self, module: str) -> bool:
-        """Return whether this step is recorded for the layer called `module`; cheap, asked on every forward."""
+        """Return whether this step is recorded for the layer `module`; cheap, asked on every forward."""
         ...
 
     def operand(
@@ -51,9 +51,11 @@ class Observer(Protocol):
         moments: Tensor | None = None,
         amax_ratio: Tensor | None = None,
     ) -> None:
-        """See an operand: x [rows, features] in high precision and q, the copy that fprop or dgrad multiplies.
+        """See an operand: x [rows, features] in high precision and q, the copy that fprop or dgrad
+        multiplies.
 
-        `amax_ratio` is the amax now over the amax that a delayed or static scale assumed, None for other recipes.
+        `amax_ratio` is the amax now over the amax that a delayed or static scale assumed, None for other
+        recipes.
         """
         ...
 
@@ -63,7 +65,8 @@ class Observer(Protocol):
 
 
 def spread(size: int, count: int, turn: int) -> list[int]:
-    """Return `count` indices below `size`, evenly spread and shifted by one with every `turn`; all when fewer.
+    """Return `count` indices below `size`, evenly spread and shifted by one with every `turn`; all when
+    fewer.
 
     Deterministic, so that a rerun samples the same rows, and rotating, so that no row stays unseen for ever.
     """
@@ -75,7 +78,7 @@ def spread(size: int, count: int, turn: int) -> list[int]:
 def sample_rows(
     y_MN: Tensor, a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None, count: int, turn: int
 ) -> GemmSample | None:
-    """Return `count` rows of y = a · bᵀ + bias beside their float32 recomputation; None if there is no row."""
+    """Return `count` rows of y = a·bᵀ + bias beside their float32 recomputation; None without rows."""
     if y_MN.shape[0] == 0:
         return None
     rows = torch.tensor(spread(y_MN.shape[0], count, turn), device=y_MN.device)

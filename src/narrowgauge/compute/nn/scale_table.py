@@ -1,17 +1,17 @@
 """Delayed and static scales of a whole model: one table, one row per site, one roll per optimizer step.
 
     amax_now_s  = max of this step's amaxes of site s, over all microbatches      -1: no data yet
-    roll:         history_s <- [amax_now_s, history_s[:-1]]                       sites without data stay as they are
+    roll:         history_s <- [amax_now_s, history_s[:-1]]                       only sites with data
                   assumed_s  = max(history_s[:H])  or  history_s[0]               "max", "most_recent"
                   scale_s    = 1 / inv_scale(assumed_s)                           kept when assumed_s is 0
                   amax_now_s <- -1
 
-The scale of a step is fixed before the step begins, so every microbatch and every recomputed forward sees the same
-one, and the amax of a step is read before the history rolls. A non-finite amax is never stored: in a max-history it
-would freeze the scale for the whole window.
+The scale of a step is fixed before the step begins, so every microbatch and every recomputed forward sees the
+same one, and the amax of a step is read before the history rolls. A non-finite amax is never stored: in a
+max-history it would freeze the scale for the whole window.
 
-A scale of 0 means "not yet": the site takes its first tensor's own amax ("current"), and keeps it until the first
-roll. A site that has seen only zeros is still waiting.
+A scale of 0 means "not yet": the site takes its first tensor's own amax ("current"), and keeps it until the
+first roll. A site that has seen only zeros is still waiting.
 
 Rows: a module's three sites are neighbours, input, weight, grad_output. Legend: S = sites, H = history.
 Source: FP8 Formats for Deep Learning (arXiv:2209.05433), section 4; TransformerEngine DelayedScaling.
@@ -43,7 +43,7 @@ class _Group:
 
 
 class ScaleTable:
-    """history [S, H], scale [S] and amax_now [S] of every site with delayed or static scaling; all float32."""
+    """history [S, H], scale [S] and amax_now [S] of every delayed or static site; all float32."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.history = torch.zeros(0, 1, device=device)
@@ -146,7 +146,7 @@ class ScaleTable:
         self._stop_waiting()
 
     def state(self, module: str) -> dict[str, Tensor]:
-        """Return a copy of everything the rows of `module` need to continue: history, scale, amax_now, steps."""
+        """Return a copy of what the rows of `module` need to continue: history, scale, amax_now, steps."""
         self.fold()
         rows = slice(self._first(module), self._first(module) + 3)
         width = self._recipe_of(rows.start).history
@@ -168,7 +168,7 @@ class ScaleTable:
             if found != shape:
                 raise ShapeError(
                     f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
-                    "convert with the recipe it was saved with (its history included), or drop the saved state."
+                    "convert with the recipe it was saved with, history included, or drop the saved state."
                 )
         fresh = {name: getattr(self, name).clone() for name in expected}
         fresh["history"][rows, :width] = state["history"].to(self.scale.device)
@@ -202,7 +202,8 @@ class ScaleTable:
         return self._groups[-1]
 
     def _index(self, rows: tuple[int, ...]) -> Tensor:
-        # The same rows come back every step: keep their index on the device instead of copying it there again.
+        # The same rows come back every step: keep their index on the device instead of copying it there
+        # again.
         if rows not in self._indices:
             if len(self._indices) > 64:
                 self._indices.clear()
@@ -221,5 +222,5 @@ class ScaleTable:
 
 
 def amax_ratio(amax: Tensor, scale: Tensor, operand: Operand) -> Tensor:
-    """Return amax now over the amax that `scale` assumed: 1 is what the history expected, above 1 may saturate."""
+    """Return amax now over the amax that `scale` assumed; above 1, the tensor may saturate."""
     return amax / (scale * (operand.fmt.max * 2.0**-operand.margin))

@@ -21,8 +21,8 @@ from narrowgauge.formats import E4M3FN, E5M2
 
 _TENSOR_FWD = Operand(E4M3FN, quant.PerTensor(), quant.CURRENT)
 _TENSOR_GRAD = Operand(E5M2, quant.PerTensor(), quant.CURRENT)
-# Hopper's fast accumulator keeps about 14 bits: good enough for activations, not for gradients, and least of all for
-# wgrad, whose contracted dimension is the token count.
+# Hopper's fast accumulator keeps about 14 bits: good enough for activations, not for gradients, and least of
+# all for wgrad, whose contracted dimension is the token count.
 _FPROP = Gemm(_TENSOR_FWD, _TENSOR_FWD, fast_accum=True)
 _GRAD = Gemm(_TENSOR_GRAD, _TENSOR_FWD)
 _ROW = Operand(E4M3FN, quant.PerRow(), quant.ROWWISE)
@@ -38,8 +38,8 @@ CURRENT = Recipe(
     wgrad=_GRAD,
     source="TransformerEngine Float8CurrentScaling; torchao float8 tensorwise",
     description=(
-        "One scale per tensor, from the tensor's own amax, at the moment it is quantized. Nothing to tune and no state "
-        "to save; one extra read of every operand. The default, and the first to try."
+        "One scale per tensor, from the tensor's own amax, at the moment it is quantized. Nothing to tune "
+        "and no state to save; one extra read of every operand. The default, and the first to try."
     ),
 )
 DELAYED = Recipe(
@@ -50,8 +50,9 @@ DELAYED = Recipe(
     state="delayed",
     source="FP8 Formats for Deep Learning (arXiv:2209.05433); TransformerEngine DelayedScaling",
     description=(
-        "One scale per tensor, from the largest amax of the last steps, so that quantizing needs no reduction first. "
-        "Cheap and good while amaxes are steady; a jump saturates until the history has seen it (x4 leaves 10.7 dB)."
+        "One scale per tensor, from the largest amax of the last steps, so that quantizing needs no "
+        "reduction first. Cheap and good while amaxes are steady; a jump saturates until the history has "
+        "seen it (a jump by four leaves 10.7 dB of SQNR for that step)."
     ),
 )
 STATIC = Recipe(
@@ -61,10 +62,11 @@ STATIC = Recipe(
     wgrad=_GRAD,
     state="static",
     history=1,
-    source="FP8 Formats for Deep Learning (arXiv:2209.05433), calibrated scales; μnit Scaling (arXiv:2502.05967)",
+    source="FP8 Formats for Deep Learning (arXiv:2209.05433); μnit Scaling (arXiv:2502.05967)",
     description=(
-        "One fixed scale per tensor, from a table or from the first tensor seen, renewed every `refresh_every` steps. "
-        "For models whose amaxes are known to stay put, and for replaying the scales of another run."
+        "One fixed scale per tensor, from a table or from the first tensor seen, renewed every "
+        "`refresh_every` steps. For models whose amaxes are known to stay put, and for replaying the "
+        "scales of another run."
     ),
 )
 ROWWISE = Recipe(
@@ -74,8 +76,9 @@ ROWWISE = Recipe(
     wgrad=Gemm(_ROW, _ROW),
     source="torchao float8 rowwise; FBGEMM f8f8bf16_rowwise",
     description=(
-        "One scale per row of each gemm's operand (per token, per output feature, ...), E4M3 everywhere. An outlier "
-        "token or feature costs only its own row. Input, weight and gradient are each quantized twice."
+        "One scale per row of each gemm's operand (per token, per output feature, ...), E4M3 everywhere. "
+        "An outlier token or feature costs only its own row. Input, weight and gradient are each "
+        "quantized twice."
     ),
 )
 BLOCKWISE = Recipe(
@@ -85,8 +88,9 @@ BLOCKWISE = Recipe(
     wgrad=Gemm(_TILE, _TILE),
     source="DeepSeek-V3 technical report, section 3.3; TransformerEngine Float8BlockScaling",
     description=(
-        "One power-of-two scale per 1x128 tile of activations and gradients and per 128x128 block of weights, E4M3 "
-        "everywhere, accumulation promoted every 128 products. Confines outliers; the safest of the Hopper recipes."
+        "One power-of-two scale per 1x128 tile of activations and gradients and per 128x128 block of "
+        "weights, E4M3 everywhere, accumulation promoted every 128 products. Confines outliers; the "
+        "safest of the Hopper recipes."
     ),
 )
 MXFP8 = Recipe(
@@ -94,10 +98,11 @@ MXFP8 = Recipe(
     fprop=Gemm(_MX, _MX),
     dgrad=Gemm(_MX, _MX),
     wgrad=Gemm(_MX, _MX),
-    source="OCP Microscaling Formats 1.0; Recipes for Pre-training LLMs with MXFP8 (arXiv:2506.08027) for rounding up",
+    source="OCP Microscaling Formats 1.0; rounding up: Pre-training LLMs with MXFP8 (arXiv:2506.08027)",
     description=(
-        "One E8M0 scale per 32 values along the contracted dimension, rounded up so that nothing saturates; row and "
-        "column copies are both quantized from high precision. Native on Blackwell, emulated elsewhere."
+        "One E8M0 scale per 32 values along the contracted dimension, rounded up so that nothing "
+        "saturates; row and column copies are both quantized from high precision. Native on Blackwell, "
+        "emulated here."
     ),
 )
 MXFP8_OCP = Recipe(
@@ -107,8 +112,8 @@ MXFP8_OCP = Recipe(
     wgrad=Gemm(_MX_OCP, _MX_OCP),
     source="OCP Microscaling Formats 1.0, section 6.3",
     description=(
-        "MXFP8 with the scale rule that the OCP text gives, which rounds down and saturates 17% of Gaussian blocks. "
-        "Kept to show why not."
+        "MXFP8 with the scale rule that the OCP text gives, which rounds down and saturates 17% of "
+        "Gaussian blocks. Kept to show why not."
     ),
 )
 

@@ -1,13 +1,15 @@
 """A recipe: which format, granularity and scaling each operand of each gemm gets. Frozen data, no arithmetic.
 
-A linear layer is three matrix products, all written "NT": the contracted dimension is the last axis of both operands.
+A linear layer is three matrix products, all written "NT": the contracted dimension is the last axis of both
+operands.
 
     fprop   y_MN  = x_MK   · w_NK          contracts K     a = input         b = weight
     dgrad   dx_MK = dy_MN  · wT_KN         contracts N     a = grad_output   b = weight
     wgrad   dw_NK = dyT_NM · xT_KM         contracts M     a = grad_output   b = input
 
-An `Operand` speaks of its tensor in that orientation: "PerRow" in wgrad means one scale per row of dyT, which is one
-per column of dy. When both uses of a tensor ask for the same scales, one quantized copy serves both (`shares`).
+An `Operand` speaks of its tensor in that orientation: "PerRow" in wgrad means one scale per row of dyT, which
+is one per column of dy. When both uses of a tensor ask for the same scales, one quantized copy serves both
+(`shares`).
 
 Legend: M = tokens, K = input features, N = output features.
 """
@@ -52,7 +54,8 @@ _PLAIN = {pow2: plain for plain, pow2 in _POWER_OF_TWO.items()}
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand of one gemm is quantized: its format, how many scales, by which rule, with what headroom.
+    """How one operand of one gemm is quantized: its format, how many scales, by which rule, with what
+    headroom.
 
     `margin` leaves 2^margin of headroom above the amax.
     """
@@ -77,9 +80,10 @@ class Recipe:
     """Everything that a linear layer needs to know about its three gemms.
 
     `state` says where scales come from: "none" (each tensor's own amax), "delayed" (the amaxes of the last
-    `history` steps, by `algorithm`), "static" (a table of `scales` by site, or the first tensor seen; renewed every
-    `refresh_every` steps, 0 = never). `initial` is the scale before any history: "current" (the first tensor's own
-    amax) or "one". `fake` quantizes every operand but multiplies dequantized values in the compute dtype.
+    `history` steps, by `algorithm`), "static" (a table of `scales` by site, or the first tensor seen; renewed
+    every `refresh_every` steps, 0 = never). `initial` is the scale before any history: "current" (the first
+    tensor's own amax) or "one". `fake` quantizes every operand but multiplies dequantized values in the
+    compute dtype.
 
     Raises RecipeError when the fields contradict each other.
     """
@@ -108,7 +112,7 @@ class Recipe:
             )
         if self.refresh_every < 0:
             raise RecipeError(
-                f"recipe {self.name!r}: refresh_every is {self.refresh_every}; give a number of steps, or 0 for never."
+                f"recipe {self.name!r}: refresh_every is {self.refresh_every}; give steps, or 0 for never."
             )
         if self.scales and self.state != "static":
             raise RecipeError(
@@ -129,8 +133,8 @@ class Recipe:
             raise RecipeError(f"{where}: {operand.fmt.name} cannot be multiplied as FP8; use E4M3FN or E5M2.")
         if isinstance(operand.granularity, PerColumn):
             raise RecipeError(
-                f"{where}: PerColumn varies along the contracted dimension and cannot be factored out of the product; "
-                "operands are written with that dimension last, so use PerRow."
+                f"{where}: PerColumn varies along the contracted dimension and cannot be factored out of the "
+                "product; operands are written with that dimension last, so use PerRow."
             )
         if self.state != "none" and operand.granularity != PerTensor():
             raise RecipeError(
@@ -139,12 +143,12 @@ class Recipe:
             )
 
     def uses(self, role: Role) -> tuple[Operand, Operand]:
-        """Both operands that `role` is quantized for, each in its gemm's orientation: the plain, the transposed one."""
+        """Return what `role` is quantized to: along its last axis, then transposed for the other gemm."""
         (gemm_a, side_a), (gemm_b, side_b) = _USES[role]
         return getattr(getattr(self, gemm_a), side_a), getattr(getattr(self, gemm_b), side_b)
 
     def shares(self, role: Role) -> bool:
-        """Whether one quantized copy serves both gemms of `role`: the same rule, and scales that transpose."""
+        """Return whether one quantized copy serves both gemms: the same rule, and scales that transpose."""
         plain, transposed = self.uses(role)
         square = isinstance(plain.granularity, Block) and plain.granularity.rows == plain.granularity.cols
         return plain == transposed and (plain.granularity == PerTensor() or square)
@@ -152,9 +156,10 @@ class Recipe:
     def with_(self, **changes: Any) -> Recipe:
         """Return a copy with some things changed.
 
-        Beside the recipe's own fields: `margin` (every operand), `power_of_two` (round scales to powers of two, or
-        not), `fast_accum` (every gemm), and `input`, `weight`, `grad_output` (that role's format, a Format or its
-        name). `scales` also takes a mapping from site to scale. Raises RecipeError for a word that is none of these.
+        Beside the recipe's own fields: `margin` (every operand), `power_of_two` (round scales to powers of
+        two, or not), `fast_accum` (every gemm), and `input`, `weight`, `grad_output` (that role's format, a
+        Format or its name). `scales` also takes a mapping from site to scale. Raises RecipeError for a word
+        that is none of these.
         """
         result = self
         for word, value in changes.items():
@@ -197,10 +202,11 @@ class Recipe:
 
 
 def fake(recipe: Recipe) -> Recipe:
-    """Return `recipe` with its quantization kept and its gemms high: dequantize, multiply in the compute dtype.
+    """Return `recipe` with its quantization kept and its gemms high: dequantize, multiply in the compute
+    dtype.
 
-    Comparing a recipe with its fake separates quantization error from gemm error (accumulation, a scale applied to
-    the wrong tensor). The copy is called "fake-" + name.
+    Comparing a recipe with its fake separates quantization error from gemm error (accumulation, a scale
+    applied to the wrong tensor). The copy is called "fake-" + name.
     """
     if recipe.fake:
         return recipe
@@ -208,7 +214,7 @@ def fake(recipe: Recipe) -> Recipe:
         recipe,
         name=f"fake-{recipe.name}",
         fake=True,
-        description=f"{recipe.description} Operands are quantized and dequantized; the products run in the compute dtype.",
+        description=f"{recipe.description} Dequantized again, and multiplied in the compute dtype.",
     )
 
 
