@@ -2,8 +2,9 @@
 
     status   running -> complete | failed | stopped          (a reader adds: killed)
 
-It is replaced as a whole (written aside, then renamed), so a reader never sees half of it. The process id, its start
-time and the host are there for one purpose: to tell a run that is still being written from one whose process is gone.
+It is replaced as a whole (written aside, then renamed), so a reader never sees half of it. The process id,
+its start time and the host are there for one purpose: to tell a run that is still being written from one
+whose process is gone.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ def fresh(rank: int, meta: dict[str, Any], attempt: int = 0) -> Manifest:
         "ended": None,
         "rank": rank,
         "attempt": attempt,
-        "process": {"pid": os.getpid(), "started": process_started(os.getpid()), "host": socket.gethostname()},
+        "process": _this_process(),
         "lost": {"tensors": 0, "scalars": 0, "events": 0},
         "reason": "",
         "meta": meta,
     }
+
+
+def unknown() -> Manifest:
+    """What stands in for a manifest that was lost: no facts, and no claim about how the run ended."""
+    return {"schema": SCHEMA, "status": "unknown", "started": None, "ended": None, "rank": 0, "meta": {}}
 
 
 def dump(manifest: Manifest) -> str:
@@ -89,8 +95,8 @@ def read(folder: Path, rank: int = 0) -> Manifest:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunError(
-            f"{path} is not valid JSON ({error}). It was damaged or edited by hand: repair it, or read what was "
-            f"recorded without it by open_run({str(folder)!r}, recover=True)."
+            f"{path} is not valid JSON ({error}). It was damaged or edited by hand: repair it, or read what "
+            f"was recorded without it by open_run({str(folder)!r}, recover=True)."
         ) from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
         raise RunError(f"{path} has no schema number, so it is not the run.json of a narrowgauge run.")
@@ -112,6 +118,10 @@ def process_started(pid: int) -> int | None:
         return int(text.rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": socket.gethostname()}
 
 
 def is_alive(manifest: Manifest) -> bool | None:

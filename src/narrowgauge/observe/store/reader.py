@@ -4,8 +4,8 @@
     run.heatmap(metric, role)  -> sites [S], steps [T], values [S, T]
     run.sql("SELECT ...")      over the views tensors, scalars, events
 
-Opening reads run.json alone; every query looks at the folder anew, so a run can be followed while it is written. Numbers come back exactly
-as they were recorded.
+Opening reads run.json alone; every question looks at the folder anew, so a run can be followed while it is
+written. Numbers come back exactly as they were recorded.
 
 Legend: S = sites, T = steps (or bins of steps), B = bins of a histogram.
 """
@@ -13,40 +13,38 @@ Legend: S = sites, T = steps (or bins of steps), B = bins of a histogram.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.errors import RunError, nearest
 from narrowgauge.observe.store import manifest as manifests
-from narrowgauge.observe.store.schema import KEYS, KINDS, Kind, Segment, live, role_of
-from narrowgauge.observe.store.segments import literal, quoted
+from narrowgauge.observe.store.downsample import bin_width, extreme, keep_extrema
+from narrowgauge.observe.store.schema import HEATMAP_STEPS, KEYS, KINDS, role_of
+from narrowgauge.observe.store.segments import quoted
+from narrowgauge.observe.store.source import Source, parquet, segments_in
 from narrowgauge.observe.store.table import Table, plain_column
 
 Array = npt.NDArray[Any]
-Result = TypeVar("Result")
+Keep = Literal["extreme", "min", "max", "mean"]
 
 
 def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recover: bool = False) -> Run:
     """Open a run folder for reading; a run that is still being written, or was killed, can be opened too.
 
-    Arguments: `skip_corrupt`, go on without segments that cannot be read, with a warning that names them; `recover`,
-    read the segments of a folder whose run.json is missing or damaged.
+    Arguments: `skip_corrupt`, go on without segments that cannot be read, with a warning that names them;
+    `recover`, read the segments of a folder whose run.json is missing or damaged.
     Errors: RunError if the folder is missing, is not a run, or needs a newer narrowgauge.
     """
     folder = Path(path)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise RunError(f"{folder} {found}; expected the folder of a run (the one that holds run.json).")
-    if recover:
-        manifest = {**manifests.fresh(0, {}), "status": "unknown", "started": None, "process": {}}
-    else:
-        manifest = _manifest(folder)
-    return Run(folder, manifest, skip_corrupt=skip_corrupt)
+    manifest = manifests.unknown() if recover else _manifest(folder)
+    return Run(folder, manifest, Source(folder, skip_corrupt=skip_corrupt))
 
 
 def _manifest(folder: Path) -> manifests.Manifest:
@@ -54,50 +52,42 @@ def _manifest(folder: Path) -> manifests.Manifest:
         return manifests.read(folder)
     except FileNotFoundError:
         pass
-    if any(_segments(folder, kind) for kind in KINDS):
+    if any(segments_in(folder / kind) for kind in KINDS):
         raise RunError(
-            f"{folder} holds recorded segments but no run.json: it was deleted or not copied. Copy it back, or read the "
-            f"numbers without it by open_run({str(folder)!r}, recover=True)."
+            f"{folder} holds recorded segments but no run.json: it was deleted or not copied. Copy it back, "
+            f"or read the numbers without it by open_run({str(folder)!r}, recover=True)."
         )
     inside = sorted(entry.name for entry in folder.iterdir() if (entry / "run.json").is_file())
     if inside:
         raise RunError(f"{folder} is not a run but holds runs: {', '.join(inside)}. Open one of those.")
     what = "is empty" if not any(folder.iterdir()) else "holds no run.json"
-    raise RunError(f"{folder} {what}, so it is not a run. Expected the folder that `narrowgauge run --out` wrote.")
-
-
-def _segments(folder: Path, kind: Kind) -> list[Segment]:
-    directory = folder / kind
-    entries = os.listdir(directory) if directory.is_dir() else []
-    return live(segment for segment in map(Segment.parse, entries) if segment is not None)
+    raise RunError(f"{folder} {what}, so it is not a run. Expected a folder that a RunWriter wrote.")
 
 
 class Run:
-    """A recorded run; made by `open_run`. Nothing is read before it is asked for."""
+    """A recorded run; made by `open_run`. Nothing but run.json is read before it is asked for."""
 
-    def __init__(self, path: Path, manifest: manifests.Manifest, *, skip_corrupt: bool = False) -> None:
+    def __init__(self, path: Path, manifest: manifests.Manifest, source: Source) -> None:
         self.path = path
         self.manifest = manifest
-        self._skip_corrupt = skip_corrupt
-        self._db = duckdb.connect()
-        self._viewed: dict[Kind, list[Segment] | None] = dict.fromkeys(KINDS)
+        self._source = source
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.status})"
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The facts that the writer was given."""
+        """The facts that the writer was given, as run.json had them when the run was opened."""
         return dict(self.manifest.get("meta", {}))
 
     @property
     def status(self) -> str:
-        """"running", "complete", "failed", "stopped" (the watch had to end early: see `reason`) or "killed"."""
+        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "unknown"."""
         return manifests.status(self.manifest)
 
     @property
     def reason(self) -> str:
-        """Why a stopped run stopped; otherwise ""."""
+        """Why a stopped run's watch had to end early; otherwise ""."""
         return str(self.manifest.get("reason", ""))
 
     @property
@@ -106,9 +96,14 @@ class Run:
         return dict(self.manifest.get("lost", {}))
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that recorded something, ascending."""
+        return tuple(sorted({segment.rank for kind in KINDS for segment in segments_in(self.path / kind)}))
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """The metric columns of `tensors`, in the order in which they were first recorded."""
-        names = [row[0] for row in self._rows("DESCRIBE tensors")]
+        names = (row[0] for row in self._rows("DESCRIBE tensors"))
         return tuple(name for name in names if name not in KEYS["tensors"])
 
     @property
@@ -119,8 +114,7 @@ class Run:
     @property
     def steps(self) -> Array:
         """The steps that have tensor rows or scalars, ascending, int64 [T]."""
-        query = "SELECT step FROM tensors UNION SELECT step FROM scalars ORDER BY step"
-        return self._columns(query)["step"]
+        return self._columns("SELECT step FROM tensors UNION SELECT step FROM scalars ORDER BY step")["step"]
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
@@ -133,105 +127,137 @@ class Run:
         sites: Sequence[str] | None = None,
         steps: Sequence[int] | None = None,
     ) -> Table:
-        """Rows of per-site statistics, sorted by (site, step): keys `step`, `rank`, `site` and the asked columns.
+        """Rows of per-site statistics, sorted by (site, step): keys `step`, `rank`, `site`, then the columns.
 
-        `columns`, `sites` and `steps` restrict what is read; None means all. Histograms are object columns of arrays.
-        Errors: RunError for an unknown column.
+        `columns`, `sites` and `steps` restrict what is read; None means all. Histograms are object columns of
+        arrays [B], None where there is none. Errors: RunError for an unknown column.
         """
-        names = self.metrics if columns is None else [self._metric(name) for name in columns]
-        picks = ", ".join(["step", "rank", "site", *(quoted(name) for name in names if name not in KEYS["tensors"])])
-        where, parameters = ["true"], []
+        wanted = self.metrics if columns is None else self._known(columns)
+        picks = ", ".join(["step", "rank", "site", *(quoted(name) for name in wanted)])
+        where: list[str] = ["true"]
+        parameters: list[Any] = []
         if sites is not None:
             where.append("site IN (SELECT unnest(?::VARCHAR[]))")
             parameters.append(list(sites))
         if steps is not None:
             where.append("step IN (SELECT unnest(?::BIGINT[]))")
             parameters.append([int(step) for step in steps])
-        query = f"SELECT {picks} FROM tensors WHERE {' AND '.join(where)} ORDER BY site, step, rank, attempt"
+        query = f"SELECT {picks} FROM tensors WHERE {' AND '.join(where)} ORDER BY site, step, rank"
         return Table(self._columns(query, parameters))
 
-    def scalars(self, name: str | None = None) -> Table:
-        """Numbers of whole steps, one row per step: `step`, then a column per name (NaN where a step has none).
+    def scalars(self, name: str | None = None, *, rank: int = 0) -> Table:
+        """Numbers of whole steps, one row per step: `step`, then a column per name (NaN where it has none).
 
-        With `name`: only `step` and that column, only the steps that have it; no rows if it was never recorded.
+        With `name`: only `step` and that column, only the steps that have it; no rows if it was never
+        recorded.
         """
         names = self.scalar_names if name is None else (name,)
-        # Of a step that was recorded twice (a resumed run), the later recording counts.
         picks = "".join(f", arg_max(value, wall_time) FILTER (name = ?) AS {quoted(each)}" for each in names)
-        query = f"SELECT step{picks} FROM scalars WHERE rank = 0 AND (name = ? OR ?) GROUP BY step ORDER BY step"
-        return Table(self._columns(query, [*names, name or "", name is None]))
+        which = [] if name is None else [name]
+        only = "AND name = ? " if which else ""
+        query = f"SELECT step{picks} FROM scalars WHERE rank = ? {only}GROUP BY step ORDER BY step"
+        return Table(self._columns(query, [*names, rank, *which]))
 
     def events(self, kind: str | None = None) -> Table:
-        """What happened: `step`, `rank`, `kind`, `site` (or None), `message`, `data` (JSON text), `wall_time`."""
-        query = (
-            "SELECT step, rank, kind, site, message, data, wall_time FROM events WHERE kind = ? OR ? "
-            "ORDER BY step, wall_time"
-        )
-        return Table(self._columns(query, [kind or "", kind is None]))
+        """What happened: `step`, `rank`, `kind`, `site` (or None), `message`, `data` (JSON), `wall_time`."""
+        only, which = ("", []) if kind is None else ("WHERE kind = ? ", [kind])
+        picks = "step, rank, kind, site, message, data, wall_time"
+        return Table(self._columns(f"SELECT {picks} FROM events {only}ORDER BY step, wall_time", which))
 
-    def series(self, site: str, metric: str, *, rank: int = 0) -> tuple[Array, Array]:
-        """One metric of one site over time: steps int64 [T] and values float64 [T] (histograms: object [T]).
+    def series(
+        self, site: str, metric: str, *, rank: int = 0, max_points: int | None = None
+    ) -> tuple[Array, Array]:
+        """One metric of one site over time: steps int64 [T], values float64 [T] (histograms: [T, B]).
 
-        Steps without a value are left out. Errors: RunError for an unknown metric; an unknown site has no steps.
+        Steps without a value are left out. `max_points` thins the series to about that many points and keeps
+        the lowest and highest of every stretch. Errors: RunError for an unknown metric or site.
         """
-        column = quoted(self._metric(metric))
-        query = (
-            f"SELECT step, {column} AS value FROM tensors WHERE site = ? AND rank = ? AND {column} IS NOT NULL "
-            "ORDER BY step, attempt"
-        )
-        found = self._columns(query, [site, rank])
-        steps, values = found["step"], found["value"]
-        last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]  # a resumed run recorded some steps twice
-        values = values[last]
-        return steps[last], values if values.dtype == object else values.astype(np.float64)
-
-    def heatmap(self, metric: str, role: str | None = None, *, rank: int = 0) -> tuple[tuple[str, ...], Array, Array]:
-        """One metric of all sites over time: sites (S), steps int64 [T], values float64 [S, T], NaN where none."""
-        column = quoted(self._metric(metric))
-        sites = tuple(site for site in self.sites if role is None or role_of(site) == role)
+        (name,) = self._known([metric])
         found = self._columns(
-            f"SELECT site, step, {column} AS value FROM tensors WHERE rank = ? AND {column} IS NOT NULL "
-            "AND site IN (SELECT unnest(?::VARCHAR[])) ORDER BY site, step, attempt",
-            [rank, list(sites)],
+            f"SELECT step, {quoted(name)} AS value FROM tensors "
+            f"WHERE site = ? AND rank = ? AND {quoted(name)} IS NOT NULL ORDER BY step",
+            [site, rank],
+        )
+        steps, values = found["step"], found["value"]
+        if not len(steps) and site not in self.sites:
+            raise RunError(f"{self.path} has no site {site!r}: {_nearest(site, self.sites)}")
+        if values.dtype == object and len(values):
+            return steps, np.stack(list(values)).astype(np.float64)
+        values = values.astype(np.float64)
+        return (steps, values) if max_points is None else keep_extrema(steps, values, max_points)
+
+    def heatmap(
+        self,
+        metric: str,
+        role: str | None = None,
+        *,
+        rank: int = 0,
+        max_steps: int = HEATMAP_STEPS,
+        keep: Keep = "extreme",
+    ) -> tuple[tuple[str, ...], Array, Array]:
+        """One metric of all sites over time: sites (S), steps int64 [T], values float64 [S, T] with NaN.
+
+        Only sites that have the metric. A run that spans more than `max_steps` steps is binned: `steps` are
+        then the first steps of the bins, and a cell is its bin's minimum, maximum or mean, or ("extreme")
+        whichever of minimum and maximum lies farther from what is usual at that site. Errors: RunError for
+        an unknown metric.
+        """
+        (name,) = self._known([metric])
+        span = self._rows("SELECT min(step), max(step) FROM tensors WHERE rank = ?", [rank])[0]
+        if span[0] is None:
+            return (), np.empty(0, np.int64), np.empty((0, 0))
+        width = bin_width(span[0], span[1], max_steps)
+        files = self._source.rollup(rank) if width > 1 and max_steps == HEATMAP_STEPS else []
+        if files:
+            low, high, mean = (quoted(f"{each}:{name}") for each in ("min", "max", "mean"))
+            rows = f"FROM {parquet(files)} WHERE {low} IS NOT NULL"
+            cells = f"SELECT site, step, {low} AS low, {high} AS high, {mean} AS mean {rows}"
+        else:
+            value, step = quoted(name), f"step - (step - {span[0]}) % {width}"
+            rows = f"FROM tensors WHERE rank = {int(rank)} AND {value} IS NOT NULL"
+            cells = (
+                f"SELECT site, {step} AS step, min({value})::DOUBLE AS low, max({value})::DOUBLE AS high, "
+                f"avg({value}) AS mean {rows} GROUP BY ALL"
+            )
+        recorded = (row[0] for row in self._rows(f"SELECT DISTINCT site {rows} ORDER BY site"))
+        sites = tuple(site for site in recorded if role is None or role_of(site) == role)
+        # Sites travel as numbers: a Python string per cell would cost more than the query.
+        found = self._columns(
+            "WITH wanted AS (SELECT unnest(?::VARCHAR[]) AS site, unnest(range(?)) AS place) "
+            f"SELECT place, step, low, high, mean FROM ({cells}) JOIN wanted USING (site)",
+            [list(sites), len(sites)],
         )
         steps, columns = np.unique(found["step"], return_inverse=True)
-        row_of = {site: row for row, site in enumerate(sites)}
-        values_ST = np.full((len(sites), len(steps)), np.nan)
-        values_ST[[row_of[site] for site in found["site"]], columns] = found["value"]
-        return sites, steps, values_ST
+        low_ST, high_ST, mean_ST = (np.full((len(sites), len(steps)), np.nan) for _ in range(3))
+        for values_ST, key in ((low_ST, "low"), (high_ST, "high"), (mean_ST, "mean")):
+            values_ST[found["place"], columns] = found[key]
+        pick = {"min": low_ST, "max": high_ST, "mean": mean_ST}
+        return sites, steps, pick[keep] if keep in pick else extreme(low_ST, high_ST, mean_ST)
 
     def sql(self, query: str, parameters: Sequence[Any] | None = None) -> Table:
-        """Any DuckDB query over the views `tensors`, `scalars` and `events`."""
+        """Any DuckDB query over the views `tensors`, `scalars` and `events`. Errors: RunError."""
         return Table(self._columns(query, parameters))
 
-    def _metric(self, name: str) -> str:
-        names = self.metrics
-        if name not in names and name not in KEYS["tensors"]:
-            raise RunError(f"{self.path} has no metric {name!r}: {nearest(name, names) if names else 'it has none.'}")
-        return name
+    def _known(self, names: Iterable[str]) -> list[str]:
+        metrics = self.metrics
+        for name in names:
+            if name not in metrics:
+                raise RunError(f"{self.path} has no metric {name!r}: {_nearest(name, metrics)}")
+        return list(names)
 
-    def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        return self._ask(lambda: self._db.execute(query).fetchall())
+    def _rows(self, query: str, parameters: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+        given = list(parameters)
+        return self._source.ask(lambda db: db.execute(query, given).fetchall())
 
     def _columns(self, query: str, parameters: Iterable[Any] | None = None) -> dict[str, Array]:
         given = list(parameters or ())
-        fetched = self._ask(lambda: self._db.execute(query, given).fetchnumpy())
+        fetched = self._source.ask(lambda db: db.execute(query, given).fetchnumpy())
         return {name: plain_column(values) for name, values in fetched.items()}
 
-    def _ask(self, query: Callable[[], Result]) -> Result:
-        self._refresh()
-        return query()
 
-    def _refresh(self) -> None:
-        """Point the views at the segments that are there now."""
-        for kind in KINDS:
-            segments = _segments(self.path, kind)
-            if segments == self._viewed[kind]:
-                continue
-            self._viewed[kind] = segments
-            if segments:
-                files = ", ".join(literal(self.path / kind / str(segment)) for segment in segments)
-                source = f"SELECT * FROM read_parquet([{files}], union_by_name = true, hive_partitioning = false)"
-            else:
-                source = "SELECT " + ", ".join(f"NULL::{sql} AS {name}" for name, sql in KEYS[kind].items()) + " LIMIT 0"
-            self._db.execute(f"CREATE OR REPLACE VIEW {kind} AS {source}")
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown name; a run may have thousands, so not all of them."""
+    if not known:
+        return "nothing was recorded."
+    said = nearest(name, known)
+    return said if len(said) < 400 else f"there is: {', '.join(sorted(known)[:5])} and {len(known) - 5} more."

@@ -1,16 +1,17 @@
 """The waist of the observing river: which files a run is made of and which columns they hold.
 
     run/
-      run.json                              who wrote it, when, how it ended, the caller's own facts
-      run.rank1.json ...                    the same for every further rank
-      tensors/rank0-00000007-00000007.parquet      step | rank | attempt | site | one column per metric
-      scalars/...                                  step | rank | attempt | name | value | wall_time
-      events/...                                   step | rank | attempt | kind | site | message | data | wall_time
-      rollups/...                                  site | step | last_step | per metric: min, max, mean, count
+      run.json                                  who wrote it, when, how it ended, the caller's own facts
+      run.rank1.json ...                        the same for every further rank
+      tensors/rank0-00000007-00000007.parquet   step | rank | attempt | site | one column per metric
+      scalars/...                               step | rank | attempt | name | value | wall_time events/...
+      step | rank | attempt | kind | site | message | data | wall_time rollups/...
+      site | step | per metric m: min:m, max:m, mean:m, count:m
 
-A segment is immutable. It is written under a name that starts with a dot and then renamed, so a reader sees the whole
-of it or nothing. Its name says which rank wrote it and which span of that rank's segments it holds: compaction
-replaces 0..15 by one file 0-15, and until the small files are gone a reader prefers the file that contains them.
+A segment is immutable. It is written under a name that starts with a dot and then renamed, so a reader sees
+the whole of it or nothing. Its name says which rank wrote it and which span of that rank's segments it
+holds: merging replaces 0..15 by one file 0-15, and until the small files are gone a reader prefers the file
+that contains them.
 
 `attempt` counts how often the run was resumed; of two rows for one (site, step), the later attempt counts.
 Units: step = optimizer update, wall_time = seconds since the epoch.

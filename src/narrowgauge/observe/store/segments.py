@@ -2,9 +2,9 @@
 
     columns [S] per step  ->  concatenated [R]  ->  sorted by (site, step)  ->  .aside  ->  fsync  ->  rename
 
-Floats are stored byte-stream-split and everything with zstd; NaN becomes NULL, infinities stay. Sites travel as integer codes and
-meet their names inside DuckDB, so that no Python string is touched per row and the interpreter lock stays free for
-the training thread: DuckDB reads the arrays' memory without it.
+Floats are stored byte-stream-split and everything with zstd; NaN becomes NULL, infinities stay. Sites
+travel as integer codes and meet their names inside DuckDB, so that no Python string is touched per row and
+the interpreter lock stays free for the training thread: DuckDB reads the arrays' memory without it.
 
 Legend: S = sites in one call, R = rows of a segment, B = bins of a histogram.
 """
@@ -42,7 +42,7 @@ def literal(text: object) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """The statistics of one step: `columns[name]` is [S] (a number per site) or [S, B] (a histogram per site)."""
+    """The statistics of one step: `columns[name]` is [S], a number per site, or [S, B], a histogram."""
 
     step: int
     sites: tuple[str, ...]
@@ -50,14 +50,16 @@ class Batch:
 
     @classmethod
     def of(cls, step: int, sites: Sequence[str], columns: dict[str, Any]) -> Batch:
-        """Copy the caller's arrays, which it may overwrite at the next step; ShapeError if they do not fit."""
+        """Copy the caller's arrays, since it may overwrite them; ShapeError if they do not fit."""
         sites = tuple(sites)
         copies = {}
         for name, values in columns.items():
             if name in KEYS["tensors"]:
-                raise ShapeError(f"column {name!r} is a key of every tensor row: give the metric another name.")
+                raise ShapeError(
+                    f"column {name!r} is a key of every tensor row: give the metric another name."
+                )
             array = _storable(name, values)
-            if array.ndim not in (1, 2) or len(array) != len(sites):
+            if array.ndim not in (1, 2) or len(array) != len(sites) or 0 in array.shape[1:]:
                 raise ShapeError(
                     f"column {name!r} has shape {tuple(array.shape)}; expected [{len(sites)}] or "
                     f"[{len(sites)}, bins], one entry for each of the {len(sites)} sites."
@@ -83,15 +85,25 @@ def _storable(name: str, values: Any) -> Array:
     """A private copy in a dtype that Parquet has: float32, float64, int64, uint32."""
     masked = isinstance(values, np.ma.MaskedArray)
     array = values if masked else np.asarray(values)
-    if array.dtype in (np.float32, np.float64, np.int64, np.uint32):
+    target: np.dtype[Any]
+    if array.dtype in (np.float32, np.float64) or (array.dtype == np.uint32 and array.ndim == 2):
         target = array.dtype
     elif array.dtype.kind in "iub":
         target = np.dtype(np.int64)
     elif array.dtype == np.float16:
         target = np.dtype(np.float32)
     else:
-        raise ShapeError(f"column {name!r} has dtype {array.dtype}; expected float32, float64 or an integer dtype.")
-    return array.astype(target, order="C", copy=True)  # type: ignore[no-any-return]
+        raise ShapeError(f"column {name!r} has dtype {array.dtype}; expected a float or integer dtype.")
+    return array.astype(target, order="C", copy=True)
+
+
+def _joined(parts: list[Array], masked: bool) -> tuple[Array, Array | None]:
+    """Arrays of several steps end to end, and which rows hold a value if some are masked."""
+    if not masked:
+        return np.concatenate(parts), None
+    mask: Array = np.concatenate([np.ma.getmaskarray(part) for part in parts])
+    values = np.concatenate([np.ma.getdata(part) for part in parts])
+    return values, np.logical_not(mask.reshape(len(mask), -1).any(axis=1))
 
 
 class SegmentWriter:
@@ -104,8 +116,9 @@ class SegmentWriter:
         self._codes_of: dict[tuple[str, ...], Array] = {}
         self._mixed: dict[str, set[str]] = {}
         # One thread: compressing must not take the cores that train.
-        self._db = duckdb.connect(config={"threads": 1, "temp_directory": str(folder / ".spill")})
-        self._db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
+        self.db = duckdb.connect(config={"threads": 1, "temp_directory": str(folder / ".spill")})
+        self.db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
+        self.written: list[tuple[Kind, int]] = []  # segments not yet looked at for merging
 
     def tensors(self, batches: Sequence[Batch]) -> None:
         """Write one segment with the rows of all batches."""
@@ -144,7 +157,7 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Release DuckDB's memory."""
-        self._db.close()
+        self.db.close()
 
     def _rows(self, kind: Kind, columns: dict[str, Array]) -> None:
         picks = []
@@ -161,36 +174,41 @@ class SegmentWriter:
         self._write(kind, f"SELECT {', '.join(picks)} FROM rows", [("rows", columns)])
 
     def _group(self, batches: Sequence[Batch], table: str) -> tuple[tuple[str, dict[str, Array]], str]:
-        """Batches of one layout as a DuckDB table of [R] arrays, and the SELECT that gives them their names."""
+        """Batches of one layout as a table of [R] arrays, and the SELECT that names its columns."""
         codes = [self._site_codes(batch.sites) for batch in batches]
         arrays: dict[str, Array] = {
             "site": np.concatenate(codes),
             "step": np.repeat([batch.step for batch in batches], [len(code) for code in codes]),
         }
-        picks = [f"step, {self._rank}::INTEGER AS rank, {self._attempt}::INTEGER AS attempt, sites.name AS site"]
+        picks = [
+            f"step, {self._rank}::INTEGER AS rank, {self._attempt}::INTEGER AS attempt, sites.name AS site"
+        ]
         for number, (name, dtype, bins, masked) in enumerate(batches[0].layout):
             column = f"c{number}"
-            parts = [batch.columns[name] for batch in batches]
-            values: Array = np.ma.concatenate(parts) if masked else np.concatenate(parts)  # type: ignore[no-untyped-call]
-            valid = None
-            if masked:
-                whole = ~np.ma.getmaskarray(values)
-                arrays[f"{column}_valid"] = whole.all(axis=1) if bins else whole
-                valid = f"{column}_valid"
-                values = np.ma.getdata(values)
+            values, valid = _joined([batch.columns[name] for batch in batches], masked)
+            if valid is not None:
+                arrays[f"{column}_valid"] = valid
             if bins:
                 # One array per bin, gathered into a list by DuckDB: no Python object per row.
-                arrays |= {f"{column}_{bin}": values[:, bin] for bin in range(bins[0])}
-                source = f"[{', '.join(f'{column}_{bin}' for bin in range(bins[0]))}]"
+                places = [f"{column}_{place}" for place in range(bins[0])]
+                arrays |= {place: values[:, number] for number, place in enumerate(places)}
+                source = f"[{', '.join(places)}]"
             else:
                 arrays[column] = values
-                source = f"CASE WHEN isnan({column}) THEN NULL ELSE {column} END" if dtype[1] == "f" else column
+                source = (
+                    f"CASE WHEN isnan({column}) THEN NULL ELSE {column} END" if dtype[1] == "f" else column
+                )
                 if len(self._mixed[name]) > 1:
-                    source = f"CAST({source} AS DOUBLE)"  # a float32 could not hold the integers of other segments
-            if valid:
-                source = f"CASE WHEN {valid} THEN {source} END"
+                    source = (
+                        f"CAST({source} AS DOUBLE)"  # a float32 could not hold the integers of other segments
+                    )
+            if valid is not None:
+                source = f"CASE WHEN {column}_valid THEN {source} END"
             picks.append(f"{source} AS {quoted(name)}")
-        return (table, arrays), f"SELECT {', '.join(picks)} FROM {table} JOIN sites ON sites.code = {table}.site"
+        return (
+            table,
+            arrays,
+        ), f"SELECT {', '.join(picks)} FROM {table} JOIN sites ON sites.code = {table}.site"
 
     def _site_codes(self, sites: tuple[str, ...]) -> Array:
         """The integer codes [S] of site names; names seen for the first time get the next free ones."""
@@ -200,9 +218,9 @@ class SegmentWriter:
             if new:
                 self._codes |= {site: len(self._codes) + place for place, site in enumerate(new)}
                 rows = {"code": np.array([self._codes[site] for site in new]), "name": np.array(new, object)}
-                self._db.register("fresh", rows)
-                self._db.execute("INSERT INTO sites SELECT code, name FROM fresh")
-                self._db.unregister("fresh")
+                self.db.register("fresh", rows)
+                self.db.execute("INSERT INTO sites SELECT code, name FROM fresh")
+                self.db.unregister("fresh")
             known = np.array([self._codes[site] for site in sites], np.int32)
             if len(self._codes_of) > 64:  # models whose set of active sites changes at every step
                 self._codes_of.clear()
@@ -213,13 +231,14 @@ class SegmentWriter:
         index = self._next[kind]
         target = self._folder / kind / str(Segment(self._rank, index, index))
         for table, columns in tables:
-            self._db.register(table, columns)
+            self.db.register(table, columns)
         try:
-            copy_aside(self._db, f"SELECT * FROM ({select}) ORDER BY {SORTED_BY[kind]}", target)
+            copy_aside(self.db, f"SELECT * FROM ({select}) ORDER BY {SORTED_BY[kind]}", target)
         finally:
             for table, _ in tables:
-                self._db.unregister(table)
+                self.db.unregister(table)
         self._next[kind] = index + 1
+        self.written.append((kind, index))
 
 
 def copy_aside(db: duckdb.DuckDBPyConnection, select: str, target: Path) -> None:

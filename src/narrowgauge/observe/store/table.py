@@ -1,11 +1,12 @@
-"""Table: named columns of equal length, as numpy arrays. What a reader hands out; a dict with a sense of its rows.
+"""Table: named columns of equal length, as numpy arrays: what a reader hands out.
 
-Nulls: a float column has NaN there; an integer column that has nulls comes as float64 with NaN; texts and histograms
-come as object arrays with None.
+Nulls: a float column has NaN there; an integer column that has nulls comes as float64 with NaN; texts and
+histograms come as object arrays with None.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,9 +59,7 @@ class Table(Mapping[str, Array]):
 
     def to_pandas(self) -> Any:
         """The same as a pandas.DataFrame; pandas is not among narrowgauge's own requirements."""
-        import pandas
-
-        return pandas.DataFrame(self._columns)
+        return importlib.import_module("pandas").DataFrame(self._columns)
 
 
 def plain_column(values: Any) -> Array:

@@ -1,16 +1,18 @@
 """RunWriter: the training thread hands over arrays, a daemon thread turns them into Parquet.
 
     training thread   copy + append, never any I/O        writer thread   every `flush_seconds`, or when
-                      over `queue_bytes`: drop and count                  `flush_rows` or `flush_bytes` wait: a segment
+                      over `queue_bytes`: drop and count                  `flush_rows` or `flush_bytes`
+                      wait: a segment
 
-What waits is bounded, so a slow disk costs rows, never memory and never training time. What fails (a full disk, a
-folder that vanished) stops the watch with one warning; training does not see an exception. A killed process loses at
-most what was recorded since the last segment, by default the last 10 seconds.
+What waits is bounded, so a slow disk costs rows, never memory and never training time. What fails (a full
+disk, a folder that vanished) stops the watch with one warning; training does not see an exception. A killed
+process loses at most what was recorded since the last segment, by default the last 10 seconds.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -23,15 +25,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from narrowgauge.errors import RunError, UsageError
+import duckdb
+
+from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import manifest as manifests
-from narrowgauge.observe.store.schema import KINDS, Kind, Segment
+from narrowgauge.observe.store.claim import claim
+from narrowgauge.observe.store.compaction import merge_tier
+from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import Batch, SegmentWriter
 
 _log = logging.getLogger("narrowgauge.store")
 
 STATUSES = ("complete", "failed", "stopped")
-SMALL_ROWS = 1_000_000  # scalars and events that may wait: they are few and precious, so they do not compete for bytes
+SMALL_ROWS = 1_000_000  # scalars and events that may wait: few and precious, they do not compete for bytes
 
 
 @dataclass
@@ -48,14 +54,15 @@ class _Waiting:
 class RunWriter:
     """Writes one rank's part of a run folder without ever making training wait.
 
-    Arguments: `path`, the run folder (made if missing); `meta`, the caller's facts for run.json; `rank`, whose rows these are;
-    `resume`, continue a run that the folder already holds; `flush_rows`, `flush_bytes`, `flush_seconds`, what ends a
-    segment, whichever comes first; `queue_bytes`, how much may wait in memory before rows are dropped and counted.
-    Errors: RunError if the folder cannot be written, or holds a run and `resume` was not given.
+    Arguments: `path`, the run folder (made if missing); `meta`, the caller's facts for run.json; `rank`,
+    whose rows these are; `resume`, continue a run that the folder already holds; `flush_rows`,
+    `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first; `queue_bytes`, how much may
+    wait in memory before rows are dropped. Errors: RunError if the folder cannot be written, or holds a run
+    and `resume` was not given.
 
     >>> import numpy, tempfile
     >>> with RunWriter(tempfile.mkdtemp(), {"command": "train.py"}) as writer:
-    ...     writer.add_tensors(0, ["mlp:input", "mlp:weight"], {"amax": numpy.array([3.5, 0.25], numpy.float32)})
+    ...     writer.add_tensors(0, ["mlp:input", "mlp:weight"], {"amax": numpy.array([3.5, 0.25])})
     ...     writer.add_scalars(0, loss=2.5)
     """
 
@@ -80,12 +87,13 @@ class RunWriter:
         self._pid = os.getpid()
         self._waiting = _Waiting()
         self._in_flight = 0  # bytes taken by the writer thread and not yet on disk
-        self._last_step = -1
+        self._last_step = 0
+        self._lost_reported = 0
         self._dirty = self._dropping = False
         self._closing: str | None = None
         self._asked = self._done = 0  # flushes asked for and done
         self._changed = threading.Condition()
-        self._manifest, next_index = _start(self.path, dict(meta or {}), rank, resume)
+        self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
         self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
         self._thread = threading.Thread(target=self._run, name="narrowgauge-writer", daemon=True)
         self._thread.start()
@@ -94,23 +102,27 @@ class RunWriter:
     def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
         """Record one row per site: `columns[name]` is a [S] array (NaN: no value) or [S, bins] (a histogram).
 
-        The arrays are copied. Different calls may carry different sites and columns; what a row lacks is null.
-        Errors: ShapeError if a column does not have one entry per site.
+        The arrays are copied. Different calls may carry different sites and columns; what a row lacks is
+        null. Errors: ShapeError if a column does not have one entry per site.
         """
         if os.getpid() != self._pid:  # a forked data-loader worker: it has no writer thread
             return
         batch = Batch.of(step, sites, columns)
         rows, nbytes = len(batch.sites), batch.nbytes
+        if not rows:
+            return
         with self._changed:
+            if not self._takes("tensors", rows):
+                return
             if self._waiting.nbytes + self._in_flight + nbytes > self._queue_bytes:
-                self._lose("tensors", rows)
-            elif self._open("tensors", rows):
-                self._waiting.tensors.append(batch)
-                self._waiting.rows += rows
-                self._waiting.nbytes += nbytes
-                self._last_step = step
-                if self._full():
-                    self._changed.notify_all()
+                self._lose("tensors", rows, step)
+                return
+            self._waiting.tensors.append(batch)
+            self._waiting.rows += rows
+            self._waiting.nbytes += nbytes
+            self._last_step = step
+            if self._full():
+                self._changed.notify_all()
 
     def add_scalars(self, step: int, **values: float) -> None:
         """Record numbers of the whole step by name; None is skipped, NaN is kept as null."""
@@ -119,17 +131,17 @@ class RunWriter:
         now = time.time()
         rows = [(int(step), name, float(value), now) for name, value in values.items() if value is not None]
         with self._changed:
-            if self._room("scalars", len(rows)):
+            if self._room("scalars", len(rows), step):
                 self._waiting.scalars += rows
                 self._last_step = step
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
-        """Record something that happened: `kind` ("nan", "skipped", ...), a sentence, where, and JSON data."""
+        """Record something that happened: `kind` ("nan", "skipped", ...), a sentence, where, and data."""
         if os.getpid() != self._pid:
             return
         row = (int(step), kind, site, message, json.dumps(manifests.plain(data)), time.time())
         with self._changed:
-            if self._room("events", 1):
+            if self._room("events", 1, step):
                 self._waiting.events.append(row)
 
     def update_meta(self, **facts: Any) -> None:
@@ -141,7 +153,7 @@ class RunWriter:
             self._dirty = True
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until everything recorded so far is on disk; False if it is not (stopped, or `timeout` seconds)."""
+        """Wait until everything recorded so far is on disk; False if the watch stopped or time ran out."""
         if os.getpid() != self._pid:
             return False
         with self._changed:
@@ -152,7 +164,7 @@ class RunWriter:
             return self._done >= ticket and not self.problem
 
     def close(self, status: str = "complete", timeout: float = 60.0) -> None:
-        """Write what waits, then the final status: "complete", "failed" or "stopped". Closing twice is harmless.
+        """Write what waits, then the final status: "complete", "failed" or "stopped". Twice is harmless.
 
         A run whose watch had to stop early stays "stopped", whatever status is asked for.
         """
@@ -183,36 +195,41 @@ class RunWriter:
         """A program that ends without closing: its status follows from whether an exception ended it."""
         self.close("failed" if getattr(sys, "last_value", None) is not None else "complete")
 
-    # -- under the lock, on the training thread ------------------------------------------------------------------
+    # -- under the lock, on the training thread
 
     def _full(self) -> bool:
         return self._waiting.rows >= self._limits[0] or self._waiting.nbytes >= self._limits[1]
 
-    def _open(self, kind: Kind, rows: int) -> bool:
-        """Whether rows are still taken; once stopped or closed they are counted as lost."""
+    def _takes(self, kind: Kind, rows: int) -> bool:
+        """Whether rows are still recorded; once stopped or closed they are counted as lost."""
         if self.problem or self._closing is not None:
             self.lost[kind] += rows
             return False
         return True
 
-    def _room(self, kind: Kind, rows: int) -> bool:
-        if len(self._waiting.scalars) + len(self._waiting.events) + rows > SMALL_ROWS:
-            self._lose(kind, rows)
+    def _room(self, kind: Kind, rows: int, step: int) -> bool:
+        """Whether scalars or events are taken."""
+        if not self._takes(kind, rows):
             return False
-        return self._open(kind, rows)
+        if len(self._waiting.scalars) + len(self._waiting.events) + rows > SMALL_ROWS:
+            self._lose(kind, rows, step)
+            return False
+        return True
 
-    def _lose(self, kind: Kind, rows: int) -> None:
+    def _lose(self, kind: Kind, rows: int, step: int) -> None:
+        """Count rows for which there is no room, and say so the first time."""
         self.lost[kind] += rows
         self._dirty = True
-        if not self._dropping and not self.problem:
+        if not self._dropping:
             self._dropping = True
             _log.warning(
-                "narrowgauge: the disk of %s is too slow: %d MiB wait to be written, so rows are dropped from step %d on "
-                "(run.json counts them). Training goes on; record fewer steps (every=N) or write to a faster disk.",
-                self.path, self._queue_bytes >> 20, self._last_step + 1,
+                "narrowgauge: the disk of %s is too slow: more than %d MiB wait to be written, so rows are "
+                "dropped, first at step %d (run.json counts them). Training goes on; record fewer steps, or "
+                "write to a faster disk.",
+                self.path, self._queue_bytes >> 20, step,
             )  # fmt: skip
 
-    # -- the writer thread ---------------------------------------------------------------------------------------
+    # -- the writer thread
 
     def _run(self) -> None:
         deadline = time.monotonic() + self._limits[2]
@@ -229,7 +246,7 @@ class RunWriter:
             try:
                 self._write(taken, closing)
             except Exception as error:
-                self._stop(error)
+                self._stop(error, taken)
             with self._changed:
                 self._in_flight = 0
                 self._done = ticket
@@ -239,13 +256,21 @@ class RunWriter:
                 return
 
     def _write(self, taken: _Waiting, closing: str | None) -> None:
-        if not self.problem:
+        if self.problem:
+            self._count_lost(taken)
+        else:
+            self._report_losses(taken)
+            # Scalars first: if the disk fills, the loss curve is what must survive.
             if taken.scalars:
                 self._segments.scalars(taken.scalars)
+                taken.scalars = []
             if taken.events:
                 self._segments.events(taken.events)
+                taken.events = []
             if taken.tensors:
                 self._segments.tensors(taken.tensors)
+                taken.tensors = []
+            self._merge()
         with self._changed:
             dirty, self._dirty = self._dirty, False
             self._manifest["lost"] = dict(self.lost)
@@ -255,63 +280,45 @@ class RunWriter:
         if dirty or closing is not None:
             manifests.write(self.path, current)
 
-    def _stop(self, error: Exception) -> None:
+    def _merge(self) -> None:
+        """Keep the number of files small; a merge that fails costs nothing, so nobody need hear of it."""
+        for kind, index in self._segments.written:
+            try:
+                merge_tier(self._segments.db, self.path, kind, self.rank, index)
+            except (duckdb.Error, OSError) as error:
+                _log.info("narrowgauge: segments of %s were not merged: %s", self.path, error)
+        self._segments.written.clear()
+
+    def _report_losses(self, taken: _Waiting) -> None:
+        """Leave an event where rows were dropped since the last segment, so that a gap explains itself."""
+        with self._changed:
+            dropped = self.lost["tensors"] - self._lost_reported
+            self._lost_reported = self.lost["tensors"]
+        if dropped:
+            message = f"{dropped} tensor rows were dropped: the disk was too slow"
+            row = (self._last_step, "rows_lost", None, message, json.dumps({"rows": dropped}), time.time())
+            taken.events.append(row)
+
+    def _count_lost(self, taken: _Waiting) -> None:
+        self.lost["tensors"] += sum(len(batch.sites) for batch in taken.tensors)
+        self.lost["scalars"] += len(taken.scalars)
+        self.lost["events"] += len(taken.events)
+
+    def _stop(self, error: Exception, taken: _Waiting) -> None:
         """Give up writing: one warning, and the status in run.json if that can still be written."""
-        if self.problem:
-            return
         cause = " ".join(str(error).split()) or type(error).__name__
         with self._changed:
-            self.problem = cause
-            self._manifest |= {"status": "stopped", "reason": cause, "ended": manifests.now()}
-            current = dict(self._manifest)
+            already, self.problem = self.problem, self.problem or cause
+            if not already:
+                self._count_lost(taken)
+            self._manifest |= {"status": "stopped", "reason": self.problem, "ended": manifests.now()}
+            current = {**self._manifest, "lost": dict(self.lost)}
+        if already:  # the last attempt, at closing time, to say in run.json how it ended
+            return
         _log.warning(
-            "narrowgauge: the watch of %s stopped near step %d: %s. Training goes on unrecorded; what was written before "
-            "is readable. Free space or choose another folder, then start the run again.",
+            "narrowgauge: the watch of %s stopped near step %d: %s. Training goes on unrecorded, and what "
+            "was written before stays readable. Make room or choose another folder before the next run.",
             self.path, self._last_step, cause,
         )  # fmt: skip
-        try:
+        with contextlib.suppress(OSError):  # a disk that takes nothing at all; the warning has said so
             manifests.write(self.path, current)
-        except OSError:
-            pass  # the disk takes nothing at all; the warning has said so
-
-
-def _start(path: Path, meta: dict[str, Any], rank: int, resume: bool) -> tuple[manifests.Manifest, dict[Kind, int]]:
-    """Claim the folder for one rank: its manifest and the next segment index of each kind."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        indices = {kind: _next_index(path / kind, rank) for kind in KINDS}
-        held = (path / manifests.name(rank)).exists() or any(indices.values())
-        if held and not resume:
-            raise RunError(
-                f"{path} already holds a run. Choose another folder, remove this one, or continue it by resume=True."
-            )
-        manifest = manifests.fresh(rank, meta)
-        if held:
-            earlier = _earlier(path, rank)
-            manifest["attempt"] = int(earlier.get("attempt", 0)) + 1
-            manifest["started"] = earlier.get("started", manifest["started"])
-            manifest["meta"] = {**earlier.get("meta", {}), **meta}
-        manifests.write(path, manifest, exclusive=not held)
-    except FileExistsError as error:
-        raise RunError(f"{path} is not a folder, or another process just began a run in it ({error}).") from error
-    except OSError as error:
-        raise RunError(f"{path} cannot be written ({error}). Choose another folder or make it writable.") from error
-    return manifest, indices
-
-
-def _earlier(path: Path, rank: int) -> manifests.Manifest:
-    """The manifest of the run that is resumed; empty if it was lost."""
-    try:
-        earlier = manifests.read(path, rank)
-    except FileNotFoundError:
-        return {}
-    if earlier["status"] == "running" and manifests.is_alive(earlier):
-        pid = earlier["process"]["pid"]
-        raise RunError(f"{path} is still being written by process {pid}. Stop it first, or choose another folder.")
-    return earlier
-
-
-def _next_index(folder: Path, rank: int) -> int:
-    names = folder.iterdir() if folder.is_dir() else ()
-    segments = (Segment.parse(entry.name) for entry in names)
-    return max((segment.last + 1 for segment in segments if segment and segment.rank == rank), default=0)
