@@ -12,9 +12,9 @@ The model predicts the next byte (vocabulary 256), so it needs no tokenizer and 
     loss = cross_entropy(lm_head(norm(h)), next byte)              in nats; perplexity = exp(loss)
 
 Every matmul runs in BF16 under autocast; weights, their gradients and the optimizer's state stay as
-`--weights` says (float32 unless asked otherwise). Sources: Llama 2 (arXiv:2307.09288) for the blocks, RoFormer
-(2104.09864) for RoPE, GLU variants (2002.05202) for SwiGLU, GPT-2 for the initial weights, GPT-3
-(2005.14165) for AdamW.
+`--weights` says (float32 unless asked otherwise). Sources: Llama 2 (arXiv:2307.09288) for the blocks,
+RoFormer (2104.09864) for RoPE, GLU variants (2002.05202) for SwiGLU, GPT-2 for the initial weights,
+GPT-3 (2005.14165) for AdamW.
 
 Legend: B = sequences, T = positions, D = model width, F = hidden width of the MLP, H = query heads,
 G = key/value heads, E = D / H = width of one head, V = vocabulary.
