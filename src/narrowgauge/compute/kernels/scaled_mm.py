@@ -103,8 +103,8 @@ def _one_scale(
     y_PQ: Tensor = torch._scaled_mm(
         _pad(a.codes, 16),
         _pad(b.codes, 16).t(),
-        scale_a=a.scale.contiguous(),
-        scale_b=b.scale.t().contiguous() if b.scale.ndim else b.scale,
+        scale_a=a.scale.reshape(-1).unsqueeze(1) if a.scale.ndim else a.scale,
+        scale_b=b.scale.reshape(-1).unsqueeze(0) if b.scale.ndim else b.scale,
         bias=epilogue,
         out_dtype=native,
         use_fast_accum=fast_accum,
@@ -117,18 +117,15 @@ def _one_scale(
 def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
     """Block scales: accumulation is promoted every 128 products. Rows of a are padded to 16 as well."""
     native = out_dtype if out_dtype in (torch.bfloat16, torch.float32) else torch.float32
-    rows, more = a.shape[0], -a.shape[0] % 16
-    codes_a, scale_a = _pad(a.codes, 128, rows=16), a.scale
-    if more:
-        scale_a = torch.cat([scale_a, scale_a.new_ones(more, scale_a.shape[1])])
+    rows = a.shape[0]
     square = b.granularity == BLOCK_128x128
     recipes = F.ScalingType
     y_PQ = F.scaled_mm(
-        codes_a,
+        _pad(a.codes, 128, rows=16),
         _pad(b.codes, 128).t(),
-        scale_a=scale_a.t().contiguous().t(),
+        scale_a=_tile_scale(a.scale, rows + -rows % 16),
         scale_recipe_a=recipes.BlockWise1x128,
-        scale_b=_square_scale(b.scale) if square else b.scale.t().contiguous().t(),
+        scale_b=_square_scale(b.scale) if square else _tile_scale(b.scale, b.shape[0]),
         scale_recipe_b=recipes.BlockWise128x128 if square else recipes.BlockWise1x128,
         output_dtype=native,
     )
@@ -137,7 +134,18 @@ def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
 
 def _square_scale(scale_QC: Tensor) -> Tensor:
     """[Q/128, C/128] to [ceil4(C/128), Q/128] with strides (1, ceil4(C/128))."""
-    return F.pad(scale_QC, (0, -scale_QC.shape[1] % 4), value=1.0).contiguous().t()
+    rows, blocks = scale_QC.shape
+    padded = scale_QC.new_ones(rows, blocks + -blocks % 4)
+    padded[:, :blocks] = scale_QC
+    return padded.t()
+
+
+def _tile_scale(scale_PC: Tensor, rows: int) -> Tensor:
+    """[P, C/128] to [rows, C/128] with strides (1, rows); rows beyond P get the scale 1."""
+    # Written out, because torch calls a matrix with a side of 1 contiguous whatever its strides are.
+    padded = scale_PC.new_ones(scale_PC.shape[1], rows)
+    padded[:, : scale_PC.shape[0]] = scale_PC.t()
+    return padded.t()
 
 
 def _pad(codes: Tensor, contracted: int, rows: int = 1) -> Tensor:

@@ -126,6 +126,11 @@ class Recipe:
         for role in ROLES:
             for operand in self.uses(role):
                 self._check_operand(role, operand)
+            if self.state != "none" and not self.shares(role):
+                raise RecipeError(
+                    f"recipe {self.name!r}, {role}: state={self.state!r} keeps one scale per tensor, but its two gemms "
+                    f"ask for {self.uses(role)[0]} and {self.uses(role)[1]}; make them equal."
+                )
 
     def _check_operand(self, role: str, operand: Operand) -> None:
         where = f"recipe {self.name!r}, {role}"
