@@ -1,0 +1,45 @@
+# Everything a visitor or a developer does, one word each. Needs Python 3.11 or newer and make; `make help` lists it all.
+
+PYTHON ?= python3
+BIN    := .venv/bin
+READY  := .venv/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs clean
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z][a-z]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-14s%s\n", $$1, $$2 }'
+
+demo: $(READY)  ## train a small Llama in BF16 and in three kinds of FP8, then open demo/report.html
+	$(BIN)/narrowgauge compare --out demo
+	@echo "The report is $(CURDIR)/demo/report.html: one file, opens offline."
+
+test: lint  ## lint, then run every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## run the CPU benchmarks, write benchmarks/results/
+	for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
+
+docs: $(READY)  ## write the pages that are generated from the code
+	$(BIN)/python docs/generate.py
+
+clean:  ## remove what demo, tests and tools leave behind; .venv stays
+	rm -rf demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# The environment is built once, and again whenever what it is built from changes. torch comes first and by its exact
+# version: whatever build of it lies ready on this machine is then taken as it is, and nothing later replaces it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
