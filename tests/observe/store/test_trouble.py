@@ -1,0 +1,344 @@
+"""The disk fills, stalls or vanishes; processes fork and die. Training must never notice, the run must stay readable."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.store import RunWriter, manifest, open_run, writer
+from narrowgauge.observe.store.segments import SegmentWriter
+
+SITES = [f"layers.{number}:input" for number in range(200)]
+
+
+def record(writer: RunWriter, step: int, columns: int = 4) -> None:
+    values = np.random.default_rng(step).random((columns, len(SITES)))  # random: nothing for zstd to gain
+    writer.add_tensors(step, SITES, {f"m{number}": row for number, row in enumerate(values)})
+    writer.add_scalars(step, loss=1.0 / (step + 1))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=60)
+
+
+# -- a full disk ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real filesystem of 2 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small filesystem can't be mounted here: {mount.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_disk_that_fills_stops_the_watch_with_one_warning(small_disk, caplog):
+    run_folder = small_disk / "run"
+    writer = RunWriter(run_folder, {"command": "train.py"})
+    for step in range(600):  # 3.8 MB of random numbers
+        record(writer, step)
+        if step % 50 == 49:
+            writer.flush()
+    writer.update_meta(late=1)
+    assert not writer.flush()
+    writer.close()
+
+    (message,) = warnings_of(caplog)
+    assert "No space left on device" in message
+    assert f"the watch of {run_folder} stopped near step" in message
+    assert "Training goes on unrecorded" in message
+    assert "Make room or choose another folder" in message
+    run = open_run(run_folder)
+    assert run.status == "stopped"
+    assert "No space left on device" in run.reason
+    steps = run.series(SITES[0], "m0")[0]
+    assert steps.tolist() == list(range(len(steps)))
+    assert 50 <= len(steps) < 600
+    assert run.lost["tensors"] == (600 - len(steps)) * len(SITES)
+    assert not list(run_folder.rglob(".*"))  # no half-written file takes room
+
+
+def test_a_disk_without_a_single_free_block(small_disk, caplog):
+    writer = RunWriter(small_disk / "run")
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(bytes(4096))
+        except OSError:
+            pass
+    record(writer, 0)
+    assert not writer.flush()
+    writer.close()
+    assert len(warnings_of(caplog)) == 1
+    assert open_run(small_disk / "run").status in ("running", "stopped")
+    with pytest.raises(RunError, match="cannot be written .No space left on device.. Make room"):
+        RunWriter(small_disk / "another")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error"), MemoryError(),
+     duckdb.IOException("IO Error: Could not write file: Disk quota exceeded")],
+)  # fmt: skip
+def test_any_failure_to_write_is_told_once_and_never_raised(tmp_path, monkeypatch, caplog, error):
+    def fail(*_: object) -> None:
+        raise error
+
+    writer = RunWriter(tmp_path / "run")
+    record(writer, 0)
+    assert writer.flush()
+    monkeypatch.setattr("narrowgauge.observe.store.segments.copy_aside", fail)
+    for step in range(1, 5):
+        record(writer, step)
+        writer.add_event(step, "nan", "loss is NaN")
+        assert not writer.flush()
+    writer.close()
+    (message,) = warnings_of(caplog)
+    assert (str(error) or "MemoryError") in message
+    assert writer.problem
+    run = open_run(tmp_path / "run")
+    assert run.status == "stopped"
+    assert run.steps.tolist() == [0]
+    assert run.lost == {"tensors": 4 * len(SITES), "scalars": 4, "events": 4}
+
+
+def test_a_folder_that_vanishes(tmp_path, caplog):
+    writer = RunWriter(tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    (tmp_path / "run").rmdir()
+    record(writer, 0)
+    assert not writer.flush()
+    writer.close()
+    assert "No such file or directory" in warnings_of(caplog)[0]
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunError, match="Permission denied.. Make room, make it writable, or choose another folder"):
+        RunWriter(tmp_path / "run")
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(RunError, match="run is a file; expected a folder to write a run into"):
+        RunWriter(tmp_path / "run")
+    with pytest.raises(RunError, match="cannot be written .Not a directory."):
+        RunWriter(tmp_path / "run" / "below")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+# -- a slow disk ---------------------------------------------------------------------------------
+
+
+def test_a_slow_disk_costs_rows_not_time_nor_memory(tmp_path, monkeypatch, caplog):
+    gate = threading.Event()
+    slow = SegmentWriter.tensors
+    monkeypatch.setattr(SegmentWriter, "tensors", lambda self, batches: (gate.wait(30), slow(self, batches))[1])
+    writer = RunWriter(tmp_path, queue_bytes=1 << 20, flush_bytes=100_000)
+    seconds = []
+    for step in range(1000):  # 6.4 MB
+        started = time.perf_counter()
+        record(writer, step)
+        seconds.append(time.perf_counter() - started)
+        held = writer._waiting.nbytes + writer._in_flight
+        assert held <= 1 << 20
+    assert np.median(seconds) < 0.002
+    assert writer.lost["tensors"] > 0
+    gate.set()
+    assert writer.flush()
+    record(writer, 1000)
+    writer.close()
+
+    (message,) = warnings_of(caplog)
+    assert "too slow: more than 1 MiB wait to be written, so rows are dropped, first at step 1" in message
+    run = open_run(tmp_path)
+    assert run.status == "complete"
+    recorded = len(run.series(SITES[0], "m0")[0])
+    assert recorded + run.lost["tensors"] // len(SITES) == 1001
+    assert run.steps[-1] == 1000
+    assert run.scalars("loss").rows == 1001  # the loss curve is never what is dropped
+    (event,) = run.events("rows_lost")["message"]
+    assert event == f"{run.lost['tensors']} tensor rows were dropped: the disk was too slow"
+
+
+def test_scalars_are_bounded_too(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writer, "SMALL_ROWS", 10)
+    with RunWriter(tmp_path) as run_writer:
+        for step in range(20):
+            run_writer.add_scalars(step, loss=1.0)
+    assert open_run(tmp_path).lost["scalars"] == 10
+    assert len(warnings_of(caplog)) == 1
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_a_killed_process_loses_at_most_the_last_segment(tmp_path):
+    run_folder = tmp_path / "run"
+    program = """
+        import sys, time, numpy
+        from narrowgauge.observe.store import RunWriter
+        writer = RunWriter(sys.argv[1], {"command": "train.py"}, flush_seconds=0.2)
+        for step in range(100_000):
+            writer.add_tensors(step, ["a:input", "b:input"], {"amax": numpy.array([step, -step])})
+            writer.add_scalars(step, loss=1 / (step + 1))
+            if step % 10 == 0:
+                print(step, flush=True)
+            time.sleep(0.001)
+        """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(run_folder)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 40
+        while time.monotonic() < deadline and len(list(run_folder.glob("tensors/*.parquet"))) < 5:
+            time.sleep(0.02)
+        assert open_run(run_folder).status == "running"
+    finally:
+        process.kill()
+        printed = process.communicate()[0].split()
+    run = open_run(run_folder)
+    assert run.status == "killed"
+    steps, values = run.series("a:input", "amax")
+    assert steps.tolist() == values.tolist() == list(range(len(steps)))
+    assert len(steps) >= int(printed[-1]) - 500  # 0.2 s of steps of 1 ms, and as much while it was written
+    assert run.scalars("loss").rows >= len(steps)
+
+    with RunWriter(run_folder, resume=True) as resumed:  # and it can be continued
+        resumed.add_tensors(len(steps), ["a:input"], {"amax": np.array([len(steps)])})
+    assert open_run(run_folder).status == "complete"
+    assert not list(run_folder.rglob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "returncode"), [("", "complete", 0), ("raise ValueError('x')", "failed", 1)]
+)
+def test_a_program_that_ends_without_closing(tmp_path, ending, status, returncode):
+    program = f"""
+import sys, numpy
+from narrowgauge.observe.store import RunWriter
+writer = RunWriter(sys.argv[1])
+writer.add_tensors(0, ["a:input"], {{"amax": numpy.array([1.0])}})
+{ending}
+"""
+    done = run_python(program, tmp_path / "run")
+    assert done.returncode == returncode, done.stderr
+    run = open_run(tmp_path / "run")
+    assert run.status == status
+    assert run.steps.tolist() == [0]
+
+
+def test_a_forked_child_never_writes(tmp_path):
+    program = """
+        import os, sys, numpy
+        from narrowgauge.observe.store import RunWriter
+        writer = RunWriter(sys.argv[1], flush_seconds=0.01)
+        for step in range(200):  # forks meet the writer thread at work, its lock held
+            writer.add_tensors(step, ["a:input"], {"amax": numpy.array([1.0])})
+            if step % 10 == 0:
+                child = os.fork()
+                if child == 0:
+                    writer.add_tensors(999, ["a:input"], {"amax": numpy.array([9.0])})
+                    writer.add_scalars(999, loss=9.0)
+                    writer.add_event(999, "nan", "from the child")
+                    writer.update_meta(child=True)
+                    assert writer.flush() is False
+                    if step % 20:
+                        sys.exit(0)  # runs the exit handlers
+                    writer.close("failed")
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+        writer.close()
+        """
+    done = run_python(program, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "run")
+    assert run.steps.tolist() == list(range(200))
+    assert run.events().rows == 0
+    assert (run.status, run.meta) == ("complete", {})
+
+
+# -- two writers, resuming -----------------------------------------------------------------------
+
+
+def test_a_second_run_does_not_mix_with_the_first(tmp_path):
+    RunWriter(tmp_path).close()
+    with pytest.raises(RunError, match="already holds a run. Choose another folder, remove it, or continue it"):
+        RunWriter(tmp_path)
+
+
+def test_a_run_that_is_being_written_is_not_resumed(tmp_path):
+    first = RunWriter(tmp_path)
+    with pytest.raises(RunError, match=f"is still being written by process {os.getpid()}. Stop it first"):
+        RunWriter(tmp_path, resume=True)
+    first.close()
+
+
+def test_two_writers_at_the_same_moment(tmp_path, monkeypatch):
+    RunWriter(tmp_path).close()
+    # The other one wins the race: its run.json appears after this one has looked.
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    with pytest.raises(RunError, match="another process just began a run here"):
+        RunWriter(tmp_path)
+
+
+def test_steps_recorded_again_by_a_resumed_run_replace_the_first_ones(tmp_path):
+    with RunWriter(tmp_path, {"command": "a", "seed": 1}) as writer:
+        for step in range(6):
+            writer.add_tensors(step, ["a:input"], {"amax": np.array([1.0])})
+            writer.add_scalars(step, loss=1.0)
+        writer.add_event(5, "nan", "the reason for going back")
+    with RunWriter(tmp_path, {"command": "b"}, resume=True) as writer:  # from the checkpoint of step 3
+        writer.add_scalars(3, loss=2.0)
+        writer.add_tensors(4, ["a:input"], {"amax": np.array([2.0])})
+    run = open_run(tmp_path)
+    assert run.meta == {"command": "b", "seed": 1}
+    assert run.series("a:input", "amax")[1].tolist() == [1, 1, 1, 2]
+    assert run.series("a:input", "amax")[0].tolist() == [0, 1, 2, 4]
+    assert run.scalars("loss")["loss"].tolist() == [1, 1, 1, 2]
+    assert run.heatmap("amax")[2].tolist() == [[1, 1, 1, 2]]
+    assert run.events().rows == 1
+
+
+def test_a_process_id_in_use_again_is_not_taken_for_the_writer(tmp_path):
+    writer = RunWriter(tmp_path)
+    stale = {**writer._manifest, "process": {**writer._manifest["process"], "started": 1}}
+    if manifest.process_started(os.getpid()) is None:
+        pytest.skip("this system does not tell when a process started")
+    manifest.write(tmp_path, stale)
+    assert open_run(tmp_path).status == "killed"
+    manifest.write(tmp_path, {**stale, "process": {"pid": 1, "host": "elsewhere"}})
+    assert open_run(tmp_path).status == "running"  # nobody here can know
+    writer.close()
+
+
+def test_rows_after_closing_are_counted_not_raised(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.close()
+    record(writer, 0)
+    writer.close("failed")
+    assert writer.lost["tensors"] == len(SITES)
+    assert open_run(tmp_path).status == "complete"
