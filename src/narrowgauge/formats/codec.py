@@ -21,10 +21,10 @@ How others differ (pinned in tests/formats/test_against_others.py):
     beyond max, E5M2            as asked                  ±Inf                    ±Inf
     beyond max, FNUZ            as asked                  NaN                     NaN
     NaN in E5M2                 0x7F                      0x7F                    0x7E
-    sign of a NaN               kept                      kept                    kept
-    0 in E8M0                   0x00 (2^-127)             0x00                    0x00
-    -0.0 in E8M0                0x00                      0x00                    NaN
+    beyond max, E8M0            as asked                  NaN                     NaN
+    0 and -0.0 in E8M0          0x00 (2^-127)             0x00                    NaN
     negative in E8M0            NaN                       encodes the magnitude   NaN
+    2^-127 < v < 1.5 · 2^-127   0x00, the nearer          0x01                    0x01
     NaN in E2M1                 FormatError               no cast                 0x8 (-0)
 """
 

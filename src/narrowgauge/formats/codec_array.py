@@ -80,9 +80,11 @@ def round_to(values: npt.ArrayLike, fmt: Format, overflow: Overflow = "saturate"
 
 def _as_float64(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     raw: npt.NDArray[Any] = np.asarray(values)
-    if np.issubdtype(raw.dtype, np.floating) and raw.dtype.itemsize > 8:
-        raise FormatError(f"values are {raw.dtype}, wider than float64 holds; pass float64 or narrower.")
-    return raw.astype(np.float64)
+    too_wide = np.issubdtype(raw.dtype, np.floating) and raw.dtype.itemsize > 8
+    if too_wide or np.issubdtype(raw.dtype, np.complexfloating):
+        raise FormatError(f"values are {raw.dtype}, more than float64 holds; pass float64 or narrower.")
+    with np.errstate(invalid="ignore"):  # widening a signalling NaN warns, and stays NaN
+        return raw.astype(np.float64)
 
 
 def _magnitude_codes(magnitude: npt.NDArray[np.float64], fmt: Format) -> npt.NDArray[np.int64]:

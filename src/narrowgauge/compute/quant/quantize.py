@@ -55,7 +55,7 @@ def quantize(
         amax = granularity.amax(x_MK)
     elif tuple(amax.shape) != scale_shape:
         raise ShapeError(
-            f"{granularity} of {list(shape)} needs amax of shape {list(scale_shape)}, found {list(amax.shape)}."
+            f"{granularity} of {list(shape)} needs amax of {list(scale_shape)}, found {list(amax.shape)}."
         )
     healthy = amax < torch.inf  # False for NaN too
     if scale is None:
