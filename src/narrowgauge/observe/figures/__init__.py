@@ -1,0 +1,24 @@
+"""One function per picture: plain arrays in, a Bokeh figure out. No file, no torch, no global state."""
+
+from narrowgauge.observe.figures.exponents import exponent_histogram
+from narrowgauge.observe.figures.gradients import gradient_errors
+from narrowgauge.observe.figures.heatmap import METRICS, HeatMetric, heatmap
+from narrowgauge.observe.figures.palette import DARK, variant_colors
+from narrowgauge.observe.figures.scales import scale_range, scale_traces
+from narrowgauge.observe.figures.traces import Trace, loss_curves, loss_gap, shared_steps
+
+__all__ = [
+    "DARK",
+    "METRICS",
+    "HeatMetric",
+    "Trace",
+    "exponent_histogram",
+    "gradient_errors",
+    "heatmap",
+    "loss_curves",
+    "loss_gap",
+    "scale_range",
+    "scale_traces",
+    "shared_steps",
+    "variant_colors",
+]

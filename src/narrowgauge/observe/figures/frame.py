@@ -1,0 +1,105 @@
+"""What all pictures share: type, grid, hover, and the escape from Bokeh's own markup.
+
+Bokeh reads `$$...$$` in a label as TeX and then fetches MathJax from the network; module names and commands are
+the user's, so every such string passes `plain` first. Tooltips escape HTML themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bokeh.events import DoubleTap
+from bokeh.models import CustomJS, HoverTool, Range1d
+from bokeh.plotting import figure
+
+from narrowgauge.observe.figures.palette import GRID, INK, MUTED, PAPER, TEXT
+
+FONT = "Inter, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+_ZERO_WIDTH = "\u200b"
+
+
+def plain(text: str) -> str:
+    """The same text with TeX delimiters broken by a zero-width space, so that it is drawn as it is."""
+    for mark in ("$$", "\\(", "\\[", "\\)", "\\]"):
+        text = text.replace(mark, mark[0] + _ZERO_WIDTH + mark[1])
+    return text
+
+
+def shorten(name: str, width: int = 26) -> str:
+    """A module name cut in its middle to at most `width` characters; both ends carry the meaning.
+
+    >>> shorten("model.layers.11.feed_forward.down_proj", 20)
+    'model.lay…down_proj'
+    """
+    if len(name) <= width:
+        return name
+    head = (width - 1) // 2
+    return f"{name[:head]}…{name[-(width - 1 - head):]}"
+
+
+def frame(*, height: int, x_label: str = "", y_label: str = "", x_range: Any = None, y_range: Any = None,
+          zoom: str = "xbox_zoom", **kwargs: Any) -> Any:
+    """An empty figure in the house style: drag zooms, double click resets, no toolbar, no logo.
+
+    `height` in pixels, the width is the page's. `zoom`: "xbox_zoom", "box_zoom" or "" for a picture that stays put.
+    """
+    ranges = {k: v for k, v in (("x_range", x_range), ("y_range", y_range)) if v is not None}
+    p = figure(height=height, sizing_mode="stretch_width", toolbar_location=None, tools=zoom or "",
+               active_drag=zoom or None, background_fill_color=None, border_fill_color=None, outline_line_color=None,
+               min_border_left=4, min_border_right=4, min_border_top=6, min_border_bottom=4, **ranges, **kwargs)
+    p.toolbar.logo = None
+    if zoom:
+        p.js_on_event(DoubleTap, CustomJS(args={"p": p}, code="p.reset.emit()"))
+    p.xaxis.axis_label, p.yaxis.axis_label = x_label or None, y_label or None
+    for axis in (p.xaxis, p.yaxis):
+        axis.axis_label_text_font = axis.major_label_text_font = FONT
+        axis.axis_label_text_font_size, axis.major_label_text_font_size = "12px", "12px"
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_color = axis.major_label_text_color = TEXT
+        axis.axis_line_color = None
+        axis.major_tick_line_color = axis.minor_tick_line_color = None
+        axis.axis_label_standoff = 8
+    p.xaxis.axis_line_color = MUTED
+    p.xaxis.major_tick_line_color, p.xaxis.major_tick_out, p.xaxis.major_tick_in = MUTED, 4, 0
+    p.xgrid.grid_line_color, p.ygrid.grid_line_color = None, GRID
+    return p
+
+
+def hover(renderers: list[Any], tooltips: list[tuple[str, str]], **kwargs: Any) -> HoverTool:
+    """A hover tool for these renderers. `tooltips`: (label, Bokeh field), values escaped by Bokeh."""
+    return HoverTool(renderers=renderers, tooltips=tooltips, **kwargs)
+
+
+def step_range(first: float, last: float, label_room: float = 0.0) -> Range1d:
+    """The x range of all pictures over steps, wide enough for direct labels right of the last step.
+
+    `label_room` is that room as a share of the range; one single step is given a range of two.
+    """
+    span = max(last - first, 1.0)
+    return Range1d(first - 0.005 * span if last > first else first - 1, last + max(label_room, 0.005) * span)
+
+
+def spread(positions: list[float], gap: float) -> list[float]:
+    """Label positions at least `gap` apart, as near to the wanted ones as pushing pairs apart gets them.
+
+    Order is kept; [n] -> [n], in the axis's own unit.
+    """
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    placed = [positions[i] for i in order]
+    for _ in range(50):
+        moved = False
+        for i in range(len(placed) - 1):
+            lack = gap - (placed[i + 1] - placed[i])
+            if lack > 1e-12 * max(abs(gap), 1e-300):
+                placed[i] -= lack / 2
+                placed[i + 1] += lack / 2
+                moved = True
+        if not moved:
+            break
+    result = [0.0] * len(positions)
+    for rank, i in enumerate(order):
+        result[i] = placed[rank]
+    return result
+
+
+__all__ = ["FONT", "GRID", "INK", "MUTED", "PAPER", "TEXT", "frame", "hover", "plain", "shorten", "spread", "step_range"]

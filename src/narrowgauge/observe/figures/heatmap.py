@@ -1,0 +1,208 @@
+"""Layers x steps, one colour per cell: where and when a number went wrong.
+
+    underflow_pct   log scale, 0.01 % .. 100 %           dark is bad      zero takes the lightest colour
+    sqnr_db         linear, 0 .. 40 dB                   dark is bad
+    gain            linear, 0.9 .. 1.1, white at 1       either end is bad
+    scale           log2, the range that the runs show   no good or bad: look for jumps and for rows unlike the rest
+
+The colour range of a metric is one for all variants and roles, so that pictures can be compared. Cells without a
+record stay empty. All (variant, role) grids travel in one source; a `CustomJS` copies the chosen one into the picture.
+
+Legend: L = layers (rows, first layer on top), T = recorded steps (columns).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from bokeh.models import (
+    BasicTicker,
+    ColorBar,
+    ColumnDataSource,
+    CustomJS,
+    CustomJSHover,
+    FixedTicker,
+    LinearColorMapper,
+    LogColorMapper,
+    LogTicker,
+    Range1d,
+)
+from numpy.typing import NDArray
+
+from narrowgauge.observe.figures.frame import FONT, frame, hover, plain, shorten
+from narrowgauge.observe.figures.palette import DIVERGING, HARM, HARM_LOW, SEQUENCE, TEXT
+from narrowgauge.observe.figures.sampling import Floats
+
+Grid = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HeatMetric:
+    """How one metric is coloured. `low`, `high` in the metric's unit; None: taken from the data, in log2."""
+
+    column: str
+    title: str
+    unit: str
+    palette: tuple[str, ...]
+    low: float | None
+    high: float | None
+    log: bool = False
+
+
+METRICS = (
+    HeatMetric("underflow_pct", "Underflow", "% of elements flushed to zero", HARM, 0.01, 100.0, log=True),
+    HeatMetric("sqnr_db", "SQNR", "dB, signal to quantization noise", HARM_LOW, 0.0, 40.0),
+    HeatMetric("gain", "Gain", "⟨x,d⟩ / ⟨x,x⟩, 1 is exact", DIVERGING, 0.9, 1.1),
+    HeatMetric("scale_max", "Scale", "x ≈ codes · scale", SEQUENCE, None, None),
+)
+
+
+def heatmap(metric: HeatMetric, layers: Sequence[str], steps: Floats, grids: Mapping[str, Grid], *, shown: str,
+            x_range: Range1d | None = None, y_range: Range1d | None = None, height: int | None = None) -> Any:
+    """One metric over layers and steps.
+
+    `layers` [L] module names in forward order; `steps` [T]; `grids` [L, T] by key, usually "variant|role", NaN where
+    nothing was recorded; `shown`: the key drawn first. The figure's tags hold a `CustomJS` named "swap:COLUMN":
+    executed with {key} it shows another grid.
+    """
+    n_layers = len(layers)
+    columns, spacing, left = _columns(steps)
+    flat = {key: _even(grid, steps, columns) for key, grid in grids.items()}
+    if metric.low is None:
+        flat = {key: _log2(grid) for key, grid in flat.items()}
+    low, high = _extent(flat.values()) if metric.low is None or metric.high is None else (metric.low, metric.high)
+    p = frame(height=height or heat_height(n_layers), x_label="step",
+              x_range=x_range or Range1d(left, left + spacing * len(columns)),
+              y_range=y_range or Range1d(0, n_layers), zoom="box_zoom")
+    p.grid.grid_line_color = None
+    mapper_type = LogColorMapper if metric.log else LinearColorMapper
+    mapper = mapper_type(palette=list(metric.palette), low=low, high=high, nan_color="rgba(0,0,0,0)")
+    source = ColumnDataSource({"image": [flat[shown].copy()]})
+    image = p.image("image", source=source, x=left, y=0, dw=spacing * len(columns), dh=n_layers, color_mapper=mapper)
+    _label_rows(p, layers)
+    p.add_layout(_color_bar(metric, mapper, low, high), "right")
+    p.add_tools(_cell_hover(image, metric, layers, columns, left, spacing))
+    store = ColumnDataSource({key: grid.ravel() for key, grid in flat.items()})
+    swap = CustomJS(name=f"swap:{metric.column}", args={"store": store, "source": source}, code=_SWAP)
+    p.tags = [swap]
+    return p
+
+
+# The image array is overwritten in place: its shape never changes, only what it holds.
+_SWAP = """
+const image = source.data.image[0];
+const grid = store.data[cb_obj.key];
+if (grid) { image.set(grid) } else { image.fill(NaN) }
+source.change.emit();
+"""
+
+
+def heat_height(layers: int) -> int:
+    """Pixels for a heatmap of that many rows: 13 each, between 150 and 460."""
+    return int(np.clip(13 * layers + 60, 150, 460))
+
+
+def superscript(exponent: int) -> str:
+    """2 to that power in plain text.
+
+    >>> superscript(-10)
+    '2⁻¹⁰'
+    """
+    return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _columns(steps: Floats) -> tuple[Floats, float, float]:
+    """Evenly spaced column positions [T'], their spacing and the left edge, in steps."""
+    if len(steps) < 2:
+        first = float(steps[0]) if len(steps) else 0.0
+        return np.array([first]), 1.0, first - 0.5
+    spacing = float(np.median(np.diff(steps)))
+    count = round((steps[-1] - steps[0]) / spacing) + 1
+    if count > 4 * len(steps):  # recorded in bursts: keep the picture small
+        count = 4 * len(steps)
+        spacing = float(steps[-1] - steps[0]) / (count - 1)
+    return steps[0] + spacing * np.arange(count), spacing, float(steps[0] - spacing / 2)
+
+
+def _even(grid: Grid, steps: Floats, columns: Floats) -> Grid:
+    """[L, T] on the recorded steps -> [L, T'] on even columns, last layer first (an image grows upwards)."""
+    if len(steps) == 0:
+        return np.full((grid.shape[0], 1), np.nan, dtype=np.float32)
+    before = np.clip(np.searchsorted(steps, columns + 1e-9, side="right") - 1, 0, len(steps) - 1)
+    return np.ascontiguousarray(grid[::-1, before], dtype=np.float32)
+
+
+def _log2(grid: Grid) -> Grid:
+    return np.log2(np.where(grid > 0, grid, np.nan)).astype(np.float32)
+
+
+def _extent(grids: Any) -> tuple[float, float]:
+    finite = [g[np.isfinite(g)] for g in grids]
+    values = np.concatenate([f for f in finite if f.size] or [np.zeros(1)])
+    low, high = float(np.floor(values.min())), float(np.ceil(values.max()))
+    return low, max(high, low + 1)
+
+
+def _label_rows(p: Any, layers: Sequence[str]) -> None:
+    """Names of every k-th layer, as many as are readable; all names are in the tooltips."""
+    every = max(math.ceil(len(layers) / 30), 1)
+    names = trim_common(layers)
+    at = {len(layers) - 1 - i + 0.5: plain(shorten(names[i], 24)) for i in range(0, len(layers), every)}
+    p.yaxis.ticker = FixedTicker(ticks=list(at))
+    p.yaxis.major_label_overrides = at
+    p.yaxis.major_label_text_font_size = "10.5px"
+    p.yaxis.axis_label = f"every {every}th of {len(layers)} layers is named" if every > 1 else None
+
+
+def trim_common(names: Sequence[str]) -> list[str]:
+    """Module names without the leading parts that all of them share.
+
+    >>> trim_common(["model.layers.0.up", "model.layers.1.up"])
+    ['0.up', '1.up']
+    """
+    parts = [name.split(".") for name in names]
+    shared = 0
+    while parts and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+        shared += 1
+    return [".".join(p[shared:]) for p in parts]
+
+
+def _color_bar(metric: HeatMetric, mapper: Any, low: float, high: float) -> ColorBar:
+    ticker: Any
+    overrides: dict[float, str] = {}
+    if metric.log:
+        ticker = LogTicker(desired_num_ticks=5)
+        decades = range(round(math.log10(low)), round(math.log10(high)) + 1)
+        overrides = {10.0**k: f"{10.0**k:g}" for k in decades}
+        ticker = FixedTicker(ticks=list(overrides))
+    elif metric.low is None:
+        every = max(math.ceil((high - low) / 6), 1)
+        overrides = {float(k): superscript(k) for k in range(int(low), int(high) + 1, every)}
+        ticker = FixedTicker(ticks=list(overrides))
+    else:
+        ticker = BasicTicker(desired_num_ticks=5)
+    return ColorBar(color_mapper=mapper, ticker=ticker, major_label_overrides=overrides, width=9, padding=4, margin=0,
+                    label_standoff=6, background_fill_color=None, bar_line_color=None, major_tick_line_color=None,
+                    major_label_text_font=FONT, major_label_text_font_size="11px", major_label_text_color=TEXT)
+
+
+def _cell_hover(image: Any, metric: HeatMetric, layers: Sequence[str], columns: Floats, left: float,
+                spacing: float) -> Any:
+    """Full module name, step and value of the cell under the pointer."""
+    # Tooltip text made by a formatter is inserted as it is, unlike a column's value: escape it here.
+    layer = CustomJSHover(args={"names": list(reversed(layers))}, code="""
+        const name = names[Math.floor(special_vars.y)] ?? "";
+        return name.replace(/[&<>"']/g, c => "&#" + c.charCodeAt(0) + ";");
+    """)
+    step = CustomJSHover(args={"columns": [float(c) for c in columns], "left": left, "spacing": spacing}, code="""
+        const i = Math.min(Math.max(Math.floor((special_vars.x - left) / spacing), 0), columns.length - 1);
+        return Math.round(columns[i]).toLocaleString("en-US");
+    """)
+    power = "log2 scale" if metric.low is None else metric.column
+    value = "@image{0.00}" if metric.low is None else "@image{0.000}"
+    return hover([image], [("", "$y{custom}"), ("step", "$x{custom}"), (power, value)],
+                 formatters={"$y": layer, "$x": step})

@@ -1,0 +1,76 @@
+"""Fewer points, the same picture: down-sampling that keeps extrema, and the running mean.
+
+    running mean    m_t = mean(y_{t-w+1} .. y_t)           over the finite values among the last w, NaN if there is none
+    extrema         per bucket of n/k consecutive points: its first minimum, its first maximum and its first gap (NaN)
+
+A strided or random subset would lose the one-step spike that a reader of a loss curve looks for; extrema cannot.
+The running mean looks back only, so a curve never shows a spike before it happened.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def keep_extrema(steps: Floats, values: Floats, points: int = 1600) -> tuple[Floats, Floats]:
+    """At most about `points` of the (step, value) pairs, [n] and [n], every local extremum of a bucket among them.
+
+    First and last point always stay. A NaN in a bucket stays too, so that a gap in the line remains a gap. Values
+    come back in step order; short series come back unchanged.
+    """
+    n = len(values)
+    if n <= points:
+        return steps, values
+    edges = np.linspace(0, n, max(points // 3, 1) + 1).astype(int)
+    keep = {0, n - 1}
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        bucket = values[start:stop]
+        gaps = np.isnan(bucket)
+        if gaps.any():
+            keep.add(start + int(np.argmax(gaps)))
+        if not gaps.all():
+            keep.add(start + int(np.nanargmin(bucket)))
+            keep.add(start + int(np.nanargmax(bucket)))
+    index = np.fromiter(sorted(keep), dtype=int)
+    return steps[index], values[index]
+
+
+def running_mean(values: Floats, window: int) -> Floats:
+    """The mean of the last `window` finite values up to each point, [n] -> [n]; NaN where there is none.
+
+    The first points average over what exists so far: the curve starts at the first value.
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    stop = np.arange(1, len(values) + 1)
+    start = np.maximum(stop - window, 0)
+    count = counts[stop] - counts[start]
+    total = sums[stop] - sums[start]
+    mean = np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+    # A step that has no finite value of its own stays a gap, or a diverged run would look healthy for a window.
+    return np.where(finite, mean, np.nan)
+
+
+def smoothing_window(steps: int) -> int:
+    """How many steps the running mean of a run of `steps` steps covers: a fortieth, between 1 and 1000."""
+    return int(np.clip(round(steps / 40), 1, 1000))
+
+
+def paired_gap_pct(steps_a: Floats, loss_a: Floats, steps_b: Floats, loss_b: Floats, window: int) -> tuple[Floats, Floats]:
+    """Running mean of the loss gap of run b against baseline a, % of the baseline's running mean, at common steps.
+
+        gap_t = 100 * mean_w(b - a) / |mean_w(a)|
+
+    Both means cover the same steps, those where both losses are finite; a step where one is not is a gap (NaN).
+    """
+    common, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
+    a, b = loss_a[at_a], loss_b[at_b]
+    both = np.isfinite(a) & np.isfinite(b)
+    base = np.abs(running_mean(np.where(both, a, np.nan), window))
+    diff = running_mean(np.where(both, b - a, np.nan), window)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return common, np.where(base > 0, 100 * diff / base, np.nan)

@@ -1,0 +1,115 @@
+"""Run facts: what was run, on what, from which weights and data. A white list of metadata, never the folder's path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.observe.report import words
+from narrowgauge.observe.store import Run
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One line of the table of runs."""
+
+    name: str
+    status: str
+    steps: str
+    recipe: str
+    weights: str
+    data: str
+    seeds: str
+    watch: str
+
+
+def run_facts(name: str, run: Run) -> RunFacts:
+    """What one run says of itself."""
+    meta = run.meta
+    steps = run.steps
+    status = run.status
+    if run.reason:
+        status += f": {words.scrub(run.reason)}"
+    if meta.get("error"):
+        status += f": {words.scrub(str(meta['error']))}"
+    lost = {kind: n for kind, n in run.lost.items() if n}
+    if lost:
+        status += "; lost rows: " + ", ".join(f"{n:,} {kind}" for kind, n in lost.items())
+    seeds = meta.get("seeds")
+    same = isinstance(seeds, Mapping) and len(set(map(str, seeds.values()))) == 1
+    if isinstance(seeds, Mapping):
+        seed_text = str(next(iter(seeds.values()))) if same else ", ".join(f"{k} {v}" for k, v in seeds.items())
+    else:
+        seed_text = "" if seeds is None else str(seeds)
+    return RunFacts(
+        name=name,
+        status=status,
+        steps=f"{int(steps[-1]):,}" if len(steps) else "0",
+        recipe=_recipe(meta),
+        weights=_hash(meta.get("weights_hash")),
+        data=_hash(meta.get("data_hash")),
+        seeds=seed_text or words.NONE,
+        watch=_watch(meta.get("watch")),
+    )
+
+
+def common_facts(runs: Mapping[str, Run], verdict_versions: Mapping[str, str], started: str) -> list[tuple[str, str]]:
+    """What all runs share: (label, text) pairs; what the first run that knows it says."""
+    def first(key: str) -> Any:
+        return next((run.meta[key] for run in runs.values() if run.meta.get(key)), None)
+
+    versions = first("versions")
+    shown = dict(verdict_versions) or (dict(versions) if isinstance(versions, Mapping) else {})
+    facts = [
+        ("Command", words.command_line(first("command"))),
+        ("Git revision", str(first("git_revision") or "")),
+        ("Hardware", words.scrub(str(first("hardware") or ""))),
+        ("Baseline", str(first("baseline_dtype") or "")),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in shown.items())),
+        ("Started", moment(started)),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def moment(iso: str) -> str:
+    """An ISO time as a person writes it, to the minute.
+
+    >>> moment("2026-05-04T12:30:00.000+00:00")
+    '2026-05-04 12:30 UTC'
+    """
+    if len(iso) < 16 or iso[10:11] not in ("T", " "):
+        return iso
+    return f"{iso[:10]} {iso[11:16]}" + (" UTC" if iso.endswith(("+00:00", "Z")) else "")
+
+
+def notes_of(runs: Mapping[str, Run], said: tuple[str, ...]) -> list[str]:
+    """The verdict's notes, and those of runs that it does not already repeat; no paths."""
+    notes = list(said)
+    for name, run in runs.items():
+        for note in run.meta.get("notes") or ():
+            if str(note) not in notes and f"{name}: {note}" not in notes:
+                notes.append(f"{name}: {note}" if len(runs) > 1 else str(note))
+    return [words.scrub(note) for note in notes]
+
+
+def _recipe(meta: Mapping[str, Any]) -> str:
+    recipe = meta.get("recipe")
+    if isinstance(recipe, Mapping):
+        recipe = recipe.get("name")
+    return str(recipe) if recipe else str(meta.get("baseline_dtype") or words.NONE)
+
+
+def _hash(value: Any) -> str:
+    return str(value)[:16] if value not in (None, "") else words.NONE
+
+
+def _watch(watch: Any) -> str:
+    if not isinstance(watch, Mapping):
+        return words.NONE
+    parts = []
+    if watch.get("every"):
+        parts.append(f"every {watch['every']} steps")
+    if isinstance(watch.get("seconds"), (int, float)):
+        parts.append(words.seconds(float(watch["seconds"])))
+    return ", ".join(parts) or words.NONE

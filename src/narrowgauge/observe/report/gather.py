@@ -1,0 +1,125 @@
+"""Runs as the arrays that pictures take: losses per run, and every metric of every layer on one common grid.
+
+    grids["variant|role"][metric]   [L, T] float32      L layers in forward order, T recorded steps of all runs together
+
+Cells nobody recorded are NaN. A long run has more steps than a screen has columns: neighbours are then merged into
+one cell that keeps the *worst* of them (most underflow, least SQNR, gain farthest from 1, largest scale), never a mean, so
+an event of one step stays visible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.metrics import OPERAND_ROLES, Site, exponent_of_bin
+from narrowgauge.observe.figures import METRICS, Trace
+from narrowgauge.observe.report.words import natural
+from narrowgauge.observe.store import Run
+
+CELLS = 420_000  # of all grids together: keeps the page near 3 MB
+MOST_COLUMNS = 240
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Every metric of every layer: `names` [L], `steps` [T], `grids` by (metric, "variant|role") -> [L, T]."""
+
+    names: tuple[str, ...] = ()
+    steps: Array = field(default_factory=lambda: np.zeros(0))
+    grids: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    variants: tuple[str, ...] = ()
+    merged: int = 1  # recorded steps per column
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """One tensor's exponents at one step, and the scale that it was quantized with."""
+
+    step: int
+    counts: Array  # [B], zeros left out
+    exponents: Array  # [B]
+    inv_scale: float
+    zero_pct: float
+    many_scales: bool
+
+
+def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
+    """A scalar of one run over its steps; empty when it was never recorded."""
+    table = run.scalars(scalar)
+    if scalar not in table or table.rows == 0:
+        return Trace(name, color, np.zeros(0), np.zeros(0))
+    values = np.asarray(table[scalar], dtype=np.float64)
+    return Trace(name, color, np.asarray(table["step"], dtype=np.float64), np.where(np.isfinite(values), values, np.nan))
+
+
+def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
+    """The common grid of all runs that recorded operands. `order`: module names in forward order, as far as known."""
+    found: dict[tuple[str, str, str], tuple[list[str], Array, Array]] = {}
+    for name, run in runs.items():
+        metrics = set(run.metrics)
+        for metric in METRICS:
+            if metric.column not in metrics:
+                continue
+            for role in OPERAND_ROLES:
+                sites, steps, values = run.heatmap(metric.column, role)
+                if len(steps):
+                    found[name, metric.column, role] = ([Site.parse(s).module for s in sites], steps, values)
+    if not found:
+        return Layers()
+    seen = {module for modules, _, _ in found.values() for module in modules}
+    names = [m for m in dict.fromkeys(order) if m in seen]
+    names += sorted(seen - set(names), key=natural)
+    steps = np.unique(np.concatenate([steps for _, steps, _ in found.values()]))
+    variants = tuple(dict.fromkeys(name for name, _, _ in found))
+    columns = int(np.clip(CELLS // (len(METRICS) * len(OPERAND_ROLES) * len(variants) * len(names)), 24, MOST_COLUMNS))
+    merged = max(math.ceil(len(steps) / columns), 1)
+    row_of = {module: row for row, module in enumerate(names)}
+    grids: dict[str, dict[str, Array]] = {metric.column: {} for metric in METRICS}
+    for (name, metric_name, role), (modules, at, values) in found.items():
+        grid = np.full((len(names), len(steps)), np.nan)
+        grid[np.ix_([row_of[m] for m in modules], np.searchsorted(steps, at))] = values
+        grids[metric_name][f"{name}|{role}"] = _short_mantissa(merge_columns(grid, merged, metric_name))
+    return Layers(tuple(names), steps[::merged].astype(np.float64), grids, variants, merged)
+
+
+def merge_columns(grid: Array, merged: int, metric: str) -> Array:
+    """Join every `merged` neighbouring columns, [L, T] -> [L, ceil(T / merged)], keeping the worst value of each."""
+    if merged == 1:
+        return grid
+    pad = -grid.shape[1] % merged
+    cells = np.pad(grid, ((0, 0), (0, pad)), constant_values=np.nan).reshape(len(grid), -1, merged)
+    badness = {"sqnr_db": -cells, "gain": np.abs(cells - 1)}.get(metric, cells)
+    worst = np.where(np.isnan(badness), -np.inf, badness).argmax(-1)
+    return np.take_along_axis(cells, worst[..., None], -1)[..., 0]
+
+
+def _short_mantissa(values: Array) -> Array:
+    """float32 with the last 10 of its 23 mantissa bits cleared (4 digits stay): the page compresses them away."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(1 << 9)) & np.uint32(0xFFFFFC00)).view(np.float32)
+    return np.where(np.isfinite(values), rounded, np.nan).astype(np.float32)
+
+
+def histogram(run: Run, site: str) -> Histogram | None:
+    """The newest exponent histogram of a site with its scale; None where none was recorded."""
+    if not {"exponent_histogram", "scale_max"} <= set(run.metrics):
+        return None
+    steps, counts = run.series(site, "exponent_histogram")
+    if len(steps) == 0:
+        return None
+    wanted = ["exponent_histogram", "scale_max", "scale_min"]
+    row = run.tensors(columns=wanted, sites=[site], steps=[int(steps[-1])])
+    scale, smallest = float(row["scale_max"][-1]), float(row["scale_min"][-1])
+    all_counts = np.asarray(counts[-1], dtype=np.float64)
+    exponents = np.asarray(exponent_of_bin(), dtype=np.float64)[: len(all_counts)]
+    total = all_counts.sum()
+    zero = 100 * all_counts[0] / total if total else 0.0
+    good = math.isfinite(scale) and scale > 0
+    return Histogram(int(steps[-1]), all_counts[1:], exponents[1:], 1 / scale if good else 1.0, float(zero), smallest < scale)

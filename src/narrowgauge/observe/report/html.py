@@ -1,0 +1,168 @@
+"""One self-contained HTML file: the verdict first, then the evidence. Opens offline, fetches nothing.
+
+    html(verdict, runs, out)          a comparison: runs "baseline", "noise" and one per variant
+    html(None, {"run": run}, out)     a single run, without a verdict
+
+All text reaches the page through Jinja with autoescape on, all data through JSON whose "<" is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from narrowgauge.errors import RunError
+from narrowgauge.metrics import OPERAND_ROLES
+from narrowgauge.observe.figures import METRICS, variant_colors
+from narrowgauge.observe.report import conversion, facts, gather, pictures, ruler, summary, words
+from narrowgauge.observe.report.layout import Pictures, bokeh_js
+from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.types import Verdict
+from narrowgauge.observe.verdict.worst import worst_tensors
+
+ROLE = "grad_output"  # shown first: gradients are where FP8 goes wrong first
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the page shows of one FP8 run under its selector."""
+
+    name: str
+    place: str  # safe in an HTML id
+    worst: tuple[pictures.Tensor, ...]
+    conversion: tuple[conversion.Line, ...]
+
+
+def html(verdict: Verdict | None, runs: Mapping[str, Run], out: Path) -> Path:
+    """Write the report and return its path.
+
+    `runs` by name in the order of the page; names of a comparison are those of the verdict. Missing pieces (no tensors, no
+    evaluation, a run that died) are said in the page. Errors: RunError when there is no run, or `out` cannot be written.
+    """
+    if not runs:
+        raise RunError("There is no run to report on; expected at least one run folder.")
+    page = render(verdict, runs)
+    out = Path(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{out} cannot be written ({error}). Choose another file with -o.") from error
+    return out
+
+
+def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
+    """The page as text."""
+    names = list(dict.fromkeys([*runs, *(v.name for v in verdict.variants)] if verdict else runs))
+    colors = variant_colors(names)
+    drawn = Pictures()
+    pictures.losses(drawn, runs, colors, verdict)
+    if verdict:
+        pictures.same_weights(drawn, verdict, colors)
+    inside_runs = {name: run for name, run in runs.items() if run.meta.get("recipe") or run.metrics}
+    judged = {v.name: v for v in verdict.variants} if verdict else {}
+    worst = {n: judged[n].worst if n in judged else worst_tensors(run) for n, run in inside_runs.items()}
+    rows = {n: (judged[n].conversion if n in judged else ()) or run.meta.get("conversion") or () for n, run in inside_runs.items()}
+    order = [str(row.get("name")) for each in rows.values() for row in each]
+    layers = gather.layers(inside_runs, order)
+    # The selector opens on the first variant that has something to show.
+    pictures.inside(drawn, layers, colors, worst, ROLE)
+    inside = [
+        Inside(n, f"v{i}", pictures.worst_tensors(drawn, f"v{i}", run, worst[n], colors[n]), conversion.lines(rows[n]))
+        for i, (n, run) in enumerate(inside_runs.items())
+    ]
+    inside.sort(key=lambda each: layers.variants.index(each.name) if each.name in layers.variants else len(inside))
+    return _environment().get_template("page.html.j2").render(
+        v=verdict,
+        headline=summary.headline(verdict) if verdict else [],
+        speed=summary.speed_line(verdict) if verdict and verdict.judged else "",
+        summary=summary.summary(verdict) if verdict else None,
+        outcomes=summary.OUTCOMES,
+        answers=summary.ANSWERS,
+        ruler={v.name: Markup(ruler.svg(v, colors[v.name])) for v in verdict.variants} if verdict else {},
+        colors=colors,
+        runs=[facts.run_facts(name, run) for name, run in runs.items()],
+        single=_single(runs) if not verdict else None,
+        facts=facts.common_facts(runs, verdict.versions if verdict else {}, verdict.started if verdict else _started(runs)),
+        notes=facts.notes_of(runs, verdict.notes if verdict else ()),
+        events=_events(runs),
+        pictures=drawn,
+        inside=inside,
+        layers=layers,
+        roles=OPERAND_ROLES,
+        role=ROLE,
+        metrics=METRICS,
+        title=_title(verdict, runs),
+        bokeh_js=Markup(bokeh_js()),
+        data=Markup(drawn.to_json()),
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(loader=PackageLoader("narrowgauge.observe.report", "."), autoescape=True,
+                              undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(percent=words.percent, unsigned=lambda x: words.percent(x, signed=False), loss=words.loss,
+                               cosine=words.cosine, number=words.number, seconds=words.seconds, scrub=words.scrub,
+                               moment=facts.moment)
+    return environment
+
+
+def _title(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
+    if verdict:
+        return "narrowgauge · " + "".join(text for text, _ in summary.headline(verdict))
+    return f"narrowgauge · {words.listing(list(runs))}"
+
+
+def _started(runs: Mapping[str, Run]) -> str:
+    return str(next((run.manifest.get("started") for run in runs.values() if run.manifest.get("started")), ""))
+
+
+def _single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    """What can be said of runs without a verdict: last loss, speed, what went wrong."""
+    rows = []
+    for name, run in runs.items():
+        scalars = run.scalars()
+
+        def column(key: str, scalars: Any = scalars) -> Any:
+            return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
+
+        losses = column("loss")
+        tail = losses[-max(len(losses) // 4, 1) :]
+        finite = tail[np.isfinite(tail)]
+        clock = column("step_seconds")
+        memory = column("peak_memory_bytes")
+        rows.append({
+            "name": name,
+            "steps": f"{scalars.rows:,}",
+            "loss": words.loss(float(finite.mean()) if len(finite) else None),
+            "step": words.seconds(float(np.nanmedian(clock)) if np.isfinite(clock).any() else None),
+            "memory": words.memory(float(np.nanmax(memory)) if np.isfinite(memory).any() else None),
+            "nan": int(np.nansum(column("nonfinite"))),
+            "skipped": int(np.nansum(column("skipped"))),
+            "status": run.status,
+        })
+    return rows
+
+
+def _events(runs: Mapping[str, Run], most: int = 12) -> list[dict[str, Any]]:
+    """What happened, per run and kind: how often, first step, first message."""
+    rows: list[dict[str, Any]] = []
+    for name, run in runs.items():
+        table = run.events()
+        seen: dict[tuple[str, str], dict[str, Any]] = {}
+        for i in range(table.rows):
+            event = table.row(i)
+            key = (str(event["kind"]), str(event["site"] or ""))
+            if key not in seen:
+                seen[key] = {"run": name, "kind": key[0], "site": key[1], "step": int(event["step"]), "count": 0,
+                             "message": words.scrub(str(event["message"] or ""))}
+            seen[key]["count"] += 1
+        rows += seen.values()
+    rows.sort(key=lambda row: row["step"])
+    return rows[:most]
