@@ -1,0 +1,55 @@
+"""Floating-point operations of one forward and backward pass, and the linear layers' part of them.
+
+    total, by_op    what torch's own counter saw: matrix products, convolutions, attention
+    linear          per nn.Linear: 2 M N K for fprop, the same again for dgrad (if its input needs a gradient) and for
+                    wgrad (if its weight does)
+
+Recomputed forwards (activation checkpointing) are run, so they count.  Legend: M = tokens, K and N = input and output
+features.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@contextmanager
+def counted(names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """Count what runs inside; the yielded dict is filled at the end. `names` is id(module) -> name."""
+    result: dict[str, Any] = {}
+    linear: Counter[str] = Counter()
+
+    def forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(module, nn.Linear) and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            _count(linear, names.get(id(module), type(module).__name__), module, args[0], output)
+
+    handle = register_module_forward_hook(forward)
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            yield result
+    finally:
+        handle.remove()
+    result["total"] = int(counter.get_total_flops())
+    result["by_op"] = {str(op): int(n) for op, n in counter.get_flop_counts().get("Global", {}).items()}
+    result["linear"] = dict(linear)
+
+
+def _count(linear: Counter[str], name: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
+    one = 2 * x.numel() * module.out_features
+    linear[name] += one
+    if y.requires_grad:
+        gemms = int(x.requires_grad) + int(module.weight.requires_grad)
+
+        def backward(_grad: Tensor) -> None:
+            # On the output, so that a recomputed forward whose graph is not used does not count twice.
+            linear[name] += gemms * one
+
+        y.register_hook(backward)

@@ -1,0 +1,368 @@
+"""The tape: how a training script got from its model's output to its loss, kept so that it can be done again.
+
+    outermost module calls     one opaque entry each: module, arguments, random states, modes
+    torch functions between    recorded one by one (a TorchFunctionMode), when they touch a recorded value or a weight
+    everything else            a constant, held by reference together with its version counter
+
+`close(loss)` keeps only what the loss depends on and lets every other tensor go, so nothing but constants stays in memory
+during the real backward pass. Dependence is followed by storage, not by object, because views alias and in-place
+operations write through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from narrowgauge.session.same_weights import function_modes
+from narrowgauge.session.same_weights.ambient import Modes, Rng
+from narrowgauge.session.same_weights.frozen_model import ModelState, all_modules
+from narrowgauge.session.same_weights.tree import Const, External, Node, Slot, freeze, tensors, walk
+
+# Reading a value on the host: what the script does with it afterwards cannot be seen.
+_READS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+_IN_PLACE_DUNDERS = {f"__i{op}__" for op in "add sub mul truediv floordiv mod pow and or xor matmul".split()}
+_CANNOT = {
+    "set_": "replaces a tensor's storage (Tensor.set_)",
+    "resize_": "resizes a tensor in place",
+}
+# Their names say that they write, but what they change is no value.
+_NO_WRITES = {"requires_grad_", "share_memory_"}
+
+
+class NotMeasurable(Exception):
+    """Why the loss and gradient cannot be computed again; the text goes into the report."""
+
+
+@dataclass
+class Entry:
+    """One recorded call."""
+
+    name: str
+    call: Callable[..., Any]
+    args: Node  # of the pair (args, kwargs)
+    modes: Modes
+    rng: Rng | None
+    outputs: list[int] = field(default_factory=list)
+    attributes: list[tuple[int, nn.Module, str, Any]] = field(default_factory=list)
+    reads: set[Any] = field(default_factory=set)
+    writes: set[Any] = field(default_factory=set)
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The entries that lead to a loss, in order; `loss` is its slot of `size`."""
+
+    entries: tuple[Entry, ...]
+    loss: int
+    size: int
+    roots: tuple[nn.Module, ...]
+    before: tuple[ModelState, ...]
+    loss_scale: Tensor | None
+    host_reads: frozenset[str]  # how values left the tape before the loss was complete
+    constants: tuple[float, ...]  # Python floats used after that, in order
+
+    def names(self) -> list[tuple[str, nn.Module]]:
+        """The models and the prefix of their parameters' names: none for a single one, else its class."""
+        if len(self.roots) == 1:
+            return [("", self.roots[0])]
+        kinds = [type(root).__name__ for root in self.roots]
+        numbered = [f"{kind}{kinds[:i].count(kind) or ''}." for i, kind in enumerate(kinds)]
+        return list(zip(numbered, self.roots, strict=True))
+
+    def externals(self) -> list[External]:
+        """Every constant tensor that a replay uses."""
+        return [leaf for e in self.entries for leaf in walk(e.args) if isinstance(leaf, External)]
+
+
+class Tape(TorchFunctionMode):
+    """Records from the first call of a model to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = ""
+        self._entries: list[Entry] = []
+        self._slots: dict[int, int] = {}  # id of a live object -> slot
+        self._held: list[Any] = []  # keeps those ids unique
+        self._keys: list[Any] = []  # slot -> storage
+        self._grads: list[bool] = []  # slot -> whether it required a gradient when it was recorded
+        self._written: set[Any] = set()  # storages of constants that the script wrote to
+        self._reads: list[tuple[int, str]] = []
+        self._roots: list[nn.Module] = []
+        self._before: list[ModelState] = []
+        self._scales: dict[int, Tensor] = {}
+        self._depth = 0
+        self._open = False
+        self._call: Entry | None = None
+        self._undo = ExitStack()
+
+    # Being on or off.
+
+    def start(self) -> None:
+        """Listen to torch functions, custom autograd functions and gradient scalers."""
+        foreign = function_modes.others()
+        if foreign:
+            raise NotMeasurable(f"the script runs under a torch function mode of its own ({foreign[0]})")
+        self._open = True
+        self._undo = function_modes.patches(self)
+        function_modes.insert(self)
+
+    def stop(self) -> None:
+        """Listen no more; safe to call at any time."""
+        self._open = False
+        self._undo.close()
+        function_modes.remove(self)
+
+    def fail(self, why: str) -> None:
+        """Remember the first reason why this tape is of no use."""
+        self.failed = self.failed or why
+
+    @property
+    def recording(self) -> bool:
+        """Whether calls are recorded now: on, and not inside of a recorded call."""
+        return self._open and self._depth == 0 and not self.failed
+
+    # What is recorded.
+
+    def module_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """An outermost module call begins; what happens inside belongs to it."""
+        self._depth += 1
+        if self._depth > 1:
+            self._add_root(module)
+            return
+        function_modes.remove(self)
+        self._add_root(module)
+        self._call = self._entry(type(module).__name__, module, args, kwargs, Rng.now())
+
+    def module_ends(self, module: nn.Module, output: Any) -> None:
+        """It returned."""
+        self._depth -= 1
+        if self._depth:
+            return
+        entry, self._call = self._call, None
+        if entry is not None:
+            self._finish(entry, output)
+            self._collect_attributes(entry, module)
+        if self._open:
+            function_modes.insert(self)
+
+    def _add_root(self, module: nn.Module) -> None:
+        if any(module is known for root in self._roots for known in root.modules()):
+            return
+        self._roots = [root for root in self._roots if all(root is not m for m in module.modules())]
+        self._roots.append(module)
+        self._before.append(ModelState([module], own=True))
+
+    def _collect_attributes(self, entry: Entry, module: nn.Module) -> None:
+        """Values that the model keeps in attributes for the script to pick up (an auxiliary loss) are outputs as well."""
+        for part in all_modules([module]):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    found = [(None, value)]
+                elif type(value) in (list, tuple):
+                    found = list(enumerate(value))
+                elif type(value) is dict and name not in ("_parameters", "_buffers"):
+                    found = list(value.items())
+                else:
+                    continue
+                for key, item in found:
+                    if isinstance(item, Tensor) and item.grad_fn is not None and id(item) not in self._slots:
+                        slot = self._new_slot(item)
+                        entry.attributes.append((slot, part, name, key))
+                        entry.writes.add(self._keys[slot])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` and record it."""
+        kwargs = kwargs or {}
+        if not self.recording:
+            return func(*args, **kwargs)
+        return self.run(func, getattr(func, "__name__", str(func)), args, kwargs)
+
+    def run(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, *, opaque: bool = False) -> Any:
+        """Run `func` and record it; `opaque` when the function modes are on while it runs."""
+        entry = None
+        self._depth += 1
+        try:
+            entry = self._begin(func, name, args, kwargs, opaque)
+        except Exception as error:
+            self.fail(f"{name} could not be recorded ({type(error).__name__}: {error})")
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if entry is not None:
+            try:
+                self._end(entry, name, args, kwargs, out)
+            except Exception as error:
+                self.fail(f"{name} could not be recorded ({type(error).__name__}: {error})")
+        return out
+
+    def _begin(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, opaque: bool) -> Entry | None:
+        if func == Tensor.grad.__get__:  # type: ignore[attr-defined]
+            return None  # zeroing gradients before backward is no part of the loss
+        inputs = tensors((args, kwargs))
+        if func == Tensor.data.__set__ and any(id(t) in self._slots for t in inputs):  # type: ignore[attr-defined]
+            self.fail("the script assigns to .data of a tensor on the way to its loss")
+        grad = torch.is_grad_enabled()
+        if not any(id(t) in self._slots or (grad and t.requires_grad) for t in inputs) and not self._has_number(args):
+            return None
+        target = _in_place_target(name, args, kwargs)
+        if target is not None and id(target) not in self._slots:
+            self._adopt(target)
+        entry = self._entry(name, func, args, kwargs, Rng.now(whole=opaque))
+        entry.problem = entry.problem or (_CANNOT.get(name, "") and f"the script {_CANNOT[name]} on the way to its loss")
+        if func is torch.autograd.grad:
+            entry.problem = "the script calls torch.autograd.grad on the way to its loss"
+        self._versions = [(t, t._version) for t in inputs if id(t) in self._slots and not t.is_inference()]
+        self._target = target
+        return entry
+
+    def _has_number(self, args: Any) -> bool:
+        return any(type(x) is float and id(x) in self._slots for x in args)
+
+    def _end(self, entry: Entry, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        if name in _READS:
+            self._reads.append((len(self._entries), name))
+        if entry.rng is not None and entry.rng.python is None and entry.rng.same(Rng.now(whole=False)):
+            entry.rng = None
+        mutated = [t for t, version in self._versions if t._version != version]
+        if self._target is not None and all(t is not self._target for t in mutated):
+            mutated.append(self._target)
+        for tensor in mutated:
+            slot = self._slots[id(tensor)]
+            entry.writes.add(self._keys[slot])
+            self._grads[slot] = tensor.requires_grad
+        self._finish(entry, out, keep=bool(mutated))
+
+    def _entry(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, rng: Rng | None) -> Entry:
+        entry = Entry(name, call, Const(None), Modes.now(), rng)
+
+        def leaf(x: Tensor | float) -> Node:
+            slot = self._slots.get(id(x))
+            if slot is None:
+                return Const(x) if isinstance(x, float) else self._external(x, entry)
+            if isinstance(x, Tensor) and x.requires_grad and not self._grads[slot]:
+                entry.problem = "the loss goes through a custom autograd function that could not be followed"
+            entry.reads.add(self._keys[slot])
+            return Slot(slot)
+
+        entry.args = freeze((tuple(args), dict(kwargs)), leaf)
+        return entry
+
+    def _external(self, tensor: Tensor, entry: Entry) -> External:
+        if tensor.grad_fn is not None:
+            entry.problem = "the loss depends on a tensor with gradients that was computed where it cannot be seen"
+        if _storage(tensor) in self._written:
+            entry.problem = "the loss depends on a tensor that shares memory with one that the script wrote to"
+        return External(tensor, -1 if tensor.is_inference() else tensor._version)
+
+    def _finish(self, entry: Entry, out: Any, *, keep: bool = False) -> None:
+        results: list[Any] = [out] if type(out) is float else list(tensors(out))
+        for result in results:
+            slot = self._new_slot(result)
+            entry.outputs.append(slot)
+            entry.writes.add(self._keys[slot])
+        if results or keep or isinstance(entry.call, nn.Module):
+            self._entries.append(entry)
+
+    def _new_slot(self, value: Any) -> int:
+        slot = self._slots.get(id(value))
+        if slot is None:
+            slot = self._slots[id(value)] = len(self._keys)
+            self._held.append(value)
+            self._keys.append(_storage(value) if isinstance(value, Tensor) else ("number", id(value)))
+            self._grads.append(False)
+        self._grads[slot] = isinstance(value, Tensor) and value.requires_grad
+        return slot
+
+    def _adopt(self, tensor: Tensor) -> None:
+        """A constant is about to be written to: from here on it is a value, that starts as a copy of what it holds."""
+        grad = tensor.requires_grad
+        copy = tensor.detach().clone()
+        entry = Entry("copy", lambda: copy.clone(), Const(((), {})), Modes.now(), None)
+        if grad:
+            entry.problem = "the script writes into a tensor that requires a gradient on the way to its loss"
+        self._written.add(_storage(tensor))
+        self._finish(entry, tensor)
+
+    def loss_scaled(self, scaled: Any, scale: Any) -> None:
+        """A gradient scaler made `scaled` by multiplying with `scale`."""
+        if isinstance(scaled, Tensor) and isinstance(scale, Tensor):
+            self._scales[id(scaled)] = scale.detach().clone()
+            self._held.append(scaled)
+
+    # What is made of it.
+
+    def close(self, loss: Tensor) -> Plan:
+        """Stop, and return what leads to `loss`. Raises NotMeasurable with the reason why there is nothing."""
+        self.stop()
+        try:
+            return self._plan(loss)
+        finally:
+            self._entries, self._slots, self._held = [], {}, []
+
+    def _plan(self, loss: Tensor) -> Plan:
+        if self.failed:
+            raise NotMeasurable(self.failed)
+        if self._depth:
+            raise NotMeasurable("backward was called inside of the model, or a call of the model did not return")
+        slot = self._slots.get(id(loss))
+        if slot is None:
+            raise NotMeasurable("the loss was not computed from the model's output where it can be seen")
+        if loss.requires_grad and not self._grads[slot]:
+            raise NotMeasurable("the loss is made by a custom autograd function that could not be followed")
+        needed, kept, first = {self._keys[slot]}, [], {}
+        for position in range(len(self._entries) - 1, -1, -1):
+            entry = self._entries[position]
+            if entry.writes & needed:
+                if entry.problem:
+                    raise NotMeasurable(entry.problem)
+                needed |= entry.reads
+                kept.append(entry)
+                first[id(entry)] = position
+        kept.reverse()
+        if not any(isinstance(entry.call, nn.Module) for entry in kept):
+            raise NotMeasurable("the loss does not depend on any call of the model that could be seen")
+        last = first[id(kept[-1])]
+        reads = [(position, name) for position, name in self._reads if position <= last]
+        after = [e for e in kept if reads and first[id(e)] >= reads[0][0]]
+        return Plan(
+            entries=tuple(kept),
+            loss=slot,
+            size=len(self._keys),
+            roots=tuple(self._roots),
+            before=tuple(self._before),
+            loss_scale=self._scales.get(id(loss)),
+            host_reads=frozenset(name for _, name in reads),
+            constants=tuple(
+                leaf.value
+                for e in after
+                for leaf in walk(e.args)
+                if isinstance(leaf, Const) and type(leaf.value) is float
+            ),
+        )
+
+
+def _in_place_target(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that a call will write to, if its name says that it writes."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]  # type: ignore[no-any-return]
+    by_name = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+    by_name = by_name or name in _IN_PLACE_DUNDERS or name == "__setitem__"
+    if (by_name or kwargs.get("inplace") is True) and args and isinstance(args[0], Tensor):
+        return args[0]
+    return None
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and wrapped tensors have none: alone with themselves
+        return ("tensor", id(tensor))
