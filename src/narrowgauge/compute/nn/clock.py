@@ -34,6 +34,7 @@ class StepClock:
         self._has_data = False
         self._ended_inside_backward = False
         self._listeners: list[Callable[[], None]] = []
+        self._first: Callable[[Optimizer], None] | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         _CLOCKS.add(self)
@@ -51,6 +52,10 @@ class StepClock:
         """Call `listener()` once at the end of every step."""
         if listener not in self._listeners:
             self._listeners.append(listener)
+
+    def on_first_step(self, listener: Callable[[Optimizer], None]) -> None:
+        """Call `listener(optimizer)` once, when the first step after conversion ends."""
+        self._first = listener
 
     def before_forward(self) -> None:
         """Catch up with an optimizer that stepped inside a backward; every forward outside of one asks."""
@@ -70,6 +75,9 @@ class StepClock:
         """End the step if it has data and `optimizer` owns parameters of a followed module."""
         if not self._has_data or not self._owns(optimizer):
             return
+        if self._first is not None:
+            listener, self._first = self._first, None
+            listener(optimizer)
         if inside_backward():
             self._ended_inside_backward = True
         else:

@@ -48,7 +48,7 @@ from narrowgauge.compute.recipes import ROLES, Operand
 from narrowgauge.errors import ShapeError
 
 if TYPE_CHECKING:
-    from narrowgauge.compute.nn.linear import LayerState
+    from narrowgauge.compute.nn.layer_state import LayerState
 
 
 @dataclass

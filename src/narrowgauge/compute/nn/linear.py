@@ -6,8 +6,6 @@ copied. What the layer needs to know hangs on it as one plain attribute, which n
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,54 +13,12 @@ from torch import Tensor, nn
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.function import fp8_linear
+from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.state_io import load_from, save_into
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
-
-
-@dataclass(eq=False)
-class LayerState:
-    """What an Fp8Linear knows beside its parameters.
-
-    `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed
-    ones included; `rows_seen` is M of the last forward with grad. `sample_rows` and `sample_columns` are how
-    much of a result the gemm check recomputes.
-    """
-
-    name: str
-    recipe: Recipe
-    backend: Backend
-    clock: StepClock
-    table: ScaleTable | None = None
-    row: int | None = None
-    observer: Observer | None = None
-    calls: int = 0
-    rows_seen: int = 0
-    sample_rows: int = 4
-    sample_columns: int = 4
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
-        """A copy that shares nothing that changes; layers of one model share one copied table and clock."""
-        twin = object.__new__(LayerState)
-        memo[id(self)] = twin
-        vars(twin).update(self.__getstate__())
-        twin.table, twin.clock = deepcopy(self.table, memo), deepcopy(self.clock, memo)
-        twin.subscribe()
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the observer, which belongs to a run and not to a model."""
-        return {**vars(self), "observer": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.subscribe()
-
-    def subscribe(self) -> None:
-        """Let the clock roll the table: once per step, however many layers ask."""
-        if self.table is not None:
-            self.clock.subscribe(self.table.roll)
 
 
 class Fp8Linear(nn.Linear):
@@ -127,6 +83,16 @@ class Fp8Linear(nn.Linear):
         if not state.clock.follows(self):
             state.clock.follow(self)  # a copy, or a module that was unpickled
         return fp8_linear(input, self.weight, self.bias, state)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_into(destination, prefix, self._fp8)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        load_from(self._fp8, local_metadata, f"{prefix}weight" in state_dict, errors=lists[-1])
 
     def extra_repr(self) -> str:
         """The shape, the recipe and the backend."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.nn.resume_warnings import warn_lost
 from narrowgauge.compute.quant import inv_scale_from_amax
 from narrowgauge.compute.recipes import ROLES, Operand, Recipe
 from narrowgauge.errors import ConversionError, ShapeError, nearest
@@ -51,6 +52,7 @@ class ScaleTable:
         self.amax_now = torch.zeros(0, device=device)
         self.steps = 0
         self.sites: list[str] = []
+        self.lost = ""  # a module whose weights came without their scaling state; told at the next record
         self._groups: list[_Group] = []
         self._pending: list[tuple[int, Tensor]] = []
         self._waiting: set[int] = set()  # rows whose scale may still be NOT_YET
@@ -109,6 +111,9 @@ class ScaleTable:
 
     def record(self, row: int, amax: Tensor) -> None:
         """Take the amax [] of one tensor of `row` into this step. Costs no kernel: folded at the roll."""
+        if self.lost:
+            name, self.lost = self.lost, ""
+            warn_lost(name)
         self._pending.append((row, amax))
         if len(self._pending) >= _FOLD_AFTER:
             self.fold()
@@ -159,18 +164,11 @@ class ScaleTable:
 
     def load(self, module: str, state: dict[str, Tensor]) -> None:
         """Restore the rows of `module` from `state`; ShapeError if it was saved with another history."""
+        self.check(module, state)
         self.fold()
         first = self._first(module)
         rows, width = slice(first, first + 3), self._recipe_of(first).history
-        expected = {"history": [3, width], "scale": [3], "amax_now": [3]}
-        for name, shape in expected.items():
-            found = list(state[name].shape) if name in state else None
-            if found != shape:
-                raise ShapeError(
-                    f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
-                    "convert with the recipe it was saved with, history included, or drop the saved state."
-                )
-        fresh = {name: getattr(self, name).clone() for name in expected}
+        fresh = {name: getattr(self, name).clone() for name in ("history", "scale", "amax_now")}
         fresh["history"][rows, :width] = state["history"].to(self.scale.device)
         for name in ("scale", "amax_now"):
             fresh[name][rows] = state[name].to(self.scale.device)
@@ -179,6 +177,24 @@ class ScaleTable:
         waiting = (state["scale"] <= 0).tolist()
         self._waiting -= {first, first + 1, first + 2}
         self._waiting |= {first + i for i, still in enumerate(waiting) if still}
+
+    def check(self, module: str, state: dict[str, Tensor]) -> None:
+        """Raise ShapeError unless `state` fits the rows of `module`."""
+        width = self._recipe_of(self._first(module)).history
+        expected = {"history": [3, width], "scale": [3], "amax_now": [3], "steps": []}
+        for name, shape in expected.items():
+            found = list(state[name].shape) if name in state else None
+            if found != shape:
+                raise ShapeError(
+                    f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
+                    "convert with the recipe it was saved with, history included, or drop the saved state."
+                )
+
+    def reset(self, module: str) -> None:
+        """Forget what the rows of `module` have seen, as after `add`: their weights were replaced."""
+        fresh = ScaleTable(self.scale.device)
+        fresh.add(module, self._recipe_of(self._first(module)))
+        self.load(module, {**fresh.state(module), "steps": torch.tensor(self.steps)})
 
     def to(self, device: torch.device) -> None:
         """Move the table, as `Module.to` moves parameters."""

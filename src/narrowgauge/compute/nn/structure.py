@@ -52,6 +52,14 @@ class Layer:
         return self.name.rpartition(".")[2]
 
     @property
+    def weight(self) -> torch.Tensor:
+        """Its weight parameter (never a computed one)."""
+        weight = self.module._parameters.get("weight")
+        if weight is None:
+            raise AttributeError(f"{self.name} has no weight parameter")
+        return weight
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All of its names."""
         return (self.name, *self.aliases)

@@ -1,0 +1,171 @@
+"""Turn a model's linear layers to FP8 in place, and back.
+
+    convert:  module.__class__ = Fp8Linear        revert:  module.__class__ = nn.Linear
+
+Only the class changes: parameters, buffers, hooks, aliases, training flags and the random state stay as they
+were, so an optimizer made before or after works alike, and `state_dict` keeps the keys of the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from narrowgauge.compute.nn.clock import StepClock
+from narrowgauge.compute.nn.layer_state import LayerState
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.compute.nn.plan import Plan, Request, make_plans, nothing_to_convert, resolve
+from narrowgauge.compute.nn.report import ConversionReport, Row
+from narrowgauge.compute.nn.resume_warnings import steps_taken, warn_fresh_after
+from narrowgauge.compute.nn.rule_checks import some
+from narrowgauge.compute.nn.rules import O2, Rule
+from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.state_io import take_pending
+from narrowgauge.compute.nn.structure import Layer, clean, is_wrapper, survey
+from narrowgauge.compute.recipes import Recipe
+from narrowgauge.errors import ConversionError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def convert(
+    model: Model,
+    recipe: Recipe | str,
+    rules: Sequence[Rule] | None = None,
+    skip: Sequence[str] | str = (),
+    first: int = 0,
+    last: int = 0,
+    backend: str | None = None,
+    only: Sequence[str] | str | None = None,
+) -> tuple[Model, ConversionReport]:
+    """Convert the linear layers of `model` to FP8 in place; return the same model and what was done.
+
+    `rules` is one list, first match wins, no match stays high (default: `rules.O2`; see `narrowgauge.rules`).
+    `skip` and `only` are globs on module names (a name covers everything below it); `first` and `last` keep
+    that many repeated blocks high at either end. `backend` names a kernel backend; left out, the best one
+    that can is taken.
+
+    Raises ConversionError when a rule, `skip` or `only` matches nothing, when no layer is eligible, and when
+    the model is already converted (call `revert` first: converting over it would drop its scaling state);
+    RecipeError for an unknown recipe. After an error the model is as it was.
+    """
+    request = Request(
+        recipe=resolve(recipe),
+        rules=tuple(O2 if rules is None else rules),
+        skip=_patterns(skip),
+        first=first,
+        last=last,
+        backend=backend,
+        only=None if only is None else _patterns(only),
+    )
+    layers = survey(model)
+    _refuse_converted(layers)
+    wrapped = is_wrapper(model)
+    modules = [clean(name, wrapped=wrapped) for name, _ in model.named_modules(remove_duplicate=False)]
+    request.check(layers, modules)
+    plans = make_plans(request, layers)
+    if not any(plan.recipe for plan in plans):
+        raise nothing_to_convert(model, plans)
+    rows = _adopt(plans)
+    backends = {plan.recipe.name: plan for plan in reversed(plans) if plan.recipe}
+    report = ConversionReport(
+        model=type(model).__name__,
+        recipe=request.recipe.name,
+        rows=tuple(rows),
+        backends=tuple((n, p.backend.name, p.why_backend) for n, p in sorted(backends.items()) if p.backend),
+        notes=_notes(model),
+    )
+    return model, report
+
+
+def revert(model: Model) -> Model:
+    """Undo `convert` in place and return the model: every layer is a plain `nn.Linear` again, bit for bit.
+
+    Scaling state is dropped (save it with `scaling_state` before). Raises ConversionError if nothing is
+    converted.
+    """
+    converted = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    if not converted:
+        raise ConversionError(f"nothing to revert: {type(model).__name__} has no converted layer.")
+    for module in converted:
+        Fp8Linear.release(module)
+    return model
+
+
+def _patterns(given: Sequence[str] | str) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _refuse_converted(layers: Sequence[Layer]) -> None:
+    converted = {layer.name: layer.module._fp8 for layer in layers if isinstance(layer.module, Fp8Linear)}
+    if converted:
+        recipe = next(iter(converted.values())).recipe.name
+        raise ConversionError(
+            f"the model is already converted ({len(converted)} layers, to {recipe!r}: "
+            f"{some(list(converted), 3)}); call narrowgauge.revert(model) first. "
+            "Converting over it would drop its scaling state."
+        )
+
+
+def _adopt(plans: Sequence[Plan]) -> list[Row]:
+    table, clock = ScaleTable(next(p.layer.weight.device for p in plans if p.recipe)), StepClock()
+    try:
+        states = [_adopt_one(plan, table, clock) for plan in plans]
+        for plan in plans:
+            if plan.recipe is not None:
+                table.check_scales(plan.recipe)
+    except BaseException:  # a refused scale, or a loaded state that does not fit: leave the model as it was
+        for plan in plans:
+            if isinstance(plan.layer.module, Fp8Linear):
+                Fp8Linear.release(plan.layer.module)
+        raise
+    if table.sites:
+        clock.on_first_step(partial(_check_resumed, table))
+    return [_row(plan, state) for plan, state in zip(plans, states, strict=True)]
+
+
+def _adopt_one(plan: Plan, table: ScaleTable, clock: StepClock) -> LayerState | None:
+    module = plan.layer.module
+    if plan.recipe is None or plan.backend is None or not isinstance(module, nn.Linear):
+        return None
+    state = Fp8Linear.adopt(
+        module, name=plan.layer.name, recipe=plan.recipe, backend=plan.backend, table=table, clock=clock
+    )
+    loaded = take_pending(module)
+    if state.table is not None and loaded is not None:
+        state.table.load(state.name, loaded)
+    return state
+
+
+def _check_resumed(table: ScaleTable, optimizer: Optimizer) -> None:
+    steps = steps_taken(optimizer)
+    if table.steps == 0 and steps > 1:
+        warn_fresh_after(steps)
+
+
+def _row(plan: Plan, state: LayerState | None) -> Row:
+    layer = plan.layer
+    return Row(
+        name=layer.name,
+        shape=layer.shape,
+        recipe=plan.recipe.name if plan.recipe else None,
+        reason=plan.reason,
+        backend=plan.backend.name if plan.backend else None,
+        aliases=layer.aliases,
+        shared_with=(*layer.shared_with, *(name for name in layer.tied if name not in layer.shared_with)),
+        state=state,
+    )
+
+
+def _notes(model: nn.Module) -> tuple[str, ...]:
+    """What the table cannot show."""
+    if not any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        return ()
+    return (
+        "note: nn.TransformerEncoderLayer has a fused path for evaluation without grad, which reads the "
+        "weights directly and so runs in high precision.",
+    )

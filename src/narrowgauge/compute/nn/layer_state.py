@@ -1,0 +1,57 @@
+"""What a converted layer knows beside its parameters, and how that is copied with the model."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.compute.kernels import Backend
+from narrowgauge.compute.nn.clock import StepClock
+from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.recipes import Recipe
+
+
+@dataclass(eq=False)
+class LayerState:
+    """What an Fp8Linear knows beside its parameters.
+
+    `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed
+    ones included; `rows_seen` is M of the last forward with grad. `sample_rows` and `sample_columns` are how
+    much of a result the gemm check recomputes.
+    """
+
+    name: str
+    recipe: Recipe
+    backend: Backend
+    clock: StepClock
+    table: ScaleTable | None = None
+    row: int | None = None
+    observer: Observer | None = None
+    calls: int = 0
+    rows_seen: int = 0
+    sample_rows: int = 4
+    sample_columns: int = 4
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        """A copy that shares nothing that changes; layers of one model share one copied table and clock."""
+        twin = object.__new__(LayerState)
+        memo[id(self)] = twin
+        vars(twin).update(self.__getstate__())
+        twin.table, twin.clock = deepcopy(self.table, memo), deepcopy(self.clock, memo)
+        twin.subscribe()
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the observer, which belongs to a run and not to a model."""
+        return {**vars(self), "observer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.subscribe()
+
+    def subscribe(self) -> None:
+        """Let the clock roll the table: once per step, however many layers ask."""
+        if self.table is not None:
+            self.clock.subscribe(self.table.roll)

@@ -1,0 +1,42 @@
+"""What is said, once, when training goes on with new scales although the model is not new.
+
+Scales that start afresh do no lasting harm (a delayed history fills again in its own length), but a run
+resumed without them is no longer the same run, bit for bit, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.optim import Optimizer
+
+from narrowgauge.errors import NarrowgaugeWarning
+
+
+def warn_lost(name: str) -> None:
+    """Say that training goes on with fresh scales after weights were loaded without their scaling state."""
+    warnings.warn(
+        f"weights were loaded into a converted model without their scaling state (first: {name!r}), so its "
+        "scales start again from the next tensors. To continue a run bit for bit, load the state_dict as the "
+        "model gave it (torch.save keeps the scaling state; dict(...) and safetensors drop it), or save "
+        "narrowgauge.scaling_state(model) beside it and call narrowgauge.load_scaling_state after loading.",
+        NarrowgaugeWarning,
+        stacklevel=2,
+    )
+
+
+def warn_fresh_after(steps: int) -> None:
+    """Say that an optimizer came with a past and the scales did not."""
+    warnings.warn(
+        f"the optimizer has already taken {steps} steps, but the model's scales are new. If this resumes an "
+        "FP8 run, its scaling state was not loaded: convert the model before load_state_dict, or call "
+        "narrowgauge.load_scaling_state(model, checkpoint). If training switches to FP8 here, all is well.",
+        NarrowgaugeWarning,
+        stacklevel=2,
+    )
+
+
+def steps_taken(optimizer: Optimizer) -> int:
+    """How many steps the optimizer counts; 0 when it keeps no count (plain SGD)."""
+    counts = (state.get("step", 0) for state in optimizer.state.values() if isinstance(state, dict))
+    return max((int(count) for count in counts), default=0)
