@@ -1,0 +1,228 @@
+"""The Collector looks at a step's tensors where they are and hands their metrics to a run, one step at a time.
+
+    begin_step(7)      is it one of the watched steps (7 % every == 0)?
+    operand, result    tallies stay on the device, one set per microbatch
+    end_step()         merge them by law, pack all sites into ONE tensor, start ONE copy to the host
+    later              the copy is there: moments -> metrics in numpy -> writer.add_tensors
+
+A device is never waited for: the copy goes to pinned memory and an event tells, at a later step, that it has arrived. On
+the CPU it is there at once.
+
+Watching never ends a training run: whatever goes wrong is logged once, left in the run as an event, and the numbers
+concerned are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import QTensor
+from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
+from narrowgauge.observe.stats.moments import tallies_of
+from narrowgauge.observe.stats.packing import Packer, head, stack_parts
+from narrowgauge.observe.stats.results import gemm_check, result_values
+from narrowgauge.observe.stats.transfer import Marks, Transfer
+
+if TYPE_CHECKING:
+    from narrowgauge.compute.nn import GemmSample
+
+_log = logging.getLogger("narrowgauge.stats")
+
+
+class Writer(Protocol):
+    """What a Collector needs of a `RunWriter`."""
+
+    def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
+        """Record one row per site."""
+        ...
+
+    def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
+        """Record something that happened."""
+        ...
+
+
+@dataclass
+class _Held:
+    """What one device holds of the open step."""
+
+    operands: Packer = field(default_factory=Packer)
+    results: dict[str, list[Tensor]] = field(default_factory=dict)
+    marks: Marks = field(default_factory=list)
+
+
+class Collector:
+    """An Observer that writes every metric of every site of the watched steps.
+
+    Args:
+        writer: a `RunWriter`, or anything with its `add_tensors` and `add_event`.
+        every: watch the steps that this divides; 1 watches all.
+
+    Attributes:
+        seconds: what watching cost so far: the host's time in here, or a GPU's where that is longer (which is known once
+            the step's numbers have arrived).
+        failures: how often something went wrong and numbers are missing for it.
+
+    >>> collector = Collector(writer, every=10)  # doctest: +SKIP
+    >>> set_observer(model, collector)  # doctest: +SKIP
+    """
+
+    def __init__(self, writer: Writer, every: int = 1) -> None:
+        self.every = max(1, int(every))
+        self.seconds = 0.0
+        self.failures = 0
+        self._writer = writer
+        self._step = 0
+        self._open = False
+        self._turn = 0  # watched steps so far: which rows the histograms are taken from
+        self._held: dict[torch.device, _Held] = {}
+        self._transfers: deque[Transfer] = deque()
+        self._host_seconds = 0.0  # of the open step
+        self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
+
+    def wants(self, module: str) -> bool:
+        """Whether the open step is watched; the same for every module."""
+        return self._open
+
+    def begin_step(self, step: int) -> bool:
+        """Open a step; True if it is watched. A step that is still open ends first."""
+        self.end_step()
+        with self._guarded(None):
+            self._drain(wait=False)
+        self._step, self._open, self._host_seconds = step, step % self.every == 0, 0.0
+        return self._open
+
+    def operand(
+        self,
+        module: str,
+        role: str,
+        x: Tensor,
+        q: QTensor,
+        moments: Tensor | None = None,
+        amax_ratio: Tensor | None = None,
+    ) -> None:
+        """See an operand x [..., K], its codes, and its packed moments if the quantizer made them already."""
+        if not self._open or x.numel() == 0:
+            return
+        with self._guarded(f"{module}:{role}"), self._marked(x.device) as held:
+            site = str(Site(module, role))
+            if moments is not None:
+                with self._lock:
+                    held.operands.add_packed(site, moments)
+                return
+            tallies = tallies_of(x, q, self._turn)
+            if amax_ratio is not None:
+                tallies[0].values["amax_ratio"] = amax_ratio.detach()
+            with self._lock:
+                held.operands.add(site, tallies)
+
+    def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
+        """See a gemm's result [..., N], and the part of it that was recomputed."""
+        if not self._open or y.numel() == 0:
+            return
+        with self._guarded(f"{module}:{role}"), self._marked(y.device) as held:
+            site = str(Site(module, role))
+            values = result_values(y)
+            if check is not None:
+                values.update(gemm_check(check))
+            vector = head(values, y.device)
+            with self._lock:
+                held.results.setdefault(site, []).append(vector)
+
+    def end_step(self) -> None:
+        """Merge and pack what the step left, start its copy to the host, and write what has arrived."""
+        if not self._open:
+            return
+        self._open = False
+        self._turn += 1
+        held_by, self._held = self._held, {}
+        for device, held in held_by.items():
+            with self._guarded(None):
+                self._send(device, held)
+        with self._guarded(None):
+            self._drain(wait=False)
+
+    def flush(self) -> None:
+        """End the open step and wait until everything watched is with the writer."""
+        self.end_step()
+        with self._guarded(None):
+            self._drain(wait=True)
+
+    def _send(self, device: torch.device, held: _Held) -> None:
+        with self._marked(device, held):
+            operands = held.operands.pack() if held.operands else ([], None)
+            results = (
+                (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
+            )
+        if operands[0] or results[0]:
+            self._transfers.append(
+                Transfer.start(self._step, operands, results, held.marks, self._host_seconds)
+            )
+
+    def _drain(self, wait: bool) -> None:
+        """Hand every step that has arrived to the writer, oldest first."""
+        while self._transfers and self._transfers[0].arrived(wait):
+            transfer = self._transfers.popleft()
+            self.seconds += max(0.0, transfer.device_seconds() - transfer.host_seconds)
+            operands, results = transfer.tables()
+            for sites, table, columns in (
+                (transfer.operands, operands, OPERAND_COLUMNS),
+                (transfer.results, results, RESULT_COLUMNS),
+            ):
+                if sites:
+                    metrics = finalize(table)
+                    self._writer.add_tensors(transfer.step, sites, {name: metrics[name] for name in columns})
+
+    @contextmanager
+    def _guarded(self, site: str | None) -> Iterator[None]:
+        """Time what is done inside, and keep its errors from the training program."""
+        begin = time.perf_counter()
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:  # whatever it is: a number is missing, and training goes on
+            self._failed(error, site)
+        spent = time.perf_counter() - begin
+        with self._lock:
+            self.seconds += spent
+            self._host_seconds += spent
+
+    @contextmanager
+    def _marked(self, device: torch.device, held: _Held | None = None) -> Iterator[_Held]:
+        """What is held of a device, with events around the work done inside."""
+        if held is None:
+            with self._lock:
+                held = self._held.setdefault(device, _Held())
+        if device.type != "cuda":
+            yield held
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.device(device):
+            begin.record()
+            yield held
+            end.record()
+        with self._lock:
+            held.marks.append((begin, end))
+
+    def _failed(self, error: Exception, site: str | None) -> None:
+        self.failures += 1
+        if self.failures > 1:
+            return
+        where = site or f"the end of step {self._step}"
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"watching {where} failed at step {self._step}: {cause}"
+        _log.warning(
+            "narrowgauge: %s. Training goes on; the numbers of what fails are missing, and further failures are only"
+            " counted.", message,
+        )  # fmt: skip
+        with suppress(Exception):  # the writer may be what failed
+            self._writer.add_event(self._step, "watch_failed", message, site)
