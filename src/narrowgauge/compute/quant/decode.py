@@ -38,7 +38,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return codes.to(dtype)
     signed = codes.view(torch.int8)
     # int16 multiplication is a left shift that also carries the sign; torch's shift is slower.
-    if fmt is E5M2:
+    if fmt is E5M2 and dtype != torch.float16:  # to half there is nothing to convert, which would quiet a NaN
         return signed.to(torch.int16).mul_(1 << 8).view(torch.float16).to(dtype)
     if fmt is E4M3FN and not _has_nan(codes):
         # The sign arrives in bits 15 and 14; bit 14 is the exponent's and must be 0.

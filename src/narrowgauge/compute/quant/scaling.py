@@ -2,7 +2,7 @@
 
     codes = cast(x · inv_scale)        x ≈ codes · scale        scale = 1 / inv_scale
 
-    CURRENT         inv_scale = max / amax / 2^margin
+    CURRENT         inv_scale = max · 2^-margin / amax
     CURRENT_POW2    the same, rounded down to a power of two
     ROWWISE         inv_scale = max / amax', amax' = max(amax, 1e-12)
     ROWWISE_POW2    the same, rounded down to a power of two
@@ -85,9 +85,9 @@ def inv_scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling = CURRENT, m
         amax = amax.clamp(min=scaling.amax_floor)
     else:
         finite = finite & (amax > 0)
-    inv_scale = fmt.max / amax
-    if margin:
-        inv_scale = inv_scale * 2.0**-margin
+    # Not `fmt.max / amax`: torch computes number / tensor as reciprocal times number, which rounds twice.
+    # The margin goes into the numerator, where it is exact and where a quotient cannot overflow before it helps.
+    inv_scale = torch.full_like(amax, fmt.max * 2.0**-margin).div_(amax)
     # A tiny amax overflows the quotient; a large margin could underflow it to something without a reciprocal.
     inv_scale = inv_scale.clamp(FLOAT32_TINY, FLOAT32_MAX)
     if scaling.power_of_two:
