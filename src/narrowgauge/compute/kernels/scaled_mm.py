@@ -51,6 +51,8 @@ class ScaledMM:
             return "blockwise gemms exist only on CUDA" if blockwise else None
         if device.type != "cuda":
             return f"torch has no FP8 gemm on {device.type!r} devices"
+        if torch.version.hip:
+            return "AMD GPUs are not supported yet: MI300 multiplies the FNUZ formats, which no recipe uses"
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             return f"this GPU has compute capability {_dots(capability)}; FP8 tensor cores begin at 8.9"
