@@ -134,7 +134,7 @@ class Session:
         if isinstance(seen, Tensor) and seen.numel() == 1:
             self.ledger.add_loss(seen)
         if self._probe is not None:
-            self._probe.before_backward(loss)
+            self._probe.before_backward(loss, plain)
 
     def backward_ended(self, loss: Any) -> None:
         """The gradients of one microbatch are there; the weights have not moved."""
@@ -197,6 +197,8 @@ class Session:
         self._stepped = False
         line = self.ledger.open()
         line.disturbed = self.collector.begin_step(line.step)
+        if self._probe is not None:
+            line.disturbed |= self._probe.armed(line.step)
         status.report(self._plan, self.ledger)
 
     def _close_step(self) -> None:

@@ -26,6 +26,7 @@ from narrowgauge.session.same_weights import snapshot_steps
 from narrowgauge.session.status import Status
 
 NOISE = 1e-6
+RECORDINGS = 20
 BASELINE, NOISE_TWIN = "baseline", "noise"
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.html"
 
@@ -75,13 +76,13 @@ def compare(what: Comparison, progress: Progress) -> Verdict:
         ends[plan.variant] = ended
         return ended
 
-    noise = _plan(what, NOISE_TWIN, noise=NOISE)
+    noise = _plan(what, NOISE_TWIN, what.steps, noise=NOISE)
     _must_run(noise, run(noise, what.steps))
     total = evidence(what.out, NOISE_TWIN, ends).steps
-    baseline = _plan(what, BASELINE, probe=what.recipes, probe_steps=tuple(snapshot_steps(total)))
+    baseline = _plan(what, BASELINE, total, probe=what.recipes, probe_steps=tuple(snapshot_steps(total)))
     _must_run(baseline, run(baseline, total))
     for name in what.recipes:
-        run(_plan(what, name, recipe=name, convert=what.config.convert), total)
+        run(_plan(what, name, total, recipe=name, convert=what.config.convert), total)
     _some_converted(what, ends)
     verdict = verdict_of(what.out, what.recipes, ends)
     (what.out / VERDICT_FILE).write_text(json.dumps(verdict.to_dict(), indent=1))
@@ -119,14 +120,19 @@ def verdict_of(out: Path, recipes: Sequence[str], ends: dict[str, Ended]) -> Ver
     return judge(baseline, noise, variants, {name: tuple(rows) for name, rows in same.items()})
 
 
-def _plan(what: Comparison, variant: str, **more: object) -> Plan:
+def cadence(every: int, total: int | None) -> int:
+    """How often to record: as asked, but at least RECORDINGS times in a short run."""
+    return every if total is None else max(1, min(every, total // RECORDINGS))
+
+
+def _plan(what: Comparison, variant: str, total: int | None, **more: object) -> Plan:
     return Plan(
         variant=variant,
         out=str(what.out / variant),
         command=what.command,
         seed=what.config.seed,
         steps=what.steps,
-        every=what.config.every,
+        every=cadence(what.config.every, total),
         baseline=_dtype_mode(what.baseline, variant),
         **{"convert": what.config.convert, **more},  # type: ignore[arg-type]
     )

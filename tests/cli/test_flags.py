@@ -1,0 +1,72 @@
+"""The command line is a promise: verbs and flags are pinned, wrong ones get one clear message and exit code 2."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from narrowgauge.cli.main import VERBS, cli, main
+
+FLAGS = {
+    "compare": {"--recipes", "--baseline", "--steps", "--config", "--out"},
+    "run": {"--convert", "--steps", "--every", "--config", "--out"},
+    "report": {"-o", "--out", "--text"},
+    "doctor": set(),
+}
+
+
+def flags_of(verb):
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    return {name for option in options for name in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_flags_are_pinned(verb):
+    assert flags_of(verb) == FLAGS[verb]
+
+
+def run(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    said = capsys.readouterr()
+    return stop.value.code, said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["compar"], "there is no verb 'compar': did you mean 'compare'?"),
+        (["compare", "--", "none.py"], "cannot run 'none.py': there is no such file"),
+        (["compare", "--recipes", "curent", "--", "train.py"], "did you mean 'current'?"),
+        (["compare", "--recipes", ",", "--", "train.py"], "no recipe was named"),
+        (["compare", "--recipes", "current,current", "--", "train.py"], "named twice"),
+        (["compare", "--steps", "0", "--", "train.py"], "--steps is 0; expected 1 or more"),
+        (["compare", "--out", "full", "--", "train.py"], "full is not empty"),
+        (["compare", "--out", "train.py", "--", "train.py"], "is a file"),
+        (["compare", "--baseline", "fp7", "--", "train.py"], "'fp7' is not one of"),
+        (["compare", "--config", "none.toml", "--", "train.py"], "cannot read the configuration none.toml"),
+        (["run"], "no script was given"),
+        (["run", "--convert", "blokwise", "--", "train.py"], "did you mean 'blockwise'?"),
+        (["run", "--out", "full", "--", "train.py"], "full is not empty"),
+        (["report", "nothing"], "nothing"),
+    ],
+)
+def test_wrong_use_is_told_why_and_ends_with_2(capsys, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("pass\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "run.json").write_text("{}")
+    code, text = run(capsys, *argv)
+    assert code == 2
+    assert says in text
+    assert "Traceback" not in text
+
+
+def test_help_loads_no_torch():
+    code = "import sys; from narrowgauge.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in VERBS)

@@ -1,0 +1,222 @@
+"""A session hears what a program does: steps, losses, norms, evaluations, skipped steps, the limit."""
+
+import math
+import runpy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.session.attach import Session, StopTraining
+from narrowgauge.session.plan import Plan
+from tests.session import programs
+
+
+class Writer:
+    """Keeps what a RunWriter would have written."""
+
+    def __init__(self):
+        self.scalars, self.tensors, self.events = {}, [], []
+
+    def add_scalars(self, step, **values):
+        self.scalars.setdefault(step, {}).update(values)
+
+    def add_tensors(self, step, sites, columns):
+        self.tensors.append((step, list(sites), columns))
+
+    def add_event(self, step, kind, message, site=None, **data):
+        self.events.append((step, kind, message))
+
+    def column(self, name):
+        return {step: row[name] for step, row in sorted(self.scalars.items()) if name in row}
+
+
+def follow(tmp_path, program, *args, **plan):
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    writer = Writer()
+    session = Session(Plan(variant="x", out=str(tmp_path), command=("train.py",), **plan), writer)
+    kept, sys.argv = sys.argv, ["train.py", *args]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except StopTraining:
+        pass
+    finally:
+        sys.argv = kept
+        session.finish()
+    return session, writer
+
+
+def test_steps_losses_norms_rates_and_tokens(tmp_path):
+    session, writer = follow(tmp_path, programs.BASIC)
+    assert session.ledger.steps == 8
+    loss = writer.column("loss")
+    assert list(loss) == list(range(1, 9))
+    assert all(math.isfinite(value) for value in loss.values())
+    assert set(writer.column("microbatches").values()) == {2}
+    assert set(writer.column("lr").values()) == {1e-3}
+    assert set(writer.column("tokens").values()) == {48}  # two microbatches of 24 samples
+    assert all(value > 0 for value in writer.column("grad_norm").values())
+    assert all(value > 0 for value in writer.column("step_seconds").values())
+
+
+def test_the_loss_is_what_the_script_computed(tmp_path):
+    exact = programs.BASIC + "\nimport json; print(json.dumps(kept))"
+    exact = exact.replace("data =", "kept = []\ndata =").replace("loss.backward()", "loss.backward(); kept.append(loss.item())")
+    script = tmp_path / "t.py"
+    script.write_text(exact)
+    kept, sys.argv = sys.argv, ["t.py"]
+    try:
+        wanted = runpy.run_path(str(script))["kept"]
+    finally:
+        sys.argv = kept
+    _, writer = follow(tmp_path, programs.BASIC)
+    sums = [a + b for a, b in zip(wanted[::2], wanted[1::2], strict=True)]
+    assert list(writer.column("loss").values()) == pytest.approx(sums, rel=1e-6)
+
+
+def test_an_evaluation_belongs_to_the_step_before_it(tmp_path):
+    _, writer = follow(tmp_path, programs.BASIC)
+    assert list(writer.column("eval_loss")) == [4, 8]
+    assert writer.column("clean")[4] == 0.0
+
+
+def test_the_limit_ends_the_program_after_whole_steps(tmp_path):
+    session, writer = follow(tmp_path, programs.BASIC, "100", steps=5)
+    assert session.ledger.steps == 5
+    assert list(writer.column("loss")) == [1, 2, 3, 4, 5]
+
+
+def test_twins_see_the_same_and_noise_moves_the_weights_a_little(tmp_path):
+    one, a = follow(tmp_path, programs.BASIC)
+    two, b = follow(tmp_path, programs.BASIC, noise=1e-6)
+    assert one.facts()["weights_hash"] == two.facts()["weights_hash"]
+    assert a.column("data_digest") == b.column("data_digest")
+    assert a.column("loss") != b.column("loss")
+    assert list(a.column("loss").values()) == pytest.approx(list(b.column("loss").values()), rel=1e-3)
+
+
+def test_other_data_and_other_weights_show(tmp_path):
+    first, a = follow(tmp_path, programs.UNSEEDED_DATA)
+    second, b = follow(tmp_path, programs.UNSEEDED_DATA)
+    assert a.column("data_digest")[1] != b.column("data_digest")[1]
+    third, _ = follow(tmp_path, programs.UNSEEDED_WEIGHTS)
+    assert first.facts()["weights_hash"] == second.facts()["weights_hash"] != third.facts()["weights_hash"]
+
+
+def test_conversion_happens_at_the_first_call_with_gradients(tmp_path):
+    session, writer = follow(tmp_path, programs.BASIC, recipe="current", every=2)
+    rows = session.facts()["conversion"]
+    assert {row["name"]: bool(row["recipe"]) for row in rows} == {"0": True, "2": True, "4": True}
+    assert all(row["calls"] for row in rows if row["recipe"])
+    assert [step for step, _, _ in writer.tensors] == [2, 4, 6, 8]
+    assert "0:input" in writer.tensors[0][1]
+    assert "2:grad_output" in writer.tensors[0][1]
+
+
+def test_seams_are_gone_afterwards(tmp_path):
+    before = torch.autograd.backward
+    follow(tmp_path, programs.BASIC)
+    assert torch.autograd.backward is before
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_compile_is_refused_and_told(tmp_path):
+    session, _ = follow(tmp_path, programs.COMPILED)
+    assert session.ledger.steps == 8
+    assert session.facts()["notes"] == ["The script calls torch.compile; every run here was eager."]
+
+
+def test_steps_that_are_not_finite_are_counted(tmp_path):
+    session, writer = follow(tmp_path, programs.NAN_INPUT)
+    assert session.ledger.nonfinite_steps == 3  # from the sixth on, everything is NaN
+    assert writer.column("nonfinite")[5] == 0.0
+    assert math.isnan(writer.column("loss")[6])
+
+
+SCALED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for step in range(6):
+    x = torch.ones(4, 16)
+    loss = model(x).square().mean()
+    if step == 2:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_scaler_s_loss_is_unscaled_and_its_skipped_step_counts_as_one(tmp_path):
+    session, writer = follow(tmp_path, SCALED)
+    assert session.ledger.steps == 6
+    assert session.skipped_steps == 1
+    assert writer.column("skipped") == {3: 1.0}
+    assert writer.column("loss_scale")[1] == 4.0
+    assert writer.column("loss")[1] == pytest.approx(float(writer.column("loss")[2]), rel=0.2)
+
+
+TEACHER = """
+import torch
+from torch import nn
+student = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+teacher = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+for _ in range(3):
+    x = torch.randn(4, 16)
+    (student(x) - teacher(x)).square().mean().backward()
+    optimizer.step()
+kinds = [type(m).__name__ for model in (student, teacher) for m in model]
+"""
+
+
+def test_a_teacher_is_left_alone(tmp_path):
+    seen = []
+    original = Fp8Linear.adopt
+
+    def adopt(module, **kwargs):
+        seen.append(kwargs["name"])
+        return original(module, **kwargs)
+
+    Fp8Linear.adopt = staticmethod(adopt)
+    try:
+        session, _ = follow(tmp_path, TEACHER, recipe="current")
+    finally:
+        Fp8Linear.adopt = staticmethod(original)
+    assert session.facts()["models"] == 1
+    assert len(seen) == len(set(seen)) <= 3
+
+
+TWO_OPTIMIZERS = programs.BASIC.replace(
+    "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)",
+    "first, second = (torch.optim.SGD(model[i].parameters(), lr=1e-3) for i in (0, 2))\n"
+    "class Both:\n    def step(self): first.step(); second.step()\n"
+    "    def zero_grad(self): first.zero_grad(); second.zero_grad()\noptimizer = Both()",
+)
+
+
+def test_two_optimizers_make_one_step(tmp_path):
+    session, writer = follow(tmp_path, TWO_OPTIMIZERS)
+    assert session.ledger.steps == 8
+    assert set(writer.column("microbatches").values()) == {2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_perturbing_moves_every_tensor_and_draws_nothing_from_the_script(dtype):
+    from narrowgauge.session.roots import perturb
+
+    model = nn.Linear(64, 64).to(dtype)
+    before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    perturb(model, 1e-6, 0)
+    assert torch.equal(state, torch.get_rng_state())
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(p, was)
+        assert torch.allclose(p, was, rtol=1e-2)
