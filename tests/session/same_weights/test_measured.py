@@ -118,7 +118,7 @@ def _item(m, x, y):
     logits = m[0](x)
     scale = logits.abs().mean().item()
     loss = F.cross_entropy(logits, y)
-    loss.item(), float(loss), loss.detach().cpu()
+    loss.item(), float(loss.detach()), loss.detach().cpu()
     return loss * scale
 
 

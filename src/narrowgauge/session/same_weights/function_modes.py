@@ -1,15 +1,18 @@
 """Torch's stack of function modes, and three functions that pass it by.
 
 A mode that is pushed inside of a `with` block of the script must not be on top when that block ends: leaving the block
-pops whatever is on top. So a mode of ours goes to the bottom, just above torch's own default-device mode, which insists
-on being the lowest.
+pops whatever is on top. So a mode of ours goes to the bottom, just above the mode of `torch.set_default_device`, which
+insists on being the lowest.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +38,8 @@ def _taken_down() -> list[TorchFunctionMode]:
 def insert(mode: TorchFunctionMode) -> None:
     """Put `mode` under every other mode but the default device's."""
     stack = [m for m in _taken_down() if m is not mode]
-    lowest = 1 if stack and isinstance(stack[0], DeviceContext) else 0
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    lowest = 1 if stack and stack[0] is default else 0
     for each in (*stack[:lowest], mode, *stack[lowest:]):
         _push_mode(each)
 
@@ -61,23 +65,22 @@ def patches(recorder: Recorder) -> ExitStack:
     """
     undo = ExitStack()
     home = threading.get_ident()
-    apply = torch.autograd.Function.__dict__["apply"]
-    scale = torch.amp.GradScaler.__dict__["scale"]
-    backward = Tensor.__dict__["backward"]
 
-    @functools.wraps(apply.__func__)
-    def seen_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.recording or threading.get_ident() != home:
-            return apply.__func__(cls, *args, **kwargs)
-        call = functools.partial(apply.__func__, cls)
+            return original(cls, *args, **kwargs)
+        call = functools.partial(original, cls)
         return recorder.run(call, f"{cls.__name__}.apply", args, kwargs, opaque=True)
 
-    @functools.wraps(scale)
-    def seen_scale(self: Any, outputs: Any) -> Any:
-        scaled = scale(self, outputs)
-        if scaled is not outputs:
-            recorder.loss_scaled(scaled, getattr(self, "_scale", None))
+    def scale(original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = original(scaler, outputs, *args, **kwargs)
+        if scaled is not outputs and threading.get_ident() == home:
+            recorder.loss_scaled(scaled, getattr(scaler, "_scale", None))
         return scaled
+
+    undo.callback(_redirect(torch.autograd.Function.__dict__["apply"].__func__, _applied, "apply", apply))
+    undo.callback(_redirect(inspect.unwrap(torch.amp.GradScaler.scale), _scaled, "scale", scale))
+    backward = Tensor.__dict__["backward"]
 
     @functools.wraps(backward)
     def seen_backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -85,11 +88,40 @@ def patches(recorder: Recorder) -> ExitStack:
             remove(recorder)  # type: ignore[arg-type]
         backward(self, *args, **kwargs)
 
-    for owner, name, original, new in (
-        (torch.autograd.Function, "apply", apply, classmethod(seen_apply)),
-        (torch.amp.GradScaler, "scale", scale, seen_scale),
-        (Tensor, "backward", backward, seen_backward),
-    ):
-        setattr(owner, name, new)
-        undo.callback(setattr, owner, name, original)
+    Tensor.backward = seen_backward  # type: ignore[method-assign]
+    undo.callback(setattr, Tensor, "backward", backward)
     return undo
+
+
+# `MyFunction.apply(loss(model(x)))` and `scaler.scale(loss(model(x)))` look the function up before the model is called, so
+# replacing an attribute then comes too late. Replacing the function's code does not. The replacements run among the
+# function's own globals and find their way back by import.
+_SEEN: dict[str, Callable[..., Any]] = {}
+
+
+def _applied(*args: Any, **kwargs: Any) -> Any:
+    from narrowgauge.session.same_weights.function_modes import _SEEN as SEEN
+
+    return SEEN["apply"](*args, **kwargs)
+
+
+def _scaled(*args: Any, **kwargs: Any) -> Any:
+    from narrowgauge.session.same_weights.function_modes import _SEEN as SEEN
+
+    return SEEN["scale"](*args, **kwargs)
+
+
+def _redirect(
+    function: FunctionType, by: FunctionType, name: str, handler: Callable[..., Any]
+) -> Callable[[], None]:
+    """Let calls of `function`, whoever holds it, end in `handler(original, ...)`; the returned function undoes it."""
+    code = function.__code__
+    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    _SEEN[name] = functools.partial(handler, original)
+    function.__code__ = by.__code__.replace(co_freevars=code.co_freevars)
+
+    def restore() -> None:
+        function.__code__ = code
+
+    return restore

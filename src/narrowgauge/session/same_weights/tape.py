@@ -187,22 +187,22 @@ class Tape(TorchFunctionMode):
 
     def run(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, *, opaque: bool = False) -> Any:
         """Run `func` and record it; `opaque` when the function modes are on while it runs."""
-        entry = None
-        self._depth += 1
+        self._depth += 1  # neither what runs inside nor the bookkeeping itself is recorded
         try:
-            entry = self._begin(func, name, args, kwargs, opaque)
-        except Exception as error:
-            self.fail(f"{name} could not be recorded ({type(error).__name__}: {error})")
-        try:
+            entry = self._safely(name, lambda: self._begin(func, name, args, kwargs, opaque))
             out = func(*args, **kwargs)
+            if entry is not None:
+                self._safely(name, lambda: self._end(entry, name, out))
+            return out
         finally:
             self._depth -= 1
-        if entry is not None:
-            try:
-                self._end(entry, name, args, kwargs, out)
-            except Exception as error:
-                self.fail(f"{name} could not be recorded ({type(error).__name__}: {error})")
-        return out
+
+    def _safely(self, name: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            self.fail(f"{name} could not be recorded ({type(error).__name__}: {error})")
+            return None
 
     def _begin(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, opaque: bool) -> Entry | None:
         if func == Tensor.grad.__get__:  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ class Tape(TorchFunctionMode):
     def _has_number(self, args: Any) -> bool:
         return any(type(x) is float and id(x) in self._slots for x in args)
 
-    def _end(self, entry: Entry, name: str, args: Any, kwargs: Any, out: Any) -> None:
+    def _end(self, entry: Entry, name: str, out: Any) -> None:
         if name in _READS:
             self._reads.append((len(self._entries), name))
         if entry.rng is not None and entry.rng.python is None and entry.rng.same(Rng.now(whole=False)):
@@ -295,8 +295,10 @@ class Tape(TorchFunctionMode):
     def loss_scaled(self, scaled: Any, scale: Any) -> None:
         """A gradient scaler made `scaled` by multiplying with `scale`."""
         if isinstance(scaled, Tensor) and isinstance(scale, Tensor):
+            self._depth += 1
             self._scales[id(scaled)] = scale.detach().clone()
             self._held.append(scaled)
+            self._depth -= 1
 
     # What is made of it.
 
