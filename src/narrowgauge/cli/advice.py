@@ -123,8 +123,8 @@ def _no_gpu(machine: Machine) -> list[str]:
         ]
     if not machine.cuda:
         return [
-            f"There is an NVIDIA driver ({machine.driver}), but torch {machine.torch} was built without CUDA. "
-            "Install a build with CUDA: pip install torch (not its CPU build)."
+            f"There is an NVIDIA driver ({machine.driver}), but torch {machine.torch} was built without "
+            "CUDA. Install a build with CUDA: pip install torch (not its CPU build)."
         ]
     needed = DRIVERS.get(numbers(machine.cuda)[0], 0)
     if numbers(machine.driver)[0] < needed:
@@ -145,8 +145,8 @@ def _gpu(machine: Machine) -> list[str]:
     gpu, found = machine.gpus[0], []
     if gpu.architecture.startswith("gfx94"):
         found.append(
-            f"{gpu.name} multiplies the FNUZ variants of FP8 (largest E4M3 value 240, not 448), which no recipe "
-            "here uses: FP8 is emulated. Its numbers are those of the FN formats; its speed says nothing."
+            f"{gpu.name} multiplies the FNUZ variants of FP8 (largest E4M3 value 240, not 448), which no "
+            "recipe here uses: FP8 is emulated. Its numbers are those of the FN formats; its speed says nothing."
         )
     elif gpu.architecture:
         found.append(f"{gpu.name}: AMD GPUs other than MI300 are not known here. FP8 is emulated.")
