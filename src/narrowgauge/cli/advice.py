@@ -146,7 +146,7 @@ def _gpu(machine: Machine) -> list[str]:
     if gpu.architecture.startswith("gfx94"):
         found.append(
             f"{gpu.name} multiplies the FNUZ variants of FP8 (largest E4M3 value 240, not 448), which no "
-            "recipe here uses: FP8 is emulated. Its numbers are those of the FN formats; its speed says nothing."
+            "recipe here uses: FP8 is emulated. Its numbers are those of FN; its speed says nothing."
         )
     elif gpu.architecture:
         found.append(f"{gpu.name}: AMD GPUs other than MI300 are not known here. FP8 is emulated.")
