@@ -86,12 +86,18 @@ def revert(model: Model) -> Model:
     """Undo `convert` in place and return the model: every layer is a plain `nn.Linear` again, bit for bit.
 
     Scaling state is dropped (save it with `scaling_state` before). Raises ConversionError if nothing is
-    converted.
+    converted, or if a converted layer's class was changed again since; then nothing is reverted.
     """
-    converted = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    converted = {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
     if not converted:
         raise ConversionError(f"nothing to revert: {type(model).__name__} has no converted layer.")
-    for module in converted:
+    for name, module in converted.items():
+        if type(module) is not Fp8Linear:
+            raise ConversionError(
+                f"{name!r} became a {type(module).__name__} after its conversion (a parametrization does "
+                "that); undo this first, then revert."
+            )
+    for module in converted.values():
         Fp8Linear.release(module)
     return model
 

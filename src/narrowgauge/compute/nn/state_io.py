@@ -4,8 +4,8 @@
 
 `_metadata` is where torch keeps each module's version: `torch.save` writes it, `torch.load` reads it (also
 with `weights_only=True`), and a model that knows nothing of narrowgauge ignores it. So the keys are those of
-the plain model, and checkpoints load strictly both ways. What drops it is whatever rebuilds the dict: `dict(state)`,
-safetensors, sharded checkpoints; those use `scaling_state` and `load_scaling_state`.
+the plain model, and checkpoints load strictly both ways. What drops it is whatever rebuilds the dict:
+`dict(state)`, safetensors, sharded checkpoints; those use `scaling_state` and `load_scaling_state`.
 
 Loading before converting works too: a plain `nn.Linear` would ignore the state, so once this module is
 imported it keeps it aside until `convert` asks. Loading weights *without* state into a layer that has some
