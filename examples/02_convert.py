@@ -19,11 +19,11 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 256))
 optimizer = torch.optim.AdamW(
     model.parameters(), lr=1e-3
-)  # made before or after: the parameters stay the same
+)  # before or after converting, both work
 
 model, report = ng.convert(
     model, ng.recipes.CURRENT, last=1
-)  # the last block stays high, the output head too
+)  # last block and output head stay high
 print(report)
 
 tokens = torch.randint(256, (8, 33))

@@ -3,14 +3,13 @@
 import io
 
 import torch
-from torch import nn
 
 import narrowgauge as ng
 
 
 def build(seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
     ng.convert(model, ng.recipes.DELAYED.with_(history=16))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -33,7 +32,7 @@ print("uninterrupted")
 train(model, optimizer, range(3, 6))
 
 checkpoint.seek(0)
-saved = torch.load(checkpoint, weights_only=True)  # scales are plain tensors in the state_dict's metadata
+saved = torch.load(checkpoint, weights_only=True)  # the scales travel in the state_dict's metadata
 model, optimizer = build(seed=1)
 model.load_state_dict(saved["model"])
 optimizer.load_state_dict(saved["optimizer"])
