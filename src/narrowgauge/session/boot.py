@@ -102,7 +102,7 @@ def run_plan(plan: Plan) -> int:
     try:
         session.finish()
         facts = session.facts()
-        if not code and not facts["steps"]:
+        if not code and (not facts["steps"] or (plan.recipe and not facts["models"])):
             code, error = 2, nothing_to_judge(facts)
             print(f"narrowgauge: {error}", file=sys.stderr)
     except Exception as raised:  # whatever was recorded is kept
@@ -128,7 +128,8 @@ def nothing_to_judge(facts: dict[str, Any]) -> str:
     else:
         what = "its optimizer never stepped"
         hint = "give arguments that make it train for at least a few steps"
-    return str(ScriptError(f"the script ended without a training step: {what}; {hint}."))
+    which = "with nothing to convert" if facts["steps"] else "without a training step"
+    return str(ScriptError(f"the script ended {which}: {what}; {hint}."))
 
 
 def main() -> None:
