@@ -25,7 +25,7 @@ class Double(torch.autograd.Function):
 
 
 def mlp(dropout: float = 0.0) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 6))
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 16))
 
 
 @dataclass
@@ -60,9 +60,9 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm = mlp(0.3), nn.BatchNorm1d(6)
+        self.body, self.norm = mlp(0.3), nn.BatchNorm1d(16)
         self.calls, self.seen = 0, []
-        self.cache = torch.zeros(6)
+        self.cache = torch.zeros(16)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.body(x))
@@ -76,7 +76,7 @@ class Stateful(nn.Module):
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.first, self.body, self.reentrant = nn.Linear(8, 8), mlp(0.2), reentrant
+        self.first, self.body, self.reentrant = nn.Linear(16, 16), mlp(0.2), reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
@@ -124,7 +124,7 @@ def _item(m, x, y):
 
 def _encoder_decoder(m, x, y):
     hidden = m[0](x)
-    pooled = {"hidden": torch.cat([hidden, hidden.flip(0)], 1)[:, :6], "flag": True}
+    pooled = {"hidden": torch.cat([hidden, hidden.flip(0)], 1)[:, :16], "flag": True}
     return F.cross_entropy(m[1](pooled["hidden"]), y)
 
 
@@ -166,7 +166,7 @@ def _own_weights(m, x, y):
 
 
 def _frozen_teacher(m, x, y):
-    teacher = nn.Linear(8, 6)
+    teacher = nn.Linear(16, 16)
     with torch.no_grad():
         target = teacher(x).softmax(-1)
     return F.kl_div(m[0](x).log_softmax(-1), target, reduction="batchmean")
@@ -183,7 +183,7 @@ def _default_device(m, x, y):
     with torch.device("cpu"):
         logits = m[0](x)
     with torch.device("cpu"):
-        return F.cross_entropy(logits + torch.zeros(6), y)
+        return F.cross_entropy(logits + torch.zeros(16), y)
 
 
 CASES = {
@@ -196,7 +196,7 @@ CASES = {
     "in place": lambda: Case([mlp()], _in_place),
     "several calls": lambda: Case([mlp(0.2)], _list),
     "item": lambda: Case([mlp()], _item),
-    "encoder and decoder": lambda: Case([mlp(0.1), nn.Sequential(nn.Linear(6, 6))], _encoder_decoder),
+    "encoder and decoder": lambda: Case([mlp(0.1), nn.Sequential(nn.Linear(16, 16))], _encoder_decoder),
     "siamese": lambda: Case([mlp(0.1)], _siamese),
     "autocast around": lambda: Case([mlp(0.1)], _autocast_around),
     "autocast inside": lambda: Case([mlp(0.1)], _autocast_inside),
@@ -236,7 +236,7 @@ def gap_by_hand(case: Case, x: Tensor, y: Tensor) -> tuple[float, float, float]:
 @pytest.fixture
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(11)
-    return torch.randn(12, 8), torch.randint(6, (12,))
+    return torch.randn(12, 16), torch.randint(16, (12,))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -167,7 +167,7 @@ class Comparison:
     def _continue(self, name: str, plan: Plan, step: int, *, reported: bool) -> bool:
         """Load the state that the recipe would have at `step`; False when there is none."""
         first, last, states = self._states.get(name, (step, step - 1, []))
-        if reported and last != step - 1 or reported and not states:
+        if (reported and last != step - 1) or (reported and not states):
             self._note(f"{name} was not measured on step {step}: the step before it left no scales.")
             return False
         recipe = self._recipes[name]

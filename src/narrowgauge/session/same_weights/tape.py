@@ -27,7 +27,7 @@ from narrowgauge.session.same_weights.tree import Const, External, Node, Slot, f
 
 # Reading a value on the host: what the script does with it afterwards cannot be seen.
 _READS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
-_IN_PLACE_DUNDERS = {f"__i{op}__" for op in "add sub mul truediv floordiv mod pow and or xor matmul".split()}
+_IN_PLACE_DUNDERS = {f"__i{op}__" for op in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"]}
 _CANNOT = {
     "set_": "replaces a tensor's storage (Tensor.set_)",
     "resize_": "resizes a tensor in place",
