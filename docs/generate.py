@@ -1,0 +1,103 @@
+"""Writes the pages that are made from the code, so that they cannot lag behind it: `make docs`.
+
+metrics.md from the catalog of metrics, recipes.md from the catalog of recipes, cli.md from the commands themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from narrowgauge.cli.main import VERBS, cli
+from narrowgauge.compute.recipes import CATALOG, Operand, Recipe
+from narrowgauge.metrics.page import render as metrics
+
+HERE = Path(__file__).parent
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+
+def recipes() -> str:
+    """Every recipe: what it is for, where it comes from, and each operand of each product."""
+    lines = [
+        "# Recipes",
+        "",
+        "*Generated from `narrowgauge.compute.recipes`; edit the catalog, not this page.*",
+        "",
+        "A recipe says for each product of a linear layer which format, how many scales and which scaling rule",
+        "each operand gets. Pass one to `ng.convert`, or its name to the command line; `fake-NAME` quantizes the",
+        "same way and multiplies in high precision, which separates the error of quantization from that of the",
+        "product. Fields change with `recipe.with_(...)`: `margin`, `history`, `algorithm`, `power_of_two` and more.",
+    ]
+    for recipe in CATALOG.values():
+        lines += [
+            "",
+            f"## {recipe.name}",
+            "",
+            recipe.description,
+            "",
+            *_table(recipe),
+            "",
+            f"Source: {recipe.source}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(recipe: Recipe) -> list[str]:
+    rows = [
+        "| product | operand | format | one scale per | rule | accumulation |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in GEMMS:
+        gemm = getattr(recipe, name)
+        for role, operand in zip(OPERANDS[name], (gemm.a, gemm.b), strict=True):
+            rows.append(
+                f"| {name} | {role} | {operand.fmt.name} | {_granule(operand)} | {_rule(recipe, operand)} | "
+                f"{'fast' if gemm.fast_accum else 'full'} |"
+            )
+    return rows
+
+
+def _granule(operand: Operand) -> str:
+    words = {"PerTensor": "tensor", "PerRow": "row", "PerColumn": "column"}
+    kind = type(operand.granularity).__name__
+    return words.get(kind) or f"{operand.granularity.rows}x{operand.granularity.cols} block"  # type: ignore[union-attr]
+
+
+def _rule(recipe: Recipe, operand: Operand) -> str:
+    return recipe.state if recipe.state != "none" else operand.scaling.name
+
+
+def commands() -> str:
+    """The help text of every verb."""
+    parts = [
+        "# Commands",
+        "",
+        "*Generated from the commands' own `--help`.*",
+        "",
+        "Exit codes: 0 done; 2 used wrongly or impossible, with one message that says why; a script that fails by",
+        "itself ends the command with its own code.",
+    ]
+    for verb in VERBS:
+        command = cli.get_command(click.Context(cli), verb)
+        if command is not None:
+            context = click.Context(
+                command, info_name=f"narrowgauge {verb}", max_content_width=100, terminal_width=100
+            )
+            parts += ["", f"## {verb}", "", "```text", command.get_help(context).rstrip(), "```"]
+    return "\n".join(parts) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {"metrics.md": metrics, "recipes.md": recipes, "cli.md": commands}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())
+        print(f"docs/{name}")
