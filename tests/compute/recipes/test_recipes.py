@@ -138,9 +138,7 @@ def test_fake_keeps_the_operands_and_happens_once():
             "recipe 'current', input: E8M0 cannot be multiplied as FP8; use E4M3FN or E5M2.",
         ),
         (
-            lambda: replace(
-                ROWWISE, fprop=Gemm(Operand(E4M3FN, quant.PerColumn(), quant.ROWWISE), ROWWISE.fprop.b)
-            ),
+            lambda: replace(ROWWISE, fprop=Gemm(Operand(E4M3FN, quant.PerColumn(), quant.ROWWISE), ROWWISE.fprop.b)),
             "recipe 'rowwise', input: PerColumn varies along the contracted dimension and cannot be factored out of "
             "the product; operands are written with that dimension last, so use PerRow.",
         ),

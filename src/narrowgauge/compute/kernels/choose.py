@@ -12,9 +12,7 @@ from narrowgauge.compute.kernels.scaled_mm import ScaledMM
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import RecipeError, nearest
 
-BACKENDS: MappingProxyType[str, Backend] = MappingProxyType(
-    {"reference": Reference(), "scaled_mm": ScaledMM()}
-)
+BACKENDS: MappingProxyType[str, Backend] = MappingProxyType({"reference": Reference(), "scaled_mm": ScaledMM()})
 
 
 def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -> tuple[Backend, str]:

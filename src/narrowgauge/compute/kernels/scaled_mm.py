@@ -96,9 +96,7 @@ class ScaledMM:
         return y_PQ if bias is None else y_PQ.add_(bias)
 
 
-def _one_scale(
-    a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Tensor:
+def _one_scale(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """One scale per tensor or per row: the gemm applies it to the accumulator."""
     native = _native_dtype(out_dtype, rowwise=a.granularity == PerRow(), device=a.codes.device)
     epilogue = bias.to(native) if bias is not None and native in _EPILOGUE_BIAS else None

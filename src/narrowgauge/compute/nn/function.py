@@ -85,9 +85,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState
     compute_dtype = _compute_dtype(x, weight, bias)
     if compute_dtype is None or x.shape[-1:] != weight.shape[1:]:
         F.linear(x, weight, bias)  # raises the error that the user knows
-        raise ShapeError(
-            f"x {list(x.shape)} {x.dtype} does not fit weight {list(weight.shape)} {weight.dtype}."
-        )
+        raise ShapeError(f"x {list(x.shape)} {x.dtype} does not fit weight {list(weight.shape)} {weight.dtype}.")
     mode: Literal["read", "write", "note"] = "read"
     recomputed = inside_backward()
     if not recomputed:
@@ -143,17 +141,13 @@ class _Fp8Linear(torch.autograd.Function):
             q_dy, q_dyT = _quantize(call, "grad_output", dy_MN, needs_dx, needs_dw)
             if q_dy is not None and q_wT is not None:
                 dtype = call.compute_dtype if recipe.fake else ctx.x_dtype
-                dx_MK = state.backend.gemm(
-                    q_dy, q_wT, dtype, fast_accum=recipe.dgrad.fast_accum, fake=recipe.fake
-                )
+                dx_MK = state.backend.gemm(q_dy, q_wT, dtype, fast_accum=recipe.dgrad.fast_accum, fake=recipe.fake)
                 if call.watched:
                     _show_grad_input(call, dx_MK, dy_MN, ctx.samples)
                 dx = dx_MK.to(ctx.x_dtype).reshape(ctx.x_shape)
             if q_dyT is not None and q_xT is not None:
                 dtype = call.compute_dtype if recipe.fake else ctx.w_dtype
-                dw_NK = state.backend.gemm(
-                    q_dyT, q_xT, dtype, fast_accum=recipe.wgrad.fast_accum, fake=recipe.fake
-                )
+                dw_NK = state.backend.gemm(q_dyT, q_xT, dtype, fast_accum=recipe.wgrad.fast_accum, fake=recipe.fake)
                 if call.watched:
                     _show_grad_weight(call, dw_NK, dy_MN, ctx.samples)
                 dw_NK = dw_NK.to(ctx.w_dtype)
@@ -199,11 +193,11 @@ def _with_given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tu
     if call.mode == "write" and x_MK.device != state.table.scale.device:
         state.table.to(x_MK.device)
     amax = rule.granularity.amax(x_MK)
-    scale = state.table.scale_of(row, rule, amax, write=call.mode == "write")
+    scale, inv_scale = state.table.scale_of(row, rule, amax, write=call.mode == "write")
     if call.mode == "note":
         call.tell(partial(state.table.scale_of, row, rule, amax, write=True))
     call.tell(partial(state.table.record, row, amax))
-    q = quantize(x_MK, rule.fmt, rule.granularity, scale=scale, amax=amax)
+    q = quantize(x_MK, rule.fmt, rule.granularity, scale=scale, inv_scale=inv_scale, amax=amax)
     return q, amax_ratio(amax, scale, rule)
 
 
@@ -220,18 +214,14 @@ def _keep_samples(call: _Call, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tens
     return columns, x_MK[:, columns], w_NK
 
 
-def _show_grad_input(
-    call: _Call, dx_MK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def _show_grad_input(call: _Call, dx_MK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]) -> None:
     state, w_NK = call.state, samples[2]
     if state.observer is not None:
         check = sample_rows(dx_MK, dy_MN, w_NK.T, None, state.sample_rows, call.turn)
         state.observer.result(state.name, "grad_input", dx_MK, check)
 
 
-def _show_grad_weight(
-    call: _Call, dw_NK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def _show_grad_weight(call: _Call, dw_NK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]) -> None:
     state, (columns, x_MC, _) = call.state, samples
     if state.observer is not None:
         check = GemmSample(got=dw_NK[:, columns].float(), want=dy_MN.float().T @ x_MC.float())

@@ -57,9 +57,7 @@ class Fp8Linear(nn.Linear):
         if recipe.state == "none":
             table = None
         elif table is None:
-            raise ConversionError(
-                f"recipe {recipe.name!r} keeps state and {name!r} was given no ScaleTable for it."
-            )
+            raise ConversionError(f"recipe {recipe.name!r} keeps state and {name!r} was given no ScaleTable for it.")
         row = table.add(name, recipe) if table is not None else None
         state = LayerState(name=name, recipe=recipe, backend=backend, clock=clock, table=table, row=row)
         clock.follow(module)

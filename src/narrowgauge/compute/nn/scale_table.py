@@ -3,7 +3,7 @@
     amax_now_s  = max of this step's amaxes of site s, over all microbatches      -1: no data yet
     roll:         history_s <- [amax_now_s, history_s[:-1]]                       only sites with data
                   assumed_s  = max(history_s[:H])  or  history_s[0]               "max", "most_recent"
-                  scale_s    = 1 / inv_scale(assumed_s)                           kept when assumed_s is 0
+                  inv_scale_s = rule(assumed_s), scale_s = 1 / inv_scale_s        kept when assumed_s is 0
                   amax_now_s <- -1
 
 The scale of a step is fixed before the step begins, so every microbatch and every recomputed forward sees the
@@ -44,11 +44,12 @@ class _Group:
 
 
 class ScaleTable:
-    """history [S, H], scale [S] and amax_now [S] of every delayed or static site; all float32."""
+    """history [S, H]; scale, inv_scale and amax_now [S] of every delayed or static site; all float32."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.history = torch.zeros(0, 1, device=device)
         self.scale = torch.zeros(0, device=device)
+        self.inv_scale = torch.zeros(0, device=device)  # kept beside scale, whose reciprocal would round twice
         self.amax_now = torch.zeros(0, device=device)
         self.steps = 0
         self.sites: list[str] = []
@@ -62,9 +63,7 @@ class ScaleTable:
         """Add the three sites of `module` and return the row of the first."""
         first = len(self.sites)
         if f"{module}:{ROLES[0]}" in self.sites:
-            raise ConversionError(
-                f"{module!r} already has its rows in this table; release it before converting again."
-            )
+            raise ConversionError(f"{module!r} already has its rows in this table; release it before converting again.")
         device, given = self.scale.device, dict(recipe.scales)
         width = max(self.history.shape[1], recipe.history)
         history = torch.zeros(first + 3, width, device=device)
@@ -73,7 +72,9 @@ class ScaleTable:
         sites = [f"{module}:{role}" for role in ROLES]
         scales = [given.get(site, start) for site in sites]
         self.history = history
-        self.scale = torch.cat([self.scale, torch.tensor(scales, dtype=torch.float32, device=device)])
+        fresh = torch.tensor(scales, dtype=torch.float32, device=device)
+        self.scale = torch.cat([self.scale, fresh])
+        self.inv_scale = torch.cat([self.inv_scale, torch.where(fresh > 0, fresh.reciprocal(), NOT_YET)])
         self.amax_now = torch.cat([self.amax_now, torch.full((3,), NO_DATA, device=device)])
         self.sites += sites
         self._waiting |= {first + i for i, scale in enumerate(scales) if scale == NOT_YET}
@@ -91,23 +92,26 @@ class ScaleTable:
                     f"{nearest(site, self.sites)}"
                 )
 
-    def scale_of(self, row: int, operand: Operand, amax: Tensor, *, write: bool) -> Tensor:
-        """Return the scale [] that this step uses for `row`, on amax's device.
+    def scale_of(self, row: int, operand: Operand, amax: Tensor, *, write: bool) -> tuple[Tensor, Tensor]:
+        """Return the scale and inv_scale, both [], that this step uses for `row`, on amax's device.
 
         Before there is one, it is made from this tensor's own `amax`, and kept if `write`.
         """
-        cell = self.scale[row]
+        scale, inv_scale = self.scale[row], self.inv_scale[row]
         if row in self._waiting:
-            own = inv_scale_from_amax(amax, operand.fmt, operand.scaling, operand.margin).reciprocal()
-            own = own.to(cell.device)
-            used = torch.where(cell > 0, cell, own)
+            amax_here = amax.to(scale.device)
+            own = inv_scale_from_amax(amax_here, operand.fmt, operand.scaling, operand.margin)
+            waiting = scale <= 0
+            used = torch.where(waiting, own.reciprocal(), scale), torch.where(waiting, own, inv_scale)
             if write:
-                usable = ((amax > 0) & (amax < torch.inf)).to(cell.device)
-                # Never in place: views of the table are saved for the backward pass.
+                keep = ~waiting | ((amax_here > 0) & (amax_here < torch.inf))
                 here = self._index((row,))
-                self.scale = self.scale.index_copy(0, here, torch.where(usable, used, cell).reshape(1))
-            cell = used
-        return cell if cell.device == amax.device else cell.to(amax.device)
+                # Never in place: views of the table are saved for the backward pass.
+                kept = (torch.where(keep, new, NOT_YET).reshape(1) for new in used)
+                self.scale = self.scale.index_copy(0, here, next(kept))
+                self.inv_scale = self.inv_scale.index_copy(0, here, next(kept))
+            scale, inv_scale = used
+        return scale.to(amax.device), inv_scale.to(amax.device)
 
     def record(self, row: int, amax: Tensor) -> None:
         """Take the amax [] of one tensor of `row` into this step. Costs no kernel: folded at the roll."""
@@ -137,7 +141,7 @@ class ScaleTable:
         rolled = torch.cat([self.amax_now.unsqueeze(1), self.history[:, :-1]], dim=1)
         self.history = torch.where(seen.unsqueeze(1), rolled, self.history)
         self.amax_now = torch.full_like(self.amax_now, NO_DATA)
-        scale = self.scale.clone()
+        scale, inv_scale = self.scale.clone(), self.inv_scale.clone()
         for group in self._groups:
             recipe, operand = group.recipe, group.operand
             if recipe.state == "static" and (not recipe.refresh_every or self.steps % recipe.refresh_every):
@@ -145,63 +149,46 @@ class ScaleTable:
             index = self._index(tuple(group.rows))
             window = self.history[index, : recipe.history]
             assumed = window.amax(dim=1) if recipe.algorithm == "max" else window[:, 0]
-            fresh = inv_scale_from_amax(assumed, operand.fmt, operand.scaling, operand.margin).reciprocal()
-            scale[index] = torch.where(assumed > 0, fresh, scale[index])
-        self.scale = scale
+            fresh = inv_scale_from_amax(assumed, operand.fmt, operand.scaling, operand.margin)
+            scale[index] = torch.where(assumed > 0, fresh.reciprocal(), scale[index])
+            inv_scale[index] = torch.where(assumed > 0, fresh, inv_scale[index])
+        self.scale, self.inv_scale = scale, inv_scale
         self._stop_waiting()
 
     def state(self, module: str) -> dict[str, Tensor]:
-        """Return a copy of what the rows of `module` need to continue: history, scale, amax_now, steps."""
+        """Return a copy of what the rows of `module` need to continue: history, scale, inv_scale, amax_now, steps."""
         self.fold()
-        rows = slice(self._first(module), self._first(module) + 3)
-        width = self._recipe_of(rows.start).history
-        return {
-            "history": self.history[rows, :width].clone(),
-            "scale": self.scale[rows].clone(),
-            "amax_now": self.amax_now[rows].clone(),
-            "steps": torch.tensor(self.steps),
-        }
+        first, shapes = self._saved_shapes(module)
+        state = {name: getattr(self, name)[first : first + 3].clone() for name in shapes}
+        state["history"] = state["history"][:, : shapes["history"][1]].clone()
+        return {**state, "steps": torch.tensor(self.steps)}
 
     def load(self, module: str, state: dict[str, Tensor]) -> None:
         """Restore the rows of `module` from `state`; ShapeError if it was saved with another history."""
-        self.check(module, state)
         self.fold()
-        first = self._first(module)
-        rows, width = slice(first, first + 3), self._recipe_of(first).history
-        fresh = {name: getattr(self, name).clone() for name in ("history", "scale", "amax_now")}
-        fresh["history"][rows, :width] = state["history"].to(self.scale.device)
-        for name in ("scale", "amax_now"):
-            fresh[name][rows] = state[name].to(self.scale.device)
-        self.history, self.scale, self.amax_now = fresh["history"], fresh["scale"], fresh["amax_now"]
-        self.steps = int(state["steps"])
-        waiting = (state["scale"] <= 0).tolist()
-        self._waiting -= {first, first + 1, first + 2}
-        self._waiting |= {first + i for i, still in enumerate(waiting) if still}
-
-    def check(self, module: str, state: dict[str, Tensor]) -> None:
-        """Raise ShapeError unless `state` fits the rows of `module`."""
-        width = self._recipe_of(self._first(module)).history
-        expected = {"history": [3, width], "scale": [3], "amax_now": [3], "steps": []}
-        for name, shape in expected.items():
+        first, shapes = self._saved_shapes(module)
+        for name, shape in shapes.items():
             found = list(state[name].shape) if name in state else None
             if found != shape:
                 raise ShapeError(
                     f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
                     "convert with the recipe it was saved with, history included, or drop the saved state."
                 )
-
-    def reset(self, module: str) -> None:
-        """Forget what the rows of `module` have seen, as after `add`: their weights were replaced."""
-        fresh = ScaleTable(self.scale.device)
-        fresh.add(module, self._recipe_of(self._first(module)))
-        self.load(module, {**fresh.state(module), "steps": torch.tensor(self.steps)})
+        for name, shape in shapes.items():
+            fresh = getattr(self, name).clone()
+            fresh[first : first + 3].narrow(-1, 0, shape[-1]).copy_(state[name])
+            setattr(self, name, fresh)
+        self.steps = int(state["steps"])
+        still = (state["scale"] <= 0).tolist()
+        self._waiting -= {first, first + 1, first + 2}
+        self._waiting |= {first + i for i in range(3) if still[i]}
 
     def to(self, device: torch.device) -> None:
         """Move the table, as `Module.to` moves parameters."""
         if device != self.scale.device:
             self.fold()
-            self.history, self.scale = self.history.to(device), self.scale.to(device)
-            self.amax_now = self.amax_now.to(device)
+            for name in ("history", "scale", "inv_scale", "amax_now"):
+                setattr(self, name, getattr(self, name).to(device))
             self._indices.clear()
 
     def _stop_waiting(self) -> None:
@@ -233,8 +220,11 @@ class ScaleTable:
             raise ConversionError(f"no scaling state is kept for {module!r}: {nearest(module, modules)}")
         return self.sites.index(site)
 
-    def _recipe_of(self, row: int) -> Recipe:
-        return next(group.recipe for group in self._groups if row in group.rows)
+    def _saved_shapes(self, module: str) -> tuple[int, dict[str, list[int]]]:
+        """The first row of `module`, and what is saved of its three rows."""
+        first = self._first(module)
+        history = next(group.recipe.history for group in self._groups if first in group.rows)
+        return first, {"history": [3, history], "scale": [3], "inv_scale": [3], "amax_now": [3]}
 
 
 def amax_ratio(amax: Tensor, scale: Tensor, operand: Operand) -> Tensor:

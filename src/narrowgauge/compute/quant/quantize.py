@@ -36,13 +36,15 @@ def quantize(
     *,
     scaling: Scaling = CURRENT,
     scale: float | Tensor | None = None,
+    inv_scale: Tensor | None = None,
     margin: int = 0,
     amax: Tensor | None = None,
 ) -> QTensor:
     """Quantize `x` [..., K] to a QTensor of shape [M, K], M being the product of the leading dimensions.
 
     `scale` given: it is used as it is (a float for all granules, or a tensor of the granularity's scale
-    shape) and `scaling` and `margin` are not. `amax` given: `granularity.amax` of this same x, to save its
+    shape) and `scaling` and `margin` are not. `inv_scale` given beside it: the factor whose reciprocal `scale`
+    is, so that it is not rounded twice. `amax` given: `granularity.amax` of this same x, to save its
     being computed twice. Raises FormatError for a dtype or format that cannot be quantized, ShapeError for
     shapes that do not fit, UsageError for a scale that is no positive float32.
     """
@@ -64,7 +66,9 @@ def quantize(
     else:
         scale = _given_scale(scale, scale_shape, x.device)
         healthy = healthy & (scale > 0) & (scale < torch.inf)
-        inv_scale = torch.where(healthy, scale.reciprocal().clamp(max=FLOAT32_MAX), 1.0)
+        if inv_scale is None:
+            inv_scale = scale.reciprocal().clamp(max=FLOAT32_MAX)
+        inv_scale = torch.where(healthy, inv_scale, 1.0)
     scale = torch.where(healthy, scale, torch.nan)
     # A converted copy is ours to overwrite; the caller's own float32 is not.
     scaled = torch.empty_like(x_MK) if x_MK is given_MK else x_MK

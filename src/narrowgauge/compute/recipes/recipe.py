@@ -107,9 +107,7 @@ class Recipe:
         _check_word("algorithm", self.algorithm, ALGORITHMS)
         _check_word("initial", self.initial, INITIALS)
         if self.history < 1:
-            raise RecipeError(
-                f"recipe {self.name!r}: history is {self.history}; it counts steps, so 1 or more."
-            )
+            raise RecipeError(f"recipe {self.name!r}: history is {self.history}; it counts steps, so 1 or more.")
         if self.refresh_every < 0:
             raise RecipeError(
                 f"recipe {self.name!r}: refresh_every is {self.refresh_every}; give steps, or 0 for never."
@@ -120,9 +118,7 @@ class Recipe:
             )
         for site, scale in self.scales:
             if not 0 < scale < float("inf"):
-                raise RecipeError(
-                    f"recipe {self.name!r}: the scale of {site!r} is {scale}; expected a number above 0."
-                )
+                raise RecipeError(f"recipe {self.name!r}: the scale of {site!r} is {scale}; expected a number above 0.")
         for role in ROLES:
             for operand in self.uses(role):
                 self._check_operand(role, operand)
@@ -181,14 +177,9 @@ class Recipe:
             )
         if word in ROLES:
             fmt = _as_format(value)
-            return self._map_operands(
-                lambda role, operand: replace(operand, fmt=fmt) if role == word else operand
-            )
+            return self._map_operands(lambda role, operand: replace(operand, fmt=fmt) if role == word else operand)
         if word == "fast_accum":
-            gemms = {
-                name: replace(getattr(self, name), fast_accum=bool(value))
-                for name in ("fprop", "dgrad", "wgrad")
-            }
+            gemms = {name: replace(getattr(self, name), fast_accum=bool(value)) for name in ("fprop", "dgrad", "wgrad")}
             return replace(self, **gemms)
         if word == "scales" and isinstance(value, Mapping):
             return replace(self, scales=tuple((str(site), float(scale)) for site, scale in value.items()))
