@@ -66,7 +66,10 @@ def test_wrong_use_is_told_why_and_ends_with_2(capsys, tmp_path, monkeypatch, ar
 
 
 def test_help_loads_no_torch():
-    code = "import sys; from narrowgauge.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys; from narrowgauge.cli.main import main\ntry: main(['--help'])\n"
+        "except SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(verb in done.stdout for verb in VERBS)

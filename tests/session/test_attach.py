@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
+from tests.session import programs
 from torch import nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.session.attach import Session, StopTraining
 from narrowgauge.session.plan import Plan
-from tests.session import programs
 
 
 class Writer:
@@ -64,7 +64,9 @@ def test_steps_losses_norms_rates_and_tokens(tmp_path):
 
 def test_the_loss_is_what_the_script_computed(tmp_path):
     exact = programs.BASIC + "\nimport json; print(json.dumps(kept))"
-    exact = exact.replace("data =", "kept = []\ndata =").replace("loss.backward()", "loss.backward(); kept.append(loss.item())")
+    exact = exact.replace("data =", "kept = []\ndata =").replace(
+        "loss.backward()", "loss.backward(); kept.append(loss.item())"
+    )
     script = tmp_path / "t.py"
     script.write_text(exact)
     kept, sys.argv = sys.argv, ["t.py"]

@@ -4,11 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from tests.session import programs
 
 from narrowgauge.observe.store import open_run
 from narrowgauge.session import boot
 from narrowgauge.session.plan import Plan
-from tests.session import programs
 
 
 @pytest.fixture

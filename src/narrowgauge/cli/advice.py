@@ -158,8 +158,7 @@ def _gpu(machine: Machine) -> list[str]:
         )
     elif gpu.capability == (9, 0) and numbers(machine.cuda) < CUDA_FOR_BLOCKS:
         found.append(
-            "blockwise is emulated: its gemms need a torch built with CUDA 12.9 or newer, "
-            f"this one has {machine.cuda}."
+            f"blockwise is emulated: its gemms need a torch built with CUDA 12.9 or newer, this one has {machine.cuda}."
         )
     elif gpu.capability >= (10, 0) and any(a.recipe == "mxfp8" and not a.native for a in abilities(machine)):
         found.append(

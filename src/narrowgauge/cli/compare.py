@@ -49,8 +49,8 @@ def compare_command(
 ) -> None:
     """Run COMMAND as written and in FP8, side by side, and say whether FP8 is safe and worth it.
 
-    COMMAND is `train.py ARGS`, `python train.py ARGS` or `python -m package ARGS`, behind `--`. Without one, the packaged
-    example is compared: a small language model trained on the Python standard library's own source.
+    COMMAND is `train.py ARGS`, `python train.py ARGS` or `python -m package ARGS`, behind `--`. Without one, the
+    packaged example is compared: a small language model trained on the Python standard library's own source.
     """
     from narrowgauge.cli.progress import LiveProgress
     from narrowgauge.observe.report import render

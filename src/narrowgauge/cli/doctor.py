@@ -50,9 +50,7 @@ def _facts(machine: Machine) -> Table:
     bf16 = f"BF16 by {', '.join(fast)}" if fast else "no BF16 instructions"
     grid.add_row("CPU", f"{machine.cpu or 'unknown'}, {machine.threads} threads, {bf16}")
     if machine.memory_total:
-        grid.add_row(
-            "memory", f"{machine.memory_free / GIB:.1f} of {machine.memory_total / GIB:.1f} GiB available"
-        )
+        grid.add_row("memory", f"{machine.memory_free / GIB:.1f} of {machine.memory_total / GIB:.1f} GiB available")
     grid.add_row("torch", f"{machine.torch or 'cannot be imported'}, {_built_for(machine)}")
     grid.add_row("driver", machine.driver or "none")
     grid.add_row("Python", machine.python)

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import click
 
-steps_option = click.option(
-    "--steps", type=int, metavar="N", help="End the program cleanly after N optimizer steps."
-)
+steps_option = click.option("--steps", type=int, metavar="N", help="End the program cleanly after N optimizer steps.")
 config_option = click.option(
     "--config", type=click.Path(path_type=Path), metavar="FILE", help="Settings: narrowgauge.toml."
 )

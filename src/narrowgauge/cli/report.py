@@ -10,7 +10,9 @@ import click
 
 @click.command("report")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="The page to write (default: report.html beside the runs).")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="The page to write (default: report.html beside the runs)."
+)
 @click.option("--text", is_flag=True, help="Print step by step, at full precision, instead.")
 def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     """Make a page from RUN... (run folders, or the folder of a comparison)."""

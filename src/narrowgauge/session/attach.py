@@ -5,9 +5,9 @@
                                                                     backward loss, probe at the same weights
                                                                     step     gradient norm, learning rate, time
 
-*The model* is what owns parameters in an optimizer: a teacher or an averaged copy is left alone. A step is opened by the
-first forward (or backward) after an optimizer step. Nothing here may raise into the program, but for two things that must
-end it: the step limit, and a conversion that the user asked for and that cannot be done.
+*The model* is what owns parameters in an optimizer: a teacher or an averaged copy is left alone. A step is opened by
+the first forward (or backward) after an optimizer step. Nothing here may raise into the program, but for two things
+that must end it: the step limit, and a conversion that the user asked for and that cannot be done.
 """
 
 from __future__ import annotations
@@ -258,4 +258,5 @@ def _grad_norm(optimizer: Optimizer) -> Tensor | None:
     if not dense:
         return None
     norms = torch._foreach_norm(dense)
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
+    return norm

@@ -1,7 +1,8 @@
 """The child process of a run:  python -m narrowgauge.session.boot PLAN.json
 
-Sets the seeds, opens the run, attaches a session, runs the program as `__main__` exactly as Python would, and records how
-it ended. The program's own exit code is this process's exit code; 2 means that narrowgauge could not do what was asked.
+Sets the seeds, opens the run, attaches a session, runs the program as `__main__` exactly as Python would, and records
+how it ended. The program's own exit code is this process's exit code; 2 means that narrowgauge could not do what was
+asked.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Program:
 def parse(command: Sequence[str]) -> Program:
     """Understand COMMAND.
 
-    Raises UsageError when there is none, when the script does not exist, when it starts several processes, or when it is
-    no Python program.
+    Raises UsageError when there is none, when the script does not exist, when it starts several processes, or when it
+    is no Python program.
     """
     if not command:
         raise UsageError("no script was given; end the command with `-- train.py ARGS` or `-- python train.py ARGS`.")
@@ -75,7 +75,9 @@ def parse(command: Sequence[str]) -> Program:
     if not rest:
         raise UsageError(f"{' '.join(command)!r} names no script; expected `-- python train.py ARGS`.")
     if rest[0] in ("-c", "-"):
-        raise UsageError(f"a program given by {rest[0]!r} cannot be run once per variant; put it into a file and name that.")
+        raise UsageError(
+            f"a program given by {rest[0]!r} cannot be run once per variant; put it into a file and name that."
+        )
     if rest[0] == "-m":
         if len(rest) < 2:
             raise UsageError("`python -m` names no module; expected `-- python -m package ARGS`.")

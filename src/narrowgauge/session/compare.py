@@ -2,8 +2,8 @@
 
     DIR/noise/  DIR/baseline/  DIR/current/ ...     one run each        DIR/verdict.json  DIR/report.html
 
-Every run has its own process, the same seeds, and nothing else in common. The noise twin goes first: it tells how many steps
-the script makes, so that the baseline's snapshots (same_weights.py) can be spread over all of them.
+Every run has its own process, the same seeds, and nothing else in common. The noise twin goes first: it tells how
+many steps the script makes, so that the baseline's snapshots (same_weights.py) can be spread over all of them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ VERDICT_FILE, REPORT_FILE = "verdict.json", "report.html"
 class Progress(Protocol):
     """Whoever shows how far the comparison is."""
 
-    def begin(self, name: str, total: int | None) -> None: ...
-    def tell(self, status: Status) -> None: ...
-    def end(self, name: str, ended: Ended) -> None: ...
+    def begin(self, name: str, total: int | None) -> None:
+        """A run starts; `total` steps, if known."""
+
+    def tell(self, status: Status) -> None:
+        """It moved on."""
+
+    def end(self, name: str, ended: Ended) -> None:
+        """It ended."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,8 @@ class ScriptFailed(NarrowgaugeError):
 def compare(what: Comparison, progress: Progress) -> Verdict:
     """Run everything, judge, and write `verdict.json` and `report.html` into `what.out`.
 
-    Raises UsageError before anything runs if the request makes no sense, ScriptFailed if the script cannot run as written,
-    and ConversionError's text as UsageError if no variant could be converted.
+    Raises UsageError before anything runs if the request makes no sense, ScriptFailed if the script cannot run as
+    written, and ConversionError's text as UsageError if no variant could be converted.
     """
     _check(what)
     what.out.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """Settings that are too many for flags: `--config narrowgauge.toml`.
 
-    seed = 1234
-    [watch]
-    every = 10                 # record tensors every so many steps
-    [convert]
-    skip = ["lm_head"]         # globs on module names
-    first = 0                  # blocks kept high at the input end
-    last = 2                   # ... and at the output end
+seed = 1234
+[watch]
+every = 10                 # record tensors every so many steps
+[convert]
+skip = ["lm_head"]         # globs on module names
+first = 0                  # blocks kept high at the input end
+last = 2                   # ... and at the output end
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Config:
 def load(path: Path | None) -> Config:
     """Read a configuration file; the defaults if `path` is None.
 
-    Raises UsageError for a missing file, broken TOML, an unknown key (with the nearest one) or a value of the wrong type.
+    Raises UsageError for a missing file, broken TOML, an unknown key (with the nearest one) or a value of the wrong
+    type.
     """
     if path is None:
         return Config()

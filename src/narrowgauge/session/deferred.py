@@ -1,7 +1,7 @@
 """Scalars that live on the device until the device is done with them: read late, so that no step ever waits.
 
-A step's scalars are stacked into one tensor, copied to pinned memory without waiting, and picked up by a later call once
-the copy's event has passed. On the CPU they are simply there.
+A step's scalars are stacked into one tensor, copied to pinned memory without waiting, and picked up by a later call
+once the copy's event has passed. On the CPU they are simply there.
 """
 
 from __future__ import annotations

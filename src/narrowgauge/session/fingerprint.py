@@ -4,8 +4,8 @@
     mix(z)    = (z ^ z >> 32) * 0xD6E8FEB86659FD93, twice
     chain     = chain * 0x9E3779B97F4A7C15 + digest              over tensors, in the order they were seen
 
-`mix` is the multiply-and-fold step of the splitmix generators: without it, small integers such as token ids could be swapped
-without changing the sum. This detects accidents, not attacks.
+`mix` is the multiply-and-fold step of the splitmix generators: without it, small integers such as token ids could be
+swapped without changing the sum. This detects accidents, not attacks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from narrowgauge.session import status
 from narrowgauge.session.command import parse
-from narrowgauge.session.plan import Plan
+from narrowgauge.session.plan import STATUS_FILE, Plan
 
 OUTPUT_FILE = "output.log"
 POLL = 0.1  # seconds
@@ -29,13 +28,11 @@ class Ended:
     seconds: float
 
 
-def launch(
-    plan: Plan, tell: Callable[[status.Status], None] | None = None, *, quiet: bool = True
-) -> Ended:
+def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, quiet: bool = True) -> Ended:
     """Run the plan in a child process; its output goes to `output.log` in the run's folder (unless not quiet)."""
     program = parse(plan.command)
     path = plan.write()
-    (plan.folder / status.STATUS_FILE).unlink(missing_ok=True)
+    (plan.folder / STATUS_FILE).unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONHASHSEED": str(plan.seed % 2**32), "PYTHONUNBUFFERED": "1"}
     argv = [program.python, *program.flags, "-m", "narrowgauge.session.boot", str(path)]
     began = time.perf_counter()
@@ -81,5 +78,3 @@ def describe_code(code: int) -> str:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
     return f"killed by {name}" + (" (often: out of memory)" if -code == signal.SIGKILL else "")
-
-

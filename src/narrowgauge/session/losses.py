@@ -1,7 +1,8 @@
 """Finds evaluation losses: scalar losses that a program computes without gradients.
 
-Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`), and
-what torch's own loss functions return. All losses between two training steps are one evaluation; its value is their mean.
+Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`),
+and what torch's own loss functions return. All losses between two training steps are one evaluation; its value is
+their mean.
 """
 
 from __future__ import annotations

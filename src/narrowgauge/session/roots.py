@@ -132,8 +132,8 @@ class Roots:
 def perturb(module: nn.Module, relative: float, seed: int) -> None:
     """Multiply every trained weight by 1 + relative * N(0,1), from a generator of its own.
 
-    A 16-bit weight cannot hold so small a change: there, every ten-thousandth element (at least one) moves by one unit in
-    the last place instead.
+    A 16-bit weight cannot hold so small a change: there, every ten-thousandth element (at least one) moves by one
+    unit in the last place instead.
     """
     for number, p in enumerate(module.parameters()):
         if not p.requires_grad or not p.is_floating_point() or p.numel() == 0:

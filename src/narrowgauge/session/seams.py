@@ -31,16 +31,35 @@ from torch.optim.optimizer import (
 class Listener(Protocol):
     """What a session hears of the program."""
 
-    def optimizer_made(self, optimizer: Optimizer) -> None: ...
-    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None: ...
-    def backward_begins(self, loss: Any, plain: bool) -> None: ...
-    def backward_ended(self, loss: Any) -> None: ...
-    def step_begins(self, optimizer: Optimizer) -> None: ...
-    def step_ended(self, optimizer: Optimizer) -> None: ...
-    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None: ...
-    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None: ...
-    def gradients_clipped(self, norm: Tensor) -> None: ...
-    def compile_refused(self) -> None: ...
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """An optimizer was constructed."""
+
+    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is about to run its forward."""
+
+    def backward_begins(self, loss: Any, plain: bool) -> None:
+        """`backward(loss)` is called; `plain` if with nothing else."""
+
+    def backward_ended(self, loss: Any) -> None:
+        """It returned."""
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """It stepped."""
+
+    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
+        """A gradient scaler turned `before` into `after`."""
+
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A gradient scaler stepped, or skipped."""
+
+    def gradients_clipped(self, norm: Tensor) -> None:
+        """Gradients were clipped; `norm` is theirs from before."""
+
+    def compile_refused(self) -> None:
+        """torch.compile was asked for."""
 
 
 def in_backward() -> bool:
@@ -76,7 +95,8 @@ class Seams:
         def backward(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
                 if in_backward():  # a reentrant checkpoint's own backward is no new microbatch
-                    return original(tensors, *args, **kwargs)
+                    original(tensors, *args, **kwargs)
+                    return
                 plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
                 listener.backward_begins(tensors, plain)
                 original(tensors, *args, **kwargs)

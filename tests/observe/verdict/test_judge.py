@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from tests.observe.verdict.fakes import evidence
 
 from narrowgauge.observe.verdict import SameWeights, Verdict, judge
-from tests.observe.verdict.fakes import evidence
 
 FLAT = [2.0] * 40
 

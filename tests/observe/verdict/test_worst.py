@@ -1,9 +1,9 @@
 """The five worst tensors: the right site, for the right reason, in the right order."""
 
 import pytest
+from tests.observe.verdict.fakes import FakeRun
 
 from narrowgauge.observe.verdict.worst import worst_tensors
-from tests.observe.verdict.fakes import FakeRun
 
 HEALTHY = {"sqnr_db": 31.5, "gain": 1.0, "saturation_pct": 0.0, "lost_energy_pct": 0.0, "p5_col_sqnr_db": 30.0}
 

@@ -12,4 +12,14 @@ from narrowgauge.observe.verdict.types import (
     WorstTensor,
 )
 
-__all__ = ["Answer", "Evidence", "Outcome", "SameWeights", "TwinFacts", "VariantVerdict", "Verdict", "WorstTensor", "judge"]
+__all__ = [
+    "Answer",
+    "Evidence",
+    "Outcome",
+    "SameWeights",
+    "TwinFacts",
+    "VariantVerdict",
+    "Verdict",
+    "WorstTensor",
+    "judge",
+]

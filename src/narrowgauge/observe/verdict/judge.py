@@ -10,7 +10,7 @@ For each FP8 variant three questions are asked in turn, and a later one never wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +35,10 @@ SAME_LOSS_PCT, SAME_COSINE = 1.0, 0.9
 
 
 def judge(
-    baseline: Evidence, noise: Evidence | None, variants: Mapping[str, Evidence], same_weights: Mapping[str, tuple[SameWeights, ...]]
+    baseline: Evidence,
+    noise: Evidence | None,
+    variants: Mapping[str, Evidence],
+    same_weights: Mapping[str, tuple[SameWeights, ...]],
 ) -> Verdict:
     """Judge every variant against the baseline; `same_weights` by variant name."""
     meta = baseline.meta
@@ -122,12 +125,7 @@ def _judge_variant(
         worst=worst,
         conversion=tuple(meta.get("conversion", ())),
     )
-    said = {"sentence": why_not or words.sentence(facts), "next_step": words.next_step(facts, why_not)}
-    return VariantVerdict(**{**_shallow(facts), **said})
-
-
-def _shallow(facts: VariantVerdict) -> dict[str, object]:
-    return {name: getattr(facts, name) for name in asdict(facts)}
+    return replace(facts, sentence=why_not or words.sentence(facts), next_step=words.next_step(facts, why_not))
 
 
 def _outcome(
@@ -147,8 +145,8 @@ def _outcome(
         if on_eval != "inconclusive" and SEVERITY[on_eval] > SEVERITY[outcome]:
             outcome = on_eval
     if same and outcome in ("pass", "inconclusive"):
-        doubtful = max(abs(s.loss_gap_pct) for s in same) > SAME_LOSS_PCT or min(s.grad_cosine for s in same) < SAME_COSINE
-        outcome = "watch" if doubtful else outcome
+        loss, cosine = max(abs(s.loss_gap_pct) for s in same), min(s.grad_cosine for s in same)
+        outcome = "watch" if loss > SAME_LOSS_PCT or cosine < SAME_COSINE else outcome
     return outcome
 
 
@@ -194,7 +192,7 @@ def _flop_share(run: Evidence, baseline: Evidence) -> float | None:
     converted = {row["name"] for row in run.meta.get("conversion", []) if row.get("recipe") and row.get("calls")}
     if not total or not per_layer or not converted:
         return None
-    return 100.0 * sum(per_layer.get(name, 0) for name in converted) / total
+    return float(100.0 * sum(per_layer.get(name, 0) for name in converted) / total)
 
 
 def _linear_share(run: Evidence) -> float | None:

@@ -17,8 +17,8 @@ def other_weights(name: str) -> str:
 def other_data(name: str, step: int) -> str:
     """The runs cannot be compared: they saw different data."""
     return (
-        f"Not judged: from step {step} on the {name} run saw other data than the baseline, so their losses cannot be paired. "
-        "Make the order of the data depend on a seed alone, not on time, process or threads."
+        f"Not judged: from step {step} on the {name} run saw other data than the baseline, so their losses cannot be "
+        "paired. Make the order of the data depend on a seed alone, not on time, process or threads."
     )
 
 
@@ -63,7 +63,10 @@ def _same(v: VariantVerdict) -> str:
         return ""
     loss = max((s.loss_gap_pct for s in v.same_weights), key=abs)
     cosine = min(s.grad_cosine for s in v.same_weights)
-    return f" At the same weights and batch the loss differs by {percent(loss)} at most, gradient cosine {cosine:.4f} or more."
+    return (
+        f" At the same weights and batch the loss differs by {percent(loss)} at most, "
+        f"gradient cosine {cosine:.4f} or more."
+    )
 
 
 def _worth(v: VariantVerdict) -> str:

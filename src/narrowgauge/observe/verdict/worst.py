@@ -1,8 +1,8 @@
 """Which tensors lose most in FP8, and which number says so.
 
-Each sign is one metric with the value from which it matters; a site's badness is how far its median over the recorded steps
-of the last half goes beyond that value, in multiples of it (in steps of 6 dB for decibels). A site beyond none of them is
-listed by its SQNR, as healthy.
+Each sign is one metric with the value from which it matters; a site's badness is how far its median over the recorded
+steps of the last half goes beyond that value, in multiples of it (in steps of 6 dB for decibels). A site beyond none
+of them is listed by its SQNR, as healthy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def _off_one(limit: float) -> Callable[[float], float]:
 
 SIGNS = (
     Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", "find the first step and layer that made them"),
-    Sign("inf_count", _above(0.5), "{value:.0f} elements are infinite.", "find the first step and layer that made them"),
+    Sign(
+        "inf_count", _above(0.5), "{value:.0f} elements are infinite.", "find the first step and layer that made them"
+    ),
     Sign(
         "gemm_gain",
         _off_one(0.03),
