@@ -26,8 +26,7 @@ def train(model, optimizer, steps):
 
 model, optimizer = build(seed=0)
 train(model, optimizer, range(3))
-checkpoint = io.BytesIO()
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint := io.BytesIO())
 print("uninterrupted")
 train(model, optimizer, range(3, 6))
 
