@@ -17,8 +17,15 @@ from narrowgauge.metrics.bins import EXPONENT_BINS, EXPONENT_LOW, RANGE_BINS
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.observe.verdict.types import SameWeights, TwinFacts, VariantVerdict, Verdict, WorstTensor
 
-KINDS = {"attn.q": (256, 256), "attn.k": (128, 256), "attn.v": (128, 256), "attn.out": (256, 256), "mlp.gate": (688, 256),
-         "mlp.up": (688, 256), "mlp.down": (256, 688)}
+KINDS = {
+    "attn.q": (256, 256),
+    "attn.k": (128, 256),
+    "attn.v": (128, 256),
+    "attn.out": (256, 256),
+    "mlp.gate": (688, 256),
+    "mlp.up": (688, 256),
+    "mlp.down": (256, 688),
+}
 OPERANDS = ("input", "weight", "grad_output")
 RESULTS = ("output", "grad_input", "grad_weight")
 SICK = "layers.2.mlp.down"
@@ -49,8 +56,11 @@ def columns(variant: str, names: list[str], role: str, step: int, steps: int, la
     depth = np.array([int(n.split(".")[1]) / max(layers - 1, 1) for n in names])
     down = np.array([n.endswith("down") for n in names])
     sick = np.array([n == SICK for n in names]) & (variant == "delayed") & (role == "grad_output") & (step > steps / 2)
-    sigma = {"input": 0.9 + 0.4 * depth, "weight": 0.02 * np.ones_like(depth),
-             "grad_output": 2e-4 * (1 + depth) * math.exp(-step / steps)}[role]
+    sigma = {
+        "input": 0.9 + 0.4 * depth,
+        "weight": 0.02 * np.ones_like(depth),
+        "grad_output": 2e-4 * (1 + depth) * math.exp(-step / steps),
+    }[role]
     sigma = sigma * np.exp(rng.normal(0, 0.06, len(names))) * np.where(down & (role == "input"), 0.5, 1)
     tail = np.where(down & (role == "input"), 14.0, 5.2) * np.exp(rng.normal(0, 0.08, len(names)))
     amax = sigma * tail * np.where(sick, 12.0, 1.0)
@@ -62,8 +72,12 @@ def columns(variant: str, names: list[str], role: str, step: int, steps: int, la
     spread = np.where(role == "grad_output", 3.2, 1.0) * (1 + 0.8 * (depth > 0.9))
     exponents = np.arange(EXPONENT_LOW, EXPONENT_LOW + EXPONENT_BINS - 1, dtype=float)
     numel = 8192 * np.array([KINDS[n.split(".", 2)[2]][1] for n in names])
-    histogram = np.stack([_histogram(s * (8 if bad else 1), w, n, exponents)
-                          for s, w, bad, n in zip(sigma, np.broadcast_to(spread, sigma.shape), sick, numel, strict=True)])
+    histogram = np.stack(
+        [
+            _histogram(s * (8 if bad else 1), w, n, exponents)
+            for s, w, bad, n in zip(sigma, np.broadcast_to(spread, sigma.shape), sick, numel, strict=True)
+        ]
+    )
     edges = exponents[None, :] + np.log2(inv_scale)[:, None] + 0.5
     counts = histogram[:, 1:]
     underflow = 100 * (counts * (edges < math.log2(fmt.flush_below))).sum(1) / counts.sum(1)
@@ -97,18 +111,61 @@ def conversion(names: list[str], recipe: str, calls: int) -> list[dict[str, Any]
     rows = []
     for name in names:
         n, k = KINDS[name.split(".", 2)[2]]
-        rows.append({"name": name, "shape": [n, k], "recipe": recipe, "reason": "rule matmul", "backend": "reference",
-                     "flops_per_token": 6 * n * k, "calls": calls, "aliases": [], "shared_with": []})
-    rows.append({"name": "adapter", "shape": [64, 256], "recipe": recipe, "reason": "rule matmul", "backend": "reference",
-                 "flops_per_token": 6 * 64 * 256, "calls": 0, "aliases": [], "shared_with": []})
-    rows.append({"name": "lm_head", "shape": [256, 256], "recipe": None, "reason": "lm_head stays high by default",
-                 "backend": None, "flops_per_token": 6 * 256 * 256, "calls": None, "aliases": [], "shared_with": []})
+        rows.append(
+            {
+                "name": name,
+                "shape": [n, k],
+                "recipe": recipe,
+                "reason": "rule matmul",
+                "backend": "reference",
+                "flops_per_token": 6 * n * k,
+                "calls": calls,
+                "aliases": [],
+                "shared_with": [],
+            }
+        )
+    rows.append(
+        {
+            "name": "adapter",
+            "shape": [64, 256],
+            "recipe": recipe,
+            "reason": "rule matmul",
+            "backend": "reference",
+            "flops_per_token": 6 * 64 * 256,
+            "calls": 0,
+            "aliases": [],
+            "shared_with": [],
+        }
+    )
+    rows.append(
+        {
+            "name": "lm_head",
+            "shape": [256, 256],
+            "recipe": None,
+            "reason": "lm_head stays high by default",
+            "backend": None,
+            "flops_per_token": 6 * 256 * 256,
+            "calls": None,
+            "aliases": [],
+            "shared_with": [],
+        }
+    )
     return rows
 
 
-def write_run(path: Path, variant: str, *, steps: int = 300, every: int = 10, layers: int = 4, tensors: bool = True,
-              loss: np.ndarray | None = None, status: str | None = "complete", names: list[str] | None = None,
-              **meta: Any) -> Path:
+def write_run(
+    path: Path,
+    variant: str,
+    *,
+    steps: int = 300,
+    every: int = 10,
+    layers: int = 4,
+    tensors: bool = True,
+    loss: np.ndarray | None = None,
+    status: str | None = "complete",
+    names: list[str] | None = None,
+    **meta: Any,
+) -> Path:
     """One run folder. `status=None` leaves it as a killed process would. `loss` replaces the synthetic one."""
     fp8 = variant not in ("baseline", "noise")
     names = names or modules(layers)
@@ -126,22 +183,40 @@ def write_run(path: Path, variant: str, *, steps: int = 300, every: int = 10, la
     values = losses(variant, steps) if loss is None else loss
     for step in range(1, len(values) + 1):
         loss_now = float(values[step - 1])
-        writer.add_scalars(step, loss=loss_now, grad_norm=1.0 + 3 * math.exp(-step / 40), lr=3e-4, tokens=8192.0,
-                           step_seconds=0.21 * (2.6 if fp8 else 1.0), peak_memory_bytes=1.4e9, microbatches=4.0,
-                           skipped=0.0, nonfinite=float(not math.isfinite(loss_now)))
+        writer.add_scalars(
+            step,
+            loss=loss_now,
+            grad_norm=1.0 + 3 * math.exp(-step / 40),
+            lr=3e-4,
+            tokens=8192.0,
+            step_seconds=0.21 * (2.6 if fp8 else 1.0),
+            peak_memory_bytes=1.4e9,
+            microbatches=4.0,
+            skipped=0.0,
+            nonfinite=float(not math.isfinite(loss_now)),
+        )
         if not math.isfinite(loss_now):
             writer.add_event(step, "nan", "loss is not finite")
         if step % 100 == 0:
             writer.add_scalars(step, eval_loss=loss_now + 0.02)
         if fp8 and tensors and (step == 1 or step % every == 0):
             for role in OPERANDS:
-                writer.add_tensors(step, [f"{n}:{role}" for n in names],
-                                   columns(variant, modules(layers), role, step, steps, layers))
+                writer.add_tensors(
+                    step, [f"{n}:{role}" for n in names], columns(variant, modules(layers), role, step, steps, layers)
+                )
             for role in RESULTS:
                 ones = np.ones(len(names))
-                writer.add_tensors(step, [f"{n}:{role}" for n in names],
-                                   {"amax": ones * 4, "std": ones, "gemm_gain": ones * 0.9998, "gemm_cosine": ones * 0.9993,
-                                    "gemm_sqnr_db": ones * 28.4})
+                writer.add_tensors(
+                    step,
+                    [f"{n}:{role}" for n in names],
+                    {
+                        "amax": ones * 4,
+                        "std": ones,
+                        "gemm_gain": ones * 0.9998,
+                        "gemm_cosine": ones * 0.9993,
+                        "gemm_sqnr_db": ones * 28.4,
+                    },
+                )
     writer.flush()
     if status:
         writer.close(status)
@@ -153,11 +228,15 @@ def same_weights(variant: str, steps: int, layers: int = 4) -> tuple[SameWeights
     worse = {"delayed": 2.2, "blockwise": 0.8}.get(variant, 1.0)
     measured = []
     for step in (1, steps // 2, steps):
-        errors = [(f"{n}.weight", float(rng.uniform(0.03, 0.09) * worse * (4 if n == SICK and worse > 2 else 1)))
-                  for n in modules(layers)]
+        errors = [
+            (f"{n}.weight", float(rng.uniform(0.03, 0.09) * worse * (4 if n == SICK and worse > 2 else 1)))
+            for n in modules(layers)
+        ]
         errors.sort(key=lambda item: -item[1])
         rows = tuple((name, 1 - error**2 / 2, error) for name, error in errors)
-        measured.append(SameWeights(step, 5.5 - 3.6 * step / steps, 0.021 * worse, 1 - 0.0011 * worse**2, 1 - 0.001 * worse, rows))
+        measured.append(
+            SameWeights(step, 5.5 - 3.6 * step / steps, 0.021 * worse, 1 - 0.0011 * worse**2, 1 - 0.001 * worse, rows)
+        )
     return tuple(measured)
 
 
@@ -175,18 +254,35 @@ def variant(name: str, steps: int = 300, **changes: Any) -> VariantVerdict:
                       "sentence": "Safe at 300 steps: the loss gap of +0.05% is within 0.25%, and so is the edge of the noise band.",
                       "next_step": "Measure the speed on a GPU with FP8."},
     }  # fmt: skip
-    sick = WorstTensor(f"{SICK}:grad_output", "saturation_pct", 21.3,
-                       "21.3% of its elements exceed the format's range: the scale is too small for it.",
-                       "current scaling, a margin, or a shorter history")
-    plain = tuple(
-        WorstTensor(f"layers.{i}.{kind}", "p5_col_sqnr_db", 16.4 + i,
-                    f"The worst twentieth of its channels is represented at {16.4 + i:.1f} dB or less: outlier channels.",
-                    "blockwise scaling")
-        for i, kind in ((3, "mlp.down:input"), (1, "mlp.down:input"), (3, "attn.q:grad_output"), (0, "mlp.up:grad_output"))
+    sick = WorstTensor(
+        f"{SICK}:grad_output",
+        "saturation_pct",
+        21.3,
+        "21.3% of its elements exceed the format's range: the scale is too small for it.",
+        "current scaling, a margin, or a shorter history",
     )
-    tail = WorstTensor("layers.0.attn.v:weight", "sqnr_db", 31.2,
-                       "Healthy: 31.2 dB of signal over quantization noise, the lowest of those without a sign of trouble.",
-                       "nothing to do")
+    plain = tuple(
+        WorstTensor(
+            f"layers.{i}.{kind}",
+            "p5_col_sqnr_db",
+            16.4 + i,
+            f"The worst twentieth of its channels is represented at {16.4 + i:.1f} dB or less: outlier channels.",
+            "blockwise scaling",
+        )
+        for i, kind in (
+            (3, "mlp.down:input"),
+            (1, "mlp.down:input"),
+            (3, "attn.q:grad_output"),
+            (0, "mlp.up:grad_output"),
+        )
+    )
+    tail = WorstTensor(
+        "layers.0.attn.v:weight",
+        "sqnr_db",
+        31.2,
+        "Healthy: 31.2 dB of signal over quantization noise, the lowest of those without a sign of trouble.",
+        "nothing to do",
+    )
     base: dict[str, Any] = {
         "name": name, "recipe": name, "worth_it": "unknown", "steps": steps, "band_pct": 0.24,
         "window": (steps - steps // 4 + 1, steps), "same_weights": same_weights(name, steps), "eval_name": "eval loss",
@@ -195,8 +291,13 @@ def variant(name: str, steps: int = 300, **changes: Any) -> VariantVerdict:
         "worst": (sick, *plain) if name == "delayed" else (*plain, tail),
         "conversion": tuple(conversion(modules(), name, steps)),
     }  # fmt: skip
-    return VariantVerdict(**{**base, **facts.get(name, {"outcome": "unjudged", "safe": "unknown", "sentence": "", "next_step": ""}),
-                             **changes})
+    return VariantVerdict(
+        **{
+            **base,
+            **facts.get(name, {"outcome": "unjudged", "safe": "unknown", "sentence": "", "next_step": ""}),
+            **changes,
+        }
+    )
 
 
 def verdict(steps: int = 300, **changes: Any) -> Verdict:
@@ -214,4 +315,7 @@ def verdict(steps: int = 300, **changes: Any) -> Verdict:
 
 def write_all(root: Path, **kwargs: Any) -> dict[str, Path]:
     """Baseline, noise twin and three variants below `root`, by name."""
-    return {name: write_run(root / name, name, **kwargs) for name in ("baseline", "noise", "current", "delayed", "blockwise")}
+    return {
+        name: write_run(root / name, name, **kwargs)
+        for name in ("baseline", "noise", "current", "delayed", "blockwise")
+    }

@@ -16,63 +16,133 @@ import math
 from typing import Any
 
 import numpy as np
-from bokeh.models import BoxAnnotation, ColumnDataSource, CustomJSTickFormatter, Label, NumeralTickFormatter, Range1d, Span
+from bokeh.models import (
+    BoxAnnotation,
+    ColumnDataSource,
+    CustomJSTickFormatter,
+    Label,
+    NumeralTickFormatter,
+    Range1d,
+    Span,
+)
 
 from narrowgauge.formats import Format
-from narrowgauge.observe.figures.frame import FONT, frame, hover
+from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, frame, hover
 from narrowgauge.observe.figures.palette import FAIL, MUTED, TEXT
 from narrowgauge.observe.figures.sampling import Floats
-from narrowgauge.observe.figures.scales import _POWER as POWER_TICKS
+
+_TYPICAL_WIDTH = 520  # pixels, to tell which words fit into their part of the range
 
 
-def exponent_histogram(counts: Floats, exponents: Floats, inv_scale: float, fmt: Format, *, color: str,
-                       height: int = 170, x_range: Range1d | None = None) -> Any:
+def exponent_histogram(
+    counts: Floats,
+    exponents: Floats,
+    inv_scale: float,
+    fmt: Format,
+    *,
+    color: str,
+    x_label: str = "",
+    height: int = 170,
+    x_range: Range1d | None = None,
+) -> Any:
     """Share of elements per binade of one tensor, drawn over the format's range.
 
     `counts` [B] elements whose exponent floor(log2|x|) is `exponents` [B] (of the tensor itself, before scaling);
-    `inv_scale` moves them into the format. Elements in bars of the warning colour are lost or clipped.
+    `inv_scale` moves them into the format. Elements in bars of the warning colour are lost or clipped; the outermost
+    bars hold what lies beyond the picture.
     """
     shift = math.log2(inv_scale) if inv_scale > 0 and math.isfinite(inv_scale) else 0.0
-    left = exponents + shift
+    axis = x_range or histogram_range(fmt)
+    x0, x1 = axis.start, axis.end
+    left, counts, exponents = _fold(exponents + shift, counts, exponents, x0, x1)
     total = float(counts.sum())
     share = 100 * counts / total if total else np.zeros_like(counts)
-    flush, low, normal, high = (math.log2(v) for v in (fmt.flush_below, fmt.min_subnormal, fmt.min_normal, fmt.max))
+    flush, normal, high = (math.log2(v) for v in (fmt.flush_below, fmt.min_normal, fmt.max))
     middle = left + 0.5
-    fate = np.select([middle < flush, middle < normal, middle <= high], ["flushed to zero", "subnormal", "normal"],
-                     "saturated")
+    fate = np.select(
+        [middle < flush, middle < normal, middle <= high], ["flushed to zero", "subnormal", "normal"], "saturated"
+    )
     top = float(share.max()) if total else 1.0
-    p = frame(height=height, x_label="", y_label="% of elements", zoom="",
-              x_range=x_range or histogram_range(left[share > 0], fmt), y_range=Range1d(0, top * 1.32))
+    p = frame(
+        height=height,
+        x_label=x_label,
+        y_label="% of elements",
+        zoom="",
+        x_range=axis,
+        y_range=Range1d(0, top * 1.32),
+        left=58,
+    )
     p.yaxis.formatter = NumeralTickFormatter(format="0.[0]")
     p.yaxis.ticker.desired_num_ticks = 3
     p.xaxis.formatter = CustomJSTickFormatter(code=POWER_TICKS)
-    x0, x1 = p.x_range.start, p.x_range.end
     for start, stop, alpha in ((x0, flush, 0.16), (flush, normal, 0.07), (high, x1, 0.16)):
         tint = MUTED if stop == normal else FAIL
         p.add_layout(BoxAnnotation(left=start, right=stop, fill_color=tint, fill_alpha=alpha, level="underlay"))
     for edge in (flush, normal, high):
         p.add_layout(Span(location=edge, dimension="height", line_color=MUTED, line_width=1, level="underlay"))
-    for start, stop, word in ((x0, flush, "flushed to 0"), (flush, normal, "subnormal"), (normal, high, f"normal, {fmt.name}"),
-                              (high, x1, "saturated")):
+    for start, stop, word in (
+        (x0, flush, "flushed to 0"),
+        (flush, normal, "subnormal"),
+        (normal, high, f"normal, {fmt.name}"),
+        (high, x1, "clipped"),
+    ):
         lo, hi = max(start, x0), min(stop, x1)
-        if hi - lo > 2.2:
-            p.add_layout(Label(x=(lo + hi) / 2, y=top * 1.29, text=word, text_align="center", text_baseline="top",
-                               text_font=FONT, text_font_size="11px", text_color=TEXT))
-    bars = ColumnDataSource({"left": left + 0.06, "right": left + 0.94, "share": share, "fate": fate,
-                             "color": [FAIL if f[0] in "fs" and f != "subnormal" else color for f in fate],
-                             "alpha": [0.55 if f == "subnormal" else 0.9 for f in fate], "exponent": exponents,
-                             "count": counts})
-    quads = p.quad(left="left", right="right", top="share", bottom=0, source=bars, fill_color="color",
-                   fill_alpha="alpha", line_color=None)
-    p.add_tools(hover([quads], [("|x| from 2^", "@exponent{0}"), ("share", "@share{0.000} %"),
-                                ("elements", "@count{0,0}"), ("", "@fate")]))
+        if (hi - lo) / (x1 - x0) * _TYPICAL_WIDTH > 6.3 * len(word):
+            p.add_layout(
+                Label(
+                    x=(lo + hi) / 2,
+                    y=top * 1.29,
+                    text=word,
+                    text_align="center",
+                    text_baseline="top",
+                    text_font=FONT,
+                    text_font_size="11px",
+                    text_color=TEXT,
+                )
+            )
+    bars = ColumnDataSource(
+        {
+            "left": left + 0.06,
+            "right": left + 0.94,
+            "share": share,
+            "fate": fate,
+            "color": [FAIL if f[0] in "fs" and f != "subnormal" else color for f in fate],
+            "alpha": [0.55 if f == "subnormal" else 0.9 for f in fate],
+            "exponent": exponents,
+            "count": counts,
+        }
+    )
+    quads = p.quad(
+        left="left",
+        right="right",
+        top="share",
+        bottom=0,
+        source=bars,
+        fill_color="color",
+        fill_alpha="alpha",
+        line_color=None,
+    )
+    p.add_tools(
+        hover(
+            [quads],
+            [("|x| from 2^", "@exponent{0}"), ("share", "@share{0.000} %"), ("elements", "@count{0,0}"), ("", "@fate")],
+        )
+    )
     return p
 
 
-def histogram_range(left: Floats, fmt: Format) -> Range1d:
-    """From the smallest binade that holds anything (or just below the format) to just above the format's max."""
-    low = math.log2(fmt.flush_below) - 3
-    high = math.log2(fmt.max) + 3
-    if len(left):
-        low, high = min(low, float(left.min()) - 0.5), max(high, float(left.max()) + 1.5)
-    return Range1d(max(low, math.log2(fmt.flush_below) - 30), min(high, math.log2(fmt.max) + 30))
+def histogram_range(fmt: Format) -> Range1d:
+    """The same for every tensor of a format, so that histograms can be compared: 8 binades below it, 4 above."""
+    return Range1d(math.log2(fmt.flush_below) - 8, math.floor(math.log2(fmt.max)) + 5)
+
+
+def _fold(left: Floats, counts: Floats, exponents: Floats, low: float, high: float) -> tuple[Floats, Floats, Floats]:
+    """Add bars outside [low, high] to the outermost bars inside, so that none is lost from the picture."""
+    inside = (left >= low) & (left + 1 <= high)
+    if not inside.any():
+        return left, counts, exponents
+    first, last = np.flatnonzero(inside)[[0, -1]]
+    folded = counts[first : last + 1].copy()
+    folded[0] += counts[:first].sum()
+    folded[-1] += counts[last + 1 :].sum()
+    return left[first : last + 1], folded, exponents[first : last + 1]

@@ -6,15 +6,21 @@ the user's, so every such string passes `plain` first. Tooltips escape HTML them
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bokeh.events import DoubleTap
 from bokeh.models import CustomJS, HoverTool, Range1d
 from bokeh.plotting import figure
 
-from narrowgauge.observe.figures.palette import GRID, INK, MUTED, PAPER, TEXT
+from narrowgauge.observe.figures.palette import GRID, MUTED, TEXT
 
 FONT = "Inter, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+# Whole powers of two as tick labels, for axes in log2.
+POWER_TICKS = """
+if (tick !== Math.round(tick)) return "";
+return "2" + String(tick).replace(/[-0-9]/g, c => c === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]);
+"""
 _ZERO_WIDTH = "\u200b"
 
 
@@ -34,19 +40,42 @@ def shorten(name: str, width: int = 26) -> str:
     if len(name) <= width:
         return name
     head = (width - 1) // 2
-    return f"{name[:head]}…{name[-(width - 1 - head):]}"
+    return f"{name[:head]}…{name[-(width - 1 - head) :]}"
 
 
-def frame(*, height: int, x_label: str = "", y_label: str = "", x_range: Any = None, y_range: Any = None,
-          zoom: str = "xbox_zoom", **kwargs: Any) -> Any:
+def frame(
+    *,
+    height: int,
+    x_label: str = "",
+    y_label: str = "",
+    x_range: Any = None,
+    y_range: Any = None,
+    zoom: str = "xbox_zoom",
+    left: int = 4,
+    **kwargs: Any,
+) -> Any:
     """An empty figure in the house style: drag zooms, double click resets, no toolbar, no logo.
 
     `height` in pixels, the width is the page's. `zoom`: "xbox_zoom", "box_zoom" or "" for a picture that stays put.
+    `left`: least pixels left of the axis, the same in pictures that are read one above the other.
     """
     ranges = {k: v for k, v in (("x_range", x_range), ("y_range", y_range)) if v is not None}
-    p = figure(height=height, sizing_mode="stretch_width", toolbar_location=None, tools=zoom or "",
-               active_drag=zoom or None, background_fill_color=None, border_fill_color=None, outline_line_color=None,
-               min_border_left=4, min_border_right=4, min_border_top=6, min_border_bottom=4, **ranges, **kwargs)
+    p = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        toolbar_location=None,
+        tools=zoom or "",
+        active_drag=zoom or None,
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+        min_border_left=left,
+        min_border_right=12,
+        min_border_top=6,
+        min_border_bottom=4,
+        **ranges,
+        **kwargs,
+    )
     p.toolbar.logo = None
     if zoom:
         p.js_on_event(DoubleTap, CustomJS(args={"p": p}, code="p.reset.emit()"))
@@ -79,10 +108,11 @@ def step_range(first: float, last: float, label_room: float = 0.0) -> Range1d:
     return Range1d(first - 0.005 * span if last > first else first - 1, last + max(label_room, 0.005) * span)
 
 
-def spread(positions: list[float], gap: float) -> list[float]:
+def spread(positions: list[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
     """Label positions at least `gap` apart, as near to the wanted ones as pushing pairs apart gets them.
 
-    Order is kept; [n] -> [n], in the axis's own unit.
+    Order is kept; [n] -> [n], in the axis's own unit. The stack is then moved into [low, high]; if it does not fit, its
+    upper end is the one that stays inside.
     """
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     placed = [positions[i] for i in order]
@@ -96,10 +126,13 @@ def spread(positions: list[float], gap: float) -> list[float]:
                 moved = True
         if not moved:
             break
+    if placed:
+        # Move as a whole, then the ends only as far as they must: labels that were fine keep their places.
+        for i in range(len(placed)):
+            placed[i] = max(placed[i], low + i * gap)
+        for i in reversed(range(len(placed))):
+            placed[i] = min(placed[i], high - (len(placed) - 1 - i) * gap)
     result = [0.0] * len(positions)
     for rank, i in enumerate(order):
         result[i] = placed[rank]
     return result
-
-
-__all__ = ["FONT", "GRID", "INK", "MUTED", "PAPER", "TEXT", "frame", "hover", "plain", "shorten", "spread", "step_range"]

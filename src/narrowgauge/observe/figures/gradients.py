@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, FactorRange
+from bokeh.models import ColumnDataSource, FactorRange, FixedTicker
 
 from narrowgauge.observe.figures.frame import frame, hover, plain, shorten
 from narrowgauge.observe.figures.heatmap import trim_common
@@ -36,20 +36,38 @@ def gradient_errors(layers: Mapping[str, LayerErrors], colors: Mapping[str, str]
     label = dict(zip(names, short, strict=True))
     values = [max(worst[n], 1e-9) for n in names] or [1.0]
     smallest = [e for rows in layers.values() for n, _, e in rows if n in label and e > 0] or [1e-3]
-    p = frame(height=70 + 21 * max(len(names), 1), x_label="relative gradient error, |g − g₀| / |g₀|", zoom="",
-              y_range=FactorRange(*reversed(short)), x_axis_type="log",
-              x_range=(max(min(smallest) / 1.6, 1e-9), max(values) * 1.6))
+    p = frame(
+        height=70 + 21 * max(len(names), 1),
+        x_label="relative gradient error, |g − g₀| / |g₀|",
+        zoom="",
+        y_range=FactorRange(*reversed(short)),
+        x_axis_type="log",
+        x_range=(max(min(smallest) / 1.6, 1e-9), max(values) * 1.6),
+    )
     p.ygrid.grid_line_color = GRID
+    marks = [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
+    p.xaxis.ticker = FixedTicker(ticks=marks)
+    p.xaxis.major_label_overrides = {m: f"{m:g}" for m in marks}
     p.yaxis.major_label_text_font_size = "11.5px"
     dots = []
     for variant, rows in layers.items():
         mine = [(label[n], n, c, e) for n, c, e in rows if n in label and np.isfinite(e)]
-        source = ColumnDataSource({"y": [r[0] for r in mine], "name": [r[1] for r in mine],
-                                   "cosine": [r[2] for r in mine], "error": [max(r[3], 1e-9) for r in mine],
-                                   "variant": [plain(variant)] * len(mine)})
+        source = ColumnDataSource(
+            {
+                "y": [r[0] for r in mine],
+                "name": [r[1] for r in mine],
+                "cosine": [r[2] for r in mine],
+                "error": [max(r[3], 1e-9) for r in mine],
+                "variant": [plain(variant)] * len(mine),
+            }
+        )
         dots.append(p.scatter("error", "y", source=source, color=colors[variant], size=9, alpha=0.85))
-    p.add_tools(hover(dots, [("", "@variant"), ("", "@name"), ("relative error", "@error{0.0000}"),
-                             ("cosine", "@cosine{0.000000}")]))
+    p.add_tools(
+        hover(
+            dots,
+            [("", "@variant"), ("", "@name"), ("relative error", "@error{0.0000}"), ("cosine", "@cosine{0.000000}")],
+        )
+    )
     return p
 
 

@@ -1,12 +1,13 @@
 """Layers x steps, one colour per cell: where and when a number went wrong.
 
     underflow_pct   log scale, 0.01 % .. 100 %           dark is bad      zero takes the lightest colour
-    sqnr_db         linear, 0 .. 40 dB                   dark is bad
+    sqnr_db         linear, 0 .. 32 dB                   dark is bad
     gain            linear, 0.9 .. 1.1, white at 1       either end is bad
-    scale           log2, the range that the runs show   no good or bad: look for jumps and for rows unlike the rest
+    scale           log2, the range of the grid          no good or bad: look for jumps and for rows unlike the rest
 
-The colour range of a metric is one for all variants and roles, so that pictures can be compared. Cells without a
-record stay empty. All (variant, role) grids travel in one source; a `CustomJS` copies the chosen one into the picture.
+But for the scale, the colour range of a metric is one for all variants and roles, so that pictures can be compared.
+Cells without a record stay empty. All (variant, role) grids travel in one source; a `CustomJS` copies the chosen one
+into the picture.
 
 Legend: L = layers (rows, first layer on top), T = recorded steps (columns).
 """
@@ -25,15 +26,15 @@ from bokeh.models import (
     ColumnDataSource,
     CustomJS,
     CustomJSHover,
+    CustomJSTickFormatter,
     FixedTicker,
     LinearColorMapper,
     LogColorMapper,
-    LogTicker,
     Range1d,
 )
 from numpy.typing import NDArray
 
-from narrowgauge.observe.figures.frame import FONT, frame, hover, plain, shorten
+from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, frame, hover, plain, shorten
 from narrowgauge.observe.figures.palette import DIVERGING, HARM, HARM_LOW, SEQUENCE, TEXT
 from narrowgauge.observe.figures.sampling import Floats
 
@@ -55,14 +56,23 @@ class HeatMetric:
 
 METRICS = (
     HeatMetric("underflow_pct", "Underflow", "% of elements flushed to zero", HARM, 0.01, 100.0, log=True),
-    HeatMetric("sqnr_db", "SQNR", "dB, signal to quantization noise", HARM_LOW, 0.0, 40.0),
+    HeatMetric("sqnr_db", "SQNR", "dB, signal to quantization noise", HARM_LOW, 0.0, 32.0),
     HeatMetric("gain", "Gain", "⟨x,d⟩ / ⟨x,x⟩, 1 is exact", DIVERGING, 0.9, 1.1),
     HeatMetric("scale_max", "Scale", "x ≈ codes · scale", SEQUENCE, None, None),
 )
 
 
-def heatmap(metric: HeatMetric, layers: Sequence[str], steps: Floats, grids: Mapping[str, Grid], *, shown: str,
-            x_range: Range1d | None = None, y_range: Range1d | None = None, height: int | None = None) -> Any:
+def heatmap(
+    metric: HeatMetric,
+    layers: Sequence[str],
+    steps: Floats,
+    grids: Mapping[str, Grid],
+    *,
+    shown: str,
+    x_range: Range1d | None = None,
+    y_range: Range1d | None = None,
+    height: int | None = None,
+) -> Any:
     """One metric over layers and steps.
 
     `layers` [L] module names in forward order; `steps` [T]; `grids` [L, T] by key, usually "variant|role", NaN where
@@ -72,12 +82,19 @@ def heatmap(metric: HeatMetric, layers: Sequence[str], steps: Floats, grids: Map
     n_layers = len(layers)
     columns, spacing, left = _columns(steps)
     flat = {key: _even(grid, steps, columns) for key, grid in grids.items()}
-    if metric.low is None:
+    if metric.low is None or metric.high is None:
         flat = {key: _log2(grid) for key, grid in flat.items()}
-    low, high = _extent(flat.values()) if metric.low is None or metric.high is None else (metric.low, metric.high)
-    p = frame(height=height or heat_height(n_layers), x_label="step",
-              x_range=x_range or Range1d(left, left + spacing * len(columns)),
-              y_range=y_range or Range1d(0, n_layers), zoom="box_zoom")
+        extents = {key: _extent(grid) for key, grid in flat.items()}
+    else:
+        extents = dict.fromkeys(flat, (metric.low, metric.high))
+    low, high = extents[shown]
+    p = frame(
+        height=height or heat_height(n_layers),
+        x_label="step",
+        x_range=x_range or Range1d(left, left + spacing * len(columns)),
+        y_range=y_range or Range1d(0, n_layers),
+        zoom="box_zoom",
+    )
     p.grid.grid_line_color = None
     mapper_type = LogColorMapper if metric.log else LinearColorMapper
     mapper = mapper_type(palette=list(metric.palette), low=low, high=high, nan_color="rgba(0,0,0,0)")
@@ -87,7 +104,16 @@ def heatmap(metric: HeatMetric, layers: Sequence[str], steps: Floats, grids: Map
     p.add_layout(_color_bar(metric, mapper, low, high), "right")
     p.add_tools(_cell_hover(image, metric, layers, columns, left, spacing))
     store = ColumnDataSource({key: grid.ravel() for key, grid in flat.items()})
-    swap = CustomJS(name=f"swap:{metric.column}", args={"store": store, "source": source}, code=_SWAP)
+    swap = CustomJS(
+        name=f"swap:{metric.column}",
+        code=_SWAP,
+        args={
+            "store": store,
+            "source": source,
+            "mapper": mapper,
+            "extents": {key: list(e) for key, e in extents.items()},
+        },
+    )
     p.tags = [swap]
     return p
 
@@ -95,8 +121,15 @@ def heatmap(metric: HeatMetric, layers: Sequence[str], steps: Floats, grids: Map
 # The image array is overwritten in place: its shape never changes, only what it holds.
 _SWAP = """
 const image = source.data.image[0];
-const grid = store.data[cb_obj.key];
-if (grid) { image.set(grid) } else { image.fill(NaN) }
+const columns = store.data instanceof Map ? Object.fromEntries(store.data) : store.data;
+const ranges = extents instanceof Map ? Object.fromEntries(extents) : extents;
+const grid = columns[cb_obj.key];
+if (grid) {
+  image.set(grid);
+  [mapper.low, mapper.high] = ranges[cb_obj.key];
+} else {
+  image.fill(NaN);
+}
 source.change.emit();
 """
 
@@ -104,15 +137,6 @@ source.change.emit();
 def heat_height(layers: int) -> int:
     """Pixels for a heatmap of that many rows: 13 each, between 150 and 460."""
     return int(np.clip(13 * layers + 60, 150, 460))
-
-
-def superscript(exponent: int) -> str:
-    """2 to that power in plain text.
-
-    >>> superscript(-10)
-    '2⁻¹⁰'
-    """
-    return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _columns(steps: Floats) -> tuple[Floats, float, float]:
@@ -140,9 +164,8 @@ def _log2(grid: Grid) -> Grid:
     return np.log2(np.where(grid > 0, grid, np.nan)).astype(np.float32)
 
 
-def _extent(grids: Any) -> tuple[float, float]:
-    finite = [g[np.isfinite(g)] for g in grids]
-    values = np.concatenate([f for f in finite if f.size] or [np.zeros(1)])
+def _extent(grid: Grid) -> tuple[float, float]:
+    values = grid[np.isfinite(grid)] if np.isfinite(grid).any() else np.zeros(1)
     low, high = float(np.floor(values.min())), float(np.ceil(values.max()))
     return low, max(high, low + 1)
 
@@ -172,37 +195,52 @@ def trim_common(names: Sequence[str]) -> list[str]:
 
 
 def _color_bar(metric: HeatMetric, mapper: Any, low: float, high: float) -> ColorBar:
-    ticker: Any
     overrides: dict[float, str] = {}
+    ticker: Any = BasicTicker(desired_num_ticks=5)
     if metric.log:
-        ticker = LogTicker(desired_num_ticks=5)
         decades = range(round(math.log10(low)), round(math.log10(high)) + 1)
         overrides = {10.0**k: f"{10.0**k:g}" for k in decades}
         ticker = FixedTicker(ticks=list(overrides))
-    elif metric.low is None:
-        every = max(math.ceil((high - low) / 6), 1)
-        overrides = {float(k): superscript(k) for k in range(int(low), int(high) + 1, every)}
-        ticker = FixedTicker(ticks=list(overrides))
-    else:
-        ticker = BasicTicker(desired_num_ticks=5)
-    return ColorBar(color_mapper=mapper, ticker=ticker, major_label_overrides=overrides, width=9, padding=4, margin=0,
-                    label_standoff=6, background_fill_color=None, bar_line_color=None, major_tick_line_color=None,
-                    major_label_text_font=FONT, major_label_text_font_size="11px", major_label_text_color=TEXT)
+    extra = {"formatter": CustomJSTickFormatter(code=POWER_TICKS)} if metric.low is None else {}
+    return ColorBar(
+        color_mapper=mapper,
+        ticker=ticker,
+        major_label_overrides=overrides,
+        width=9,
+        **extra,
+        padding=4,
+        margin=0,
+        label_standoff=6,
+        background_fill_color=None,
+        bar_line_color=None,
+        major_tick_line_color=None,
+        major_label_text_font=FONT,
+        major_label_text_font_size="11px",
+        major_label_text_color=TEXT,
+    )
 
 
-def _cell_hover(image: Any, metric: HeatMetric, layers: Sequence[str], columns: Floats, left: float,
-                spacing: float) -> Any:
+def _cell_hover(
+    image: Any, metric: HeatMetric, layers: Sequence[str], columns: Floats, left: float, spacing: float
+) -> Any:
     """Full module name, step and value of the cell under the pointer."""
     # Tooltip text made by a formatter is inserted as it is, unlike a column's value: escape it here.
-    layer = CustomJSHover(args={"names": list(reversed(layers))}, code="""
+    layer = CustomJSHover(
+        args={"names": list(reversed(layers))},
+        code="""
         const name = names[Math.floor(special_vars.y)] ?? "";
         return name.replace(/[&<>"']/g, c => "&#" + c.charCodeAt(0) + ";");
-    """)
-    step = CustomJSHover(args={"columns": [float(c) for c in columns], "left": left, "spacing": spacing}, code="""
+    """,
+    )
+    step = CustomJSHover(
+        args={"columns": [float(c) for c in columns], "left": left, "spacing": spacing},
+        code="""
         const i = Math.min(Math.max(Math.floor((special_vars.x - left) / spacing), 0), columns.length - 1);
         return Math.round(columns[i]).toLocaleString("en-US");
-    """)
+    """,
+    )
     power = "log2 scale" if metric.low is None else metric.column
     value = "@image{0.00}" if metric.low is None else "@image{0.000}"
-    return hover([image], [("", "$y{custom}"), ("step", "$x{custom}"), (power, value)],
-                 formatters={"$y": layer, "$x": step})
+    return hover(
+        [image], [("", "$y{custom}"), ("step", "$x{custom}"), (power, value)], formatters={"$y": layer, "$x": step}
+    )

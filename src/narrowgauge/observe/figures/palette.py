@@ -4,14 +4,14 @@ Variants take the Okabe-Ito colours, which stay apart under the three common col
 by their lightness. The baseline is ink and its noise twin is light grey: they are the paper that variants are
 judged on, not competitors. Heatmaps: where a value can be bad the dark end is the bad one; gain diverges around 1.
 
-Source: Okabe & Ito, "Color Universal Design"; ColorBrewer's YlOrBr and PuOr, both marked colour-blind safe.
+Source: Okabe & Ito, "Color Universal Design"; ColorBrewer's YlOrBr, PuOr and Blues, all marked colour-blind safe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bokeh.palettes import Cividis256, PuOr11, YlOrBr9, interp_palette
+from bokeh.palettes import Blues9, PuOr11, YlOrBr9, interp_palette
 
 INK = "#1d1c1a"  # baseline, axis lines
 TEXT = "#55524c"  # tick and axis labels
@@ -56,10 +56,12 @@ DARK = {
     "#2f8f9d": "#63c1cf",
 }
 
-HARM = tuple(interp_palette(tuple(reversed(YlOrBr9)), 64))  # light to dark: more is worse
+# Light to dark: more is worse. Bent, so that the healthy half stays pale and dark is kept for what deserves a look.
+_BENT = interp_palette(tuple(reversed(YlOrBr9)), 256)
+HARM = tuple(_BENT[round(255 * (i / 63) ** 1.7)] for i in range(64))
 HARM_LOW = tuple(reversed(HARM))  # dark to light: less is worse
 DIVERGING = tuple(interp_palette(PuOr11, 65))
-SEQUENCE = tuple(Cividis256[::4])
+SEQUENCE = tuple(interp_palette(tuple(reversed(Blues9)), 64))  # light to dark, neither end is bad
 
 
 def variant_colors(names: Sequence[str]) -> dict[str, str]:

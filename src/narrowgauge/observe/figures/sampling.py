@@ -1,13 +1,16 @@
 """Fewer points, the same picture: down-sampling that keeps extrema, and the running mean.
 
-    running mean    m_t = mean(y_{t-w+1} .. y_t)           over the finite values among the last w, NaN if there is none
+    running mean    m_t = mean(y_{t-h} .. y_{t+h})         h = (w - 1) / 2; finite values only, NaN where y_t is none
     extrema         per bucket of n/k consecutive points: its first minimum, its first maximum and its first gap (NaN)
 
-A strided or random subset would lose the one-step spike that a reader of a loss curve looks for; extrema cannot.
-The running mean looks back only, so a curve never shows a spike before it happened.
+A strided or random subset would lose the one-step spike that a reader of a loss curve looks for; extrema cannot. The
+running mean is centred: one that looks back only runs beside a falling curve instead of through it. Towards both ends
+its window shrinks, symmetrically.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +29,7 @@ def keep_extrema(steps: Floats, values: Floats, points: int = 1600) -> tuple[Flo
         return steps, values
     edges = np.linspace(0, n, max(points // 3, 1) + 1).astype(int)
     keep = {0, n - 1}
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         bucket = values[start:stop]
         gaps = np.isnan(bucket)
         if gaps.any():
@@ -39,15 +42,16 @@ def keep_extrema(steps: Floats, values: Floats, points: int = 1600) -> tuple[Flo
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """The mean of the last `window` finite values up to each point, [n] -> [n]; NaN where there is none.
+    """The mean of the finite values in the `window` points around each point, [n] -> [n]; NaN where the point is.
 
-    The first points average over what exists so far: the curve starts at the first value.
+    Near the ends the window shrinks on both sides alike: the curve starts at the first value and ends at the last.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    stop = np.arange(1, len(values) + 1)
-    start = np.maximum(stop - window, 0)
+    at = np.arange(len(values))
+    half = np.minimum(np.minimum(max(window - 1, 0) // 2, at), len(values) - 1 - at)
+    start, stop = at - half, at + half + 1
     count = counts[stop] - counts[start]
     total = sums[stop] - sums[start]
     mean = np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
@@ -56,11 +60,13 @@ def running_mean(values: Floats, window: int) -> Floats:
 
 
 def smoothing_window(steps: int) -> int:
-    """How many steps the running mean of a run of `steps` steps covers: a fortieth, between 1 and 1000."""
-    return int(np.clip(round(steps / 40), 1, 1000))
+    """How many steps the running mean of a run of `steps` steps covers: a thirtieth, odd, 1 to 1001."""
+    return int(np.clip(round(steps / 30), 1, 1000)) | 1
 
 
-def paired_gap_pct(steps_a: Floats, loss_a: Floats, steps_b: Floats, loss_b: Floats, window: int) -> tuple[Floats, Floats]:
+def paired_gap_pct(
+    steps_a: Floats, loss_a: Floats, steps_b: Floats, loss_b: Floats, window: int
+) -> tuple[Floats, Floats]:
     """Running mean of the loss gap of run b against baseline a, % of the baseline's running mean, at common steps.
 
         gap_t = 100 * mean_w(b - a) / |mean_w(a)|

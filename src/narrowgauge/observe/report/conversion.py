@@ -28,7 +28,14 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, ...]:
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", str(row.get("name", "?")))
-        key = (pattern, tuple(row.get("shape") or ()), row.get("recipe"), row.get("reason"), row.get("backend"), _idle(row))
+        key = (
+            pattern,
+            tuple(row.get("shape") or ()),
+            row.get("recipe"),
+            row.get("reason"),
+            row.get("backend"),
+            _idle(row),
+        )
         groups.setdefault(key, []).append(row)
     total = sum(float(row.get("flops_per_token") or 0) for row in rows)
     return tuple(_line(group, total) for group in groups.values())
@@ -65,7 +72,9 @@ def _name(names: list[str]) -> str:
     `layers.0.q`, `layers.1.q`, `layers.3.q` -> `layers.0–1,3.q`.
     """
     columns = list(zip(*(name.split(".") for name in names), strict=False))
-    return ".".join(values[0] if len(set(values)) == 1 else _ranges(sorted({int(v) for v in values})) for values in columns)
+    return ".".join(
+        values[0] if len(set(values)) == 1 else _ranges(sorted({int(v) for v in values})) for values in columns
+    )
 
 
 def _ranges(numbers: list[int]) -> str:

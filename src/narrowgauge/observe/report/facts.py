@@ -9,6 +9,14 @@ from typing import Any
 from narrowgauge.observe.report import words
 from narrowgauge.observe.store import Run
 
+ENDS = {
+    "complete": "at its end",
+    "stopped": "stopped early, as asked",
+    "failed": "with an error",
+    "killed": "killed",
+    "running": "still running",
+}
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -28,9 +36,9 @@ def run_facts(name: str, run: Run) -> RunFacts:
     """What one run says of itself."""
     meta = run.meta
     steps = run.steps
-    status = run.status
+    status = ENDS.get(run.status, run.status)
     if run.reason:
-        status += f": {words.scrub(run.reason)}"
+        status = f"the watch stopped: {words.scrub(run.reason)}"
     if meta.get("error"):
         status += f": {words.scrub(str(meta['error']))}"
     lost = {kind: n for kind, n in run.lost.items() if n}
@@ -56,6 +64,7 @@ def run_facts(name: str, run: Run) -> RunFacts:
 
 def common_facts(runs: Mapping[str, Run], verdict_versions: Mapping[str, str], started: str) -> list[tuple[str, str]]:
     """What all runs share: (label, text) pairs; what the first run that knows it says."""
+
     def first(key: str) -> Any:
         return next((run.meta[key] for run in runs.values() if run.meta.get(key)), None)
 

@@ -3,8 +3,8 @@
     grids["variant|role"][metric]   [L, T] float32      L layers in forward order, T recorded steps of all runs together
 
 Cells nobody recorded are NaN. A long run has more steps than a screen has columns: neighbours are then merged into
-one cell that keeps the *worst* of them (most underflow, least SQNR, gain farthest from 1, largest scale), never a mean, so
-an event of one step stays visible.
+one cell that keeps the *worst* of them (most underflow, least SQNR, gain farthest from 1, largest scale), never a
+mean, so an event of one step stays visible.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
     if scalar not in table or table.rows == 0:
         return Trace(name, color, np.zeros(0), np.zeros(0))
     values = np.asarray(table[scalar], dtype=np.float64)
-    return Trace(name, color, np.asarray(table["step"], dtype=np.float64), np.where(np.isfinite(values), values, np.nan))
+    return Trace(
+        name, color, np.asarray(table["step"], dtype=np.float64), np.where(np.isfinite(values), values, np.nan)
+    )
 
 
 def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
@@ -84,7 +86,7 @@ def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
     grids: dict[str, dict[str, Array]] = {metric.column: {} for metric in METRICS}
     for (name, metric_name, role), (modules, at, values) in found.items():
         grid = np.full((len(names), len(steps)), np.nan)
-        grid[np.ix_([row_of[m] for m in modules], np.searchsorted(steps, at))] = values
+        grid[np.ix_(np.array([row_of[m] for m in modules]), np.searchsorted(steps, at))] = values
         grids[metric_name][f"{name}|{role}"] = _short_mantissa(merge_columns(grid, merged, metric_name))
     return Layers(tuple(names), steps[::merged].astype(np.float64), grids, variants, merged)
 
@@ -122,4 +124,6 @@ def histogram(run: Run, site: str) -> Histogram | None:
     total = all_counts.sum()
     zero = 100 * all_counts[0] / total if total else 0.0
     good = math.isfinite(scale) and scale > 0
-    return Histogram(int(steps[-1]), all_counts[1:], exponents[1:], 1 / scale if good else 1.0, float(zero), smallest < scale)
+    return Histogram(
+        int(steps[-1]), all_counts[1:], exponents[1:], 1 / scale if good else 1.0, float(zero), smallest < scale
+    )

@@ -8,7 +8,7 @@ All text reaches the page through Jinja with autoescape on, all data through JSO
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from markupsafe import Markup
 
 from narrowgauge.errors import RunError
 from narrowgauge.metrics import OPERAND_ROLES
-from narrowgauge.observe.figures import METRICS, variant_colors
-from narrowgauge.observe.report import conversion, facts, gather, pictures, ruler, summary, words
+from narrowgauge.observe.figures import DARK, METRICS, variant_colors
+from narrowgauge.observe.report import conversion, facts, gather, headline, pictures, ruler, summary, words
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
 from narrowgauge.observe.store import Run
-from narrowgauge.observe.verdict.types import Verdict
+from narrowgauge.observe.verdict.types import VariantVerdict, Verdict
 from narrowgauge.observe.verdict.worst import worst_tensors
 
 ROLE = "grad_output"  # shown first: gradients are where FP8 goes wrong first
@@ -42,10 +42,11 @@ class Inside:
 def html(verdict: Verdict | None, runs: Mapping[str, Run], out: Path) -> Path:
     """Write the report and return its path.
 
-    `runs` by name in the order of the page; names of a comparison are those of the verdict. Missing pieces (no tensors, no
-    evaluation, a run that died) are said in the page. Errors: RunError when there is no run, or `out` cannot be written.
+    `runs` by name in the order of the page; names of a comparison are those of the verdict. Missing pieces (no
+    tensors, no evaluation, a run that died) are said in the page.
+    Errors: RunError when there is neither run nor verdict, or `out` cannot be written.
     """
-    if not runs:
+    if not runs and verdict is None:
         raise RunError("There is no run to report on; expected at least one run folder.")
     page = render(verdict, runs)
     out = Path(out)
@@ -68,54 +69,83 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     inside_runs = {name: run for name, run in runs.items() if run.meta.get("recipe") or run.metrics}
     judged = {v.name: v for v in verdict.variants} if verdict else {}
     worst = {n: judged[n].worst if n in judged else worst_tensors(run) for n, run in inside_runs.items()}
-    rows = {n: (judged[n].conversion if n in judged else ()) or run.meta.get("conversion") or () for n, run in inside_runs.items()}
+    rows = {
+        n: (judged[n].conversion if n in judged else ()) or run.meta.get("conversion") or ()
+        for n, run in inside_runs.items()
+    }
     order = [str(row.get("name")) for each in rows.values() for row in each]
     layers = gather.layers(inside_runs, order)
-    # The selector opens on the first variant that has something to show.
-    pictures.inside(drawn, layers, colors, worst, ROLE)
+    opened = _opened([n for n in inside_runs if n in layers.variants] or list(inside_runs), judged)
+    pictures.inside(drawn, layers, colors, worst, f"{opened}|{ROLE}")
     inside = [
         Inside(n, f"v{i}", pictures.worst_tensors(drawn, f"v{i}", run, worst[n], colors[n]), conversion.lines(rows[n]))
         for i, (n, run) in enumerate(inside_runs.items())
     ]
-    inside.sort(key=lambda each: layers.variants.index(each.name) if each.name in layers.variants else len(inside))
-    return _environment().get_template("page.html.j2").render(
-        v=verdict,
-        headline=summary.headline(verdict) if verdict else [],
-        speed=summary.speed_line(verdict) if verdict and verdict.judged else "",
-        summary=summary.summary(verdict) if verdict else None,
-        outcomes=summary.OUTCOMES,
-        answers=summary.ANSWERS,
-        ruler={v.name: Markup(ruler.svg(v, colors[v.name])) for v in verdict.variants} if verdict else {},
-        colors=colors,
-        runs=[facts.run_facts(name, run) for name, run in runs.items()],
-        single=_single(runs) if not verdict else None,
-        facts=facts.common_facts(runs, verdict.versions if verdict else {}, verdict.started if verdict else _started(runs)),
-        notes=facts.notes_of(runs, verdict.notes if verdict else ()),
-        events=_events(runs),
-        pictures=drawn,
-        inside=inside,
-        layers=layers,
-        roles=OPERAND_ROLES,
-        role=ROLE,
-        metrics=METRICS,
-        title=_title(verdict, runs),
-        bokeh_js=Markup(bokeh_js()),
-        data=Markup(drawn.to_json()),
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            v=verdict,
+            headline=headline.headline(verdict) if verdict else [],
+            speed=headline.speed_line(verdict) if verdict and verdict.judged else "",
+            summary=summary.summary(verdict) if verdict else None,
+            outcomes=headline.OUTCOMES,
+            answers=headline.ANSWERS,
+            ruler={v.name: Markup(ruler.svg(v)) for v in verdict.variants} if verdict else {},
+            colors={name: f"var(--c{color[1:]})" for name, color in colors.items()},
+            hues=[(f"--c{color[1:]}", color, DARK[color]) for color in sorted(set(colors.values()))],
+            runs=[facts.run_facts(name, run) for name, run in runs.items()],
+            single=_single(runs) if not verdict else None,
+            facts=facts.common_facts(
+                runs, verdict.versions if verdict else {}, (verdict.started if verdict else "") or _started(runs)
+            ),
+            notes=facts.notes_of(runs, verdict.notes if verdict else ()),
+            events=_events(runs),
+            pictures=drawn,
+            inside=inside,
+            opened=opened,
+            layers=layers,
+            roles=OPERAND_ROLES,
+            role=ROLE,
+            metrics=METRICS,
+            title=_title(verdict, runs),
+            bokeh_js=Markup(bokeh_js()),
+            data=Markup(drawn.to_json()),
+        )
     )
 
 
+def _opened(names: Sequence[str], judged: Mapping[str, VariantVerdict]) -> str:
+    """The run that the selector opens on: the one in the worst trouble, or the first."""
+    trouble = ("fail", "watch", "inconclusive")
+    rank = {n: trouble.index(judged[n].outcome) if n in judged and judged[n].outcome in trouble else 9 for n in names}
+    return min(names, key=lambda n: rank[n], default="")
+
+
 def _environment() -> Environment:
-    environment = Environment(loader=PackageLoader("narrowgauge.observe.report", "."), autoescape=True,
-                              undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(percent=words.percent, unsigned=lambda x: words.percent(x, signed=False), loss=words.loss,
-                               cosine=words.cosine, number=words.number, seconds=words.seconds, scrub=words.scrub,
-                               moment=facts.moment)
+    environment = Environment(
+        loader=PackageLoader("narrowgauge.observe.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        percent=words.percent,
+        unsigned=lambda x: words.percent(x, signed=False),
+        loss=words.loss,
+        cosine=words.cosine,
+        number=words.number,
+        seconds=words.seconds,
+        scrub=words.scrub,
+        moment=facts.moment,
+    )
     return environment
 
 
 def _title(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     if verdict:
-        return "narrowgauge · " + "".join(text for text, _ in summary.headline(verdict))
+        return "narrowgauge · " + "".join(text for text, _ in headline.headline(verdict))
     return f"narrowgauge · {words.listing(list(runs))}"
 
 
@@ -137,16 +167,18 @@ def _single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         finite = tail[np.isfinite(tail)]
         clock = column("step_seconds")
         memory = column("peak_memory_bytes")
-        rows.append({
-            "name": name,
-            "steps": f"{scalars.rows:,}",
-            "loss": words.loss(float(finite.mean()) if len(finite) else None),
-            "step": words.seconds(float(np.nanmedian(clock)) if np.isfinite(clock).any() else None),
-            "memory": words.memory(float(np.nanmax(memory)) if np.isfinite(memory).any() else None),
-            "nan": int(np.nansum(column("nonfinite"))),
-            "skipped": int(np.nansum(column("skipped"))),
-            "status": run.status,
-        })
+        rows.append(
+            {
+                "name": name,
+                "steps": f"{scalars.rows:,}",
+                "loss": words.loss(float(finite.mean()) if len(finite) else None),
+                "step": words.seconds(float(np.nanmedian(clock)) if np.isfinite(clock).any() else None),
+                "memory": words.memory(float(np.nanmax(memory)) if np.isfinite(memory).any() else None),
+                "nan": int(np.nansum(column("nonfinite"))),
+                "skipped": int(np.nansum(column("skipped"))),
+                "status": facts.ENDS.get(run.status, run.status),
+            }
+        )
     return rows
 
 
@@ -160,8 +192,14 @@ def _events(runs: Mapping[str, Run], most: int = 12) -> list[dict[str, Any]]:
             event = table.row(i)
             key = (str(event["kind"]), str(event["site"] or ""))
             if key not in seen:
-                seen[key] = {"run": name, "kind": key[0], "site": key[1], "step": int(event["step"]), "count": 0,
-                             "message": words.scrub(str(event["message"] or ""))}
+                seen[key] = {
+                    "run": name,
+                    "kind": key[0],
+                    "site": key[1],
+                    "step": int(event["step"]),
+                    "count": 0,
+                    "message": words.scrub(str(event["message"] or "")),
+                }
             seen[key]["count"] += 1
         rows += seen.values()
     rows.sort(key=lambda row: row["step"])

@@ -1,7 +1,7 @@
 """All pictures of a report in one Bokeh document, so that their ranges can be linked, as JSON for the page.
 
 Each picture is a root with an address of its own; the template puts a `<div>` where it belongs and the page's script
-embeds the roots there. Nothing is loaded from anywhere: BokehJS itself is inlined (only its core: no widgets, no MathJax).
+embeds the roots there. Nothing is loaded from anywhere: BokehJS is inlined (only its core: no widgets, no MathJax).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Pictures:
     def to_json(self) -> str:
         """{doc, roots: {root id: element id}, dark: {light colour: dark colour}}, safe inside a `<script>`."""
         document = Document()
-        for figure in self.figures.values():
-            document.add_root(figure)
+        with document.models.freeze():  # else every root walks all models anew
+            for figure in self.figures.values():
+                document.add_root(figure)
         roots = {figure.id: place for place, figure in self.figures.items()}
         return script_json({"doc": document.to_json(deferred=False), "roots": roots, "dark": DARK})
 
@@ -43,7 +44,9 @@ class Pictures:
 def script_json(data: Mapping[str, Any]) -> str:
     """JSON that cannot end the script element around it, whatever strings it holds."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=True)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        text.replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    )
 
 
 def bokeh_js() -> str:

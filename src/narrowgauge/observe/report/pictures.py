@@ -49,7 +49,9 @@ def losses(pictures: Pictures, runs: Mapping[str, Run], colors: Mapping[str, str
     judged = {v.name: v for v in verdict.variants} if verdict and verdict.judged else {}
     band = next((v.band_pct for v in judged.values() if v.band_pct is not None), None)
     means = {name: (v.window, v.gap_pct) for name, v in judged.items() if v.window and v.gap_pct is not None}
-    pictures.add("gap", figures.loss_gap(baseline, others, x_range, noise=traces.get("noise"), band_pct=band, means=means))
+    pictures.add(
+        "gap", figures.loss_gap(baseline, others, x_range, noise=traces.get("noise"), band_pct=band, means=means)
+    )
 
 
 def same_weights(pictures: Pictures, verdict: Verdict, colors: Mapping[str, str]) -> None:
@@ -59,33 +61,52 @@ def same_weights(pictures: Pictures, verdict: Verdict, colors: Mapping[str, str]
         pictures.add("gradients", figures.gradient_errors(rows, colors))
 
 
-def inside(pictures: Pictures, layers: gather.Layers, colors: Mapping[str, str], worst: Mapping[str, Sequence[WorstTensor]],
-           role: str) -> None:
-    """Places "heat-METRIC" and "scale-ROLE": everything over layers and steps, first variant shown."""
+def inside(
+    pictures: Pictures,
+    layers: gather.Layers,
+    colors: Mapping[str, str],
+    worst: Mapping[str, Sequence[WorstTensor]],
+    shown: str,
+) -> None:
+    """Places "heat-METRIC" and "scale-ROLE": everything over layers and steps; `shown`: "variant|role" drawn first."""
     if not layers.names:
         return
     spacing = float(np.median(np.diff(layers.steps))) if len(layers.steps) > 1 else 1.0
     x_range = Range1d(float(layers.steps[0]) - spacing / 2, float(layers.steps[-1]) + spacing / 2)
     y_range = Range1d(0, len(layers.names))
-    shown = f"{layers.variants[0]}|{role}"
+    variant = shown.rpartition("|")[0]
     for metric in figures.METRICS:
         grids = layers.grids[metric.column]
-        if grids:
-            picture = figures.heatmap(metric, layers.names, layers.steps, grids, shown=shown, x_range=x_range, y_range=y_range)
+        if shown in grids:
+            picture = figures.heatmap(
+                metric, layers.names, layers.steps, grids, shown=shown, x_range=x_range, y_range=y_range
+            )
             pictures.add(f"heat-{metric.column}", picture)
-    modules = {(v, r): [Site.parse(t.site).module for t in tensors if Site.parse(t.site).role == r]
-               for v, tensors in worst.items() for r in OPERAND_ROLES}
+    modules = {
+        (v, r): [Site.parse(t.site).module for t in tensors if Site.parse(t.site).role == r]
+        for v, tensors in worst.items()
+        for r in OPERAND_ROLES
+    }
+    scale_range = figures.scale_steps(layers.steps)
     for each in OPERAND_ROLES:
-        scales = {v: layers.grids["scale_max"][f"{v}|{each}"] for v in layers.variants
-                  if f"{v}|{each}" in layers.grids["scale_max"]}
-        if layers.variants[0] in scales:
+        scales = {
+            v: layers.grids["scale_max"][f"{v}|{each}"]
+            for v in layers.variants
+            if f"{v}|{each}" in layers.grids["scale_max"]
+        }
+        if variant in scales:
             named = {v: modules.get((v, each), ())[:3] for v in scales}
-            pictures.add(f"scale-{each}", figures.scale_traces(scales, layers.steps, layers.names, colors=colors, named=named,
-                                                               shown=layers.variants[0], x_range=x_range))
+            pictures.add(
+                f"scale-{each}",
+                figures.scale_traces(
+                    scales, layers.steps, layers.names, colors=colors, named=named, shown=variant, x_range=scale_range
+                ),
+            )
 
 
-def worst_tensors(pictures: Pictures, variant: str, run: Run | None, tensors: Sequence[WorstTensor],
-                  color: str) -> tuple[Tensor, ...]:
+def worst_tensors(
+    pictures: Pictures, variant: str, run: Run | None, tensors: Sequence[WorstTensor], color: str
+) -> tuple[Tensor, ...]:
     """Places "exponents-VARIANT-RANK" for the worst tensors of one run that have a histogram."""
     result = []
     for rank, facts in enumerate(tensors[:5], start=1):

@@ -12,17 +12,17 @@ NONE = "—"
 
 
 def percent(value: float | None, *, signed: bool = True) -> str:
-    """Percent with about three digits: `+0.11 %`, `−3.02 %`, `0.021 %`; "—" for None.
+    """Percent with two decimals, fewer for large values and three for tiny ones; "—" for None.
 
-    >>> percent(0.1149), percent(-12.34), percent(0.0213, signed=False)
-    ('+0.11 %', '−12.3 %', '0.021 %')
+    >>> percent(0.1149), percent(-12.34), percent(0.0021, signed=False)
+    ('+0.11 %', '−12.3 %', '0.002 %')
     """
     if value is None:
         return NONE
     if not math.isfinite(value):
         return "not finite"
     size = abs(value)
-    digits = 3 if size < 0.0995 else 2 if size < 9.995 else 1 if size < 99.95 else 0
+    digits = 3 if size < 0.00995 else 2 if size < 9.995 else 1 if size < 99.95 else 0
     text = f"{size:,.{digits}f} %"
     if float(f"{size:.{digits}f}") == 0:
         return text
