@@ -1,6 +1,6 @@
 """Writes the pages that are made from the code, so that they cannot lag behind it: `make docs`.
 
-metrics.md from the catalog of metrics, recipes.md from the catalog of recipes, cli.md from the commands themselves.
+metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def recipes() -> str:
         "",
         "*Generated from `narrowgauge.compute.recipes`; edit the catalog, not this page.*",
         "",
-        "A recipe says for each product of a linear layer which format, how many scales and which scaling rule",
-        "each operand gets. Pass one to `ng.convert`, or its name to the command line; `fake-NAME` quantizes the",
-        "same way and multiplies in high precision, which separates the error of quantization from that of the",
-        "product. Fields change with `recipe.with_(...)`: `margin`, `history`, `algorithm`, `power_of_two` and more.",
+        "A recipe says for each product of a linear layer which format, how many scales and which scaling",
+        "rule each operand gets. Pass one to `ng.convert`, or its name to the command line; `fake-NAME`",
+        "quantizes the same way and multiplies in high precision, which separates the error of quantization",
+        "from that of the product. Fields change with `recipe.with_(...)`: `margin`, `history`, `algorithm`,",
+        "`power_of_two` and more.",
     ]
     for recipe in CATALOG.values():
         lines += [
@@ -87,9 +88,7 @@ def commands() -> str:
     for verb in VERBS:
         command = cli.get_command(click.Context(cli), verb)
         if command is not None:
-            context = click.Context(
-                command, info_name=f"narrowgauge {verb}", max_content_width=100, terminal_width=100
-            )
+            context = click.Context(command, info_name=f"narrowgauge {verb}", max_content_width=100, terminal_width=100)
             parts += ["", f"## {verb}", "", "```text", command.get_help(context).rstrip(), "```"]
     return "\n".join(parts) + "\n"
 

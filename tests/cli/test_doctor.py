@@ -33,9 +33,7 @@ def gpu(name: str, capability: tuple[int, int], architecture: str = "") -> Gpu:
     return Gpu(name, capability, 80 * GIB, 79 * GIB, architecture)
 
 
-def machine(
-    monkeypatch: pytest.MonkeyPatch, card: Gpu, cuda: str = "13.0", hip: str | None = None
-) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, card: Gpu, cuda: str = "13.0", hip: str | None = None) -> Machine:
     """A machine with this GPU, its backends chosen by the code that training uses."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: card.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: card.name)
@@ -82,9 +80,7 @@ def test_a100_has_no_fp8_hardware(monkeypatch: pytest.MonkeyPatch):
     found = machine(monkeypatch, gpu("NVIDIA A100-SXM4-80GB", (8, 0)))
     assert native(found) == can(found) == set()
     (only,) = advice(found)
-    assert only.startswith(
-        "NVIDIA A100-SXM4-80GB has no FP8 tensor cores (they begin with compute capability 8.9)"
-    )
+    assert only.startswith("NVIDIA A100-SXM4-80GB has no FP8 tensor cores (they begin with compute capability 8.9)")
     assert "needs 8.9, this is 8.0" in doctor(found)
 
 
@@ -112,10 +108,7 @@ def test_b200_could_run_mx(monkeypatch: pytest.MonkeyPatch):
     assert can(found) == TENSORWISE | {"rowwise", "mxfp8", "mxfp8-ocp"}
     assert native(found) <= can(found)
     if "mxfp8" not in native(found):
-        assert (
-            "NVIDIA B200 could multiply MXFP8 natively; this version of narrowgauge emulates it."
-            in advice(found)[0]
-        )
+        assert "NVIDIA B200 could multiply MXFP8 natively; this version of narrowgauge emulates it." in advice(found)[0]
 
 
 def test_mi300_multiplies_another_variant(monkeypatch: pytest.MonkeyPatch):
@@ -179,10 +172,7 @@ def test_page_names_everything(monkeypatch: pytest.MonkeyPatch):
         assert word in text
     for recipe in CATALOG:
         assert f"\n{recipe} " in text
-    assert (
-        "current, delayed, static, rowwise, blockwise by scaled_mm: native FP8 tensor cores on NVIDIA H200"
-        in text
-    )
+    assert "current, delayed, static, rowwise, blockwise by scaled_mm: native FP8 tensor cores on NVIDIA H200" in text
 
 
 def test_versions_are_read_as_numbers():
@@ -207,7 +197,5 @@ def test_a_missing_or_hanging_nvidia_smi_is_no_error(raised: Exception, monkeypa
         raise raised
 
     monkeypatch.setattr(facts.subprocess, "run", run)
-    monkeypatch.setattr(
-        facts.Path, "read_text", lambda self: "NVRM version: Kernel Module  550.54.15  Tue Mar 5\n"
-    )
+    monkeypatch.setattr(facts.Path, "read_text", lambda self: "NVRM version: Kernel Module  550.54.15  Tue Mar 5\n")
     assert facts._driver() == "550.54.15"
