@@ -141,7 +141,10 @@ REFUSED = {
         _input_changed,
         "an input of Shifted, shape (12, 16), was changed in place between its use and the end of backward",
     ),
-    "hidden path": (_hidden_path, "the loss depends on a tensor with gradients that was computed where it cannot be seen"),
+    "hidden path": (
+        _hidden_path,
+        "the loss depends on a tensor with gradients that was computed where it cannot be seen",
+    ),
     "function mode": (_mode, "the script runs under a torch function mode of its own (Mode)"),
     "hidden state": (_hidden_state, "computing the loss again gives another value"),
     "gradient hook": (_gradient_hook, "computing the gradients again gives others (relative difference"),
@@ -169,7 +172,9 @@ class Boxed(nn.Sequential):
 BOX = [0.0]
 
 
-def run(program: Callable[..., None], model: nn.Module | None = None, steps: tuple[int, ...] = (1,)) -> SameWeightsProbe:
+def run(
+    program: Callable[..., None], model: nn.Module | None = None, steps: tuple[int, ...] = (1,)
+) -> SameWeightsProbe:
     torch.manual_seed(2)
     model = model or mlp()
     probe = make_probe(steps=steps)

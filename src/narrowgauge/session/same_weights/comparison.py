@@ -18,8 +18,8 @@ from narrowgauge.errors import ConversionError
 from narrowgauge.observe.verdict.types import SameWeights
 from narrowgauge.session.same_weights.flops import counted
 from narrowgauge.session.same_weights.gradient_gap import gap
+from narrowgauge.session.same_weights.plan import NotMeasurable, Plan
 from narrowgauge.session.same_weights.replay import Gradients, check_inputs, replay, untouched
-from narrowgauge.session.same_weights.tape import NotMeasurable, Plan
 from narrowgauge.session.same_weights.variant import State, Variant
 
 # A CPU repeats itself to the bit. CUDA kernels that add atomically do not: attention's backward differs by some 1e-3.
@@ -83,8 +83,8 @@ class Comparison:
             worst = abs(a - b) / abs(a) if a else float("inf")
             del loss, grads
         raise NotMeasurable(
-            f"computing the loss again gives another value (relative difference {worst:.3g}); something that the replay "
-            "cannot see takes part in it"
+            f"computing the loss again gives another value (relative difference {worst:.3g}); something that the "
+            "replay cannot see takes part in it"
         )
 
     def _check_gradients(
@@ -109,8 +109,9 @@ class Comparison:
         real_norm, difference, before_norm = sums.tolist()
         tolerance = GRADIENT_TOLERANCE.get(base[0].device.type, GRADIENT_TOLERANCE["cuda"])
         if difference > tolerance * real_norm + 4 * eps * before_norm:
+            relative = difference / (real_norm or 1.0)
             raise NotMeasurable(
-                f"computing the gradients again gives others (relative difference {difference / (real_norm or 1.0):.3g}); "
+                f"computing the gradients again gives others (relative difference {relative:.3g}); "
                 "something that the replay cannot see takes part in them, such as a hook that changes gradients"
             )
 
@@ -205,7 +206,8 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm
 
 
 def _finite(base: tuple[Tensor, Gradients]) -> tuple[bool, ...]:

@@ -1,7 +1,7 @@
 """A model's state outside of its weights, kept so that a replay can start from it and leave no trace.
 
-    before = ModelState(modules, own=True)      buffers and tensor attributes cloned: the state that a replay starts from
-    after = ModelState(modules)                 by identity: what the training program must find again
+    before = ModelState(modules, own=True)     buffers and tensor attributes cloned: the state that a replay starts from
+    after = ModelState(modules)                by identity: what the training program must find again
     before.apply(); ... replay ...; after.apply()
 
 A replay runs on clones put in the place of the buffers, so the originals are not even written to: batch statistics,
@@ -103,7 +103,13 @@ def _copied(value: Any, memo: dict[int, Tensor] | None, *, parameters: bool) -> 
 
 
 def _copied_tensor(value: Any, memo: dict[int, Tensor] | None, parameters: bool) -> Any:
-    if memo is None or parameters or not isinstance(value, Tensor) or value.requires_grad or isinstance(value, nn.Parameter):
+    if (
+        memo is None
+        or parameters
+        or not isinstance(value, Tensor)
+        or value.requires_grad
+        or isinstance(value, nn.Parameter)
+    ):
         return value
     if id(value) not in memo:
         with torch.no_grad():

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +25,17 @@ class Recorder(Protocol):
     """What `patches` tells about."""
 
     @property
-    def recording(self) -> bool: ...
-    def run(self, func: Any, name: str, args: Any, kwargs: Any, *, opaque: bool = False) -> Any: ...
-    def loss_scaled(self, scaled: Any, scale: Any) -> None: ...
-    def stop(self) -> None: ...
+    def recording(self) -> bool:
+        """Whether it wants to see calls now."""
+        ...
+
+    def run(self, func: Any, name: str, args: Any, kwargs: Any, *, opaque: bool = False) -> Any:
+        """Run `func` and return its result."""
+        ...
+
+    def loss_scaled(self, scaled: Any, scale: Any) -> None:
+        """Hear that a gradient scaler made `scaled`."""
+        ...
 
 
 def _taken_down() -> list[TorchFunctionMode]:
@@ -93,8 +100,8 @@ def patches(recorder: Recorder) -> ExitStack:
     return undo
 
 
-# `MyFunction.apply(loss(model(x)))` and `scaler.scale(loss(model(x)))` look the function up before the model is called, so
-# replacing an attribute then comes too late. Replacing the function's code does not. The replacements run among the
+# `MyFunction.apply(loss(model(x)))` and `scaler.scale(loss(model(x)))` look the function up before the model is called,
+# so replacing an attribute then comes too late. Replacing the function's code does not. The replacements run among the
 # function's own globals and find their way back by import.
 _SEEN: dict[str, Callable[..., Any]] = {}
 
@@ -112,14 +119,15 @@ def _scaled(*args: Any, **kwargs: Any) -> Any:
 
 
 def _redirect(
-    function: FunctionType, by: FunctionType, name: str, handler: Callable[..., Any]
+    function: FunctionType, by: Callable[..., Any], name: str, handler: Callable[..., Any]
 ) -> Callable[[], None]:
     """Let calls of `function`, whoever holds it, end in `handler(original, ...)`; the returned function undoes it."""
     code = function.__code__
     original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
     _SEEN[name] = functools.partial(handler, original)
-    function.__code__ = by.__code__.replace(co_freevars=code.co_freevars)
+    replacement: CodeType = by.__code__  # type: ignore[attr-defined]
+    function.__code__ = replacement.replace(co_freevars=code.co_freevars)
 
     def restore() -> None:
         function.__code__ = code

@@ -50,7 +50,11 @@ def gap(
     home = loss_a.device
     rows = [_norms(a, b) for a, b in zip(grads_a, grads_b, strict=True)]
     one = torch.ones((), dtype=torch.float64, device=home)
-    head = [loss_a.reshape(()).double(), loss_b.reshape(()).double().to(home), one if scale is None else scale.double().to(home)]
+    head = [
+        loss_a.reshape(()).double(),
+        loss_b.reshape(()).double().to(home),
+        one if scale is None else scale.double().to(home),
+    ]
     packed = torch.cat([torch.stack(head), *(row.to(home) for row in rows if row is not None)])
     numbers = packed.tolist()
     a, b = numbers[0] / numbers[2], numbers[1] / numbers[2]

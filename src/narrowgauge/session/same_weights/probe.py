@@ -1,8 +1,8 @@
 """The noise-free measure: what FP8 does to the loss and the gradient at the same weights, batch and random state.
 
-    step s - 1   tape, real backward, replay in each recipe that keeps state      only fills its scales
-    step s       tape, real backward, replay unconverted                         must give the recorded loss and gradients
-                                      replay in each recipe, one at a time       -> one SameWeights each
+    step s - 1   tape, real backward, replay in each recipe that keeps state     only fills its scales
+    step s       tape, real backward, replay unconverted                        must give the recorded loss and gradient
+                                      replay in each recipe, one at a time      -> one SameWeights each
 
 Two training runs drift apart by themselves; here nothing drifts, because both sides start from the same bits. A replay
 that does not reproduce what the script itself computed is not used: the reason is noted, and there is no number.
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from narrowgauge.observe.verdict.types import SameWeights
 from narrowgauge.session.same_weights.comparison import Comparison
-from narrowgauge.session.same_weights.tape import NotMeasurable, Plan, Tape
+from narrowgauge.session.same_weights.plan import NotMeasurable, Plan
+from narrowgauge.session.same_weights.tape import Tape
 from narrowgauge.session.same_weights.variant import RecipeVariant, Variant
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge.session.same_weights.ambient import Modes, Rng
 from narrowgauge.session.same_weights.frozen_model import ModelState, quiet
-from narrowgauge.session.same_weights.tape import Entry, NotMeasurable, Plan
+from narrowgauge.session.same_weights.plan import Entry, NotMeasurable, Plan
 from narrowgauge.session.same_weights.tree import External, tensors, thaw, walk
 
 Gradients = tuple[Tensor | None, ...]
@@ -32,7 +32,8 @@ def check_inputs(plan: Plan) -> None:
             if isinstance(leaf, External) and leaf.version >= 0 and leaf.tensor._version != leaf.version:
                 shape = tuple(leaf.tensor.shape)
                 raise NotMeasurable(
-                    f"an input of {entry.name}, shape {shape}, was changed in place between its use and the end of backward"
+                    f"an input of {entry.name}, shape {shape}, was changed in place between its use and the end "
+                    "of backward"
                 )
 
 

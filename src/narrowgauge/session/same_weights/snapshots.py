@@ -1,7 +1,7 @@
 """When to measure at the same weights.
 
-    known length T      near 5%, 35%, 65%, 95% of T: early (large gradients), twice in the middle, and at the end
-    unknown             2, 8, 32, 128, ...: each four times as late as the one before
+known length T      near 5%, 35%, 65%, 95% of T: early (large gradients), twice in the middle, and at the end
+unknown             2, 8, 32, 128, ...: each four times as late as the one before
 """
 
 from __future__ import annotations

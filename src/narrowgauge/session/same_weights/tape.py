@@ -4,16 +4,14 @@
     torch functions between    recorded one by one (a TorchFunctionMode), when they touch a recorded value or a weight
     everything else            a constant, held by reference together with its version counter
 
-`close(loss)` keeps only what the loss depends on and lets every other tensor go, so nothing but constants stays in memory
-during the real backward pass. Dependence is followed by storage, not by object, because views alias and in-place
-operations write through them.
+`close(loss)` keeps only what the loss depends on and lets every other tensor go, so nothing but constants stays in
+memory during the real backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,63 +21,22 @@ from torch.overrides import TorchFunctionMode
 from narrowgauge.session.same_weights import function_modes
 from narrowgauge.session.same_weights.ambient import Modes, Rng
 from narrowgauge.session.same_weights.frozen_model import ModelState, all_modules
-from narrowgauge.session.same_weights.tree import Const, External, Node, Slot, freeze, tensors, walk
+from narrowgauge.session.same_weights.plan import Entry, NotMeasurable, Plan, plan_of
+from narrowgauge.session.same_weights.tree import Const, External, Node, Slot, freeze, tensors
 
 # Reading a value on the host: what the script does with it afterwards cannot be seen.
 _READS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
-_IN_PLACE_DUNDERS = {f"__i{op}__" for op in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"]}
+_IN_PLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor matmul"
+_IN_PLACE_DUNDERS = {f"__i{op}__" for op in _IN_PLACE_OPERATORS.split()}
 _CANNOT = {
     "set_": "replaces a tensor's storage (Tensor.set_)",
     "resize_": "resizes a tensor in place",
 }
+# Attributes of tensors are read and written through these.
+_GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 # Their names say that they write, but what they change is no value.
 _NO_WRITES = {"requires_grad_", "share_memory_"}
-
-
-class NotMeasurable(Exception):
-    """Why the loss and gradient cannot be computed again; the text goes into the report."""
-
-
-@dataclass
-class Entry:
-    """One recorded call."""
-
-    name: str
-    call: Callable[..., Any]
-    args: Node  # of the pair (args, kwargs)
-    modes: Modes
-    rng: Rng | None
-    outputs: list[int] = field(default_factory=list)
-    attributes: list[tuple[int, nn.Module, str, Any]] = field(default_factory=list)
-    reads: set[Any] = field(default_factory=set)
-    writes: set[Any] = field(default_factory=set)
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The entries that lead to a loss, in order; `loss` is its slot of `size`."""
-
-    entries: tuple[Entry, ...]
-    loss: int
-    size: int
-    roots: tuple[nn.Module, ...]
-    before: tuple[ModelState, ...]
-    loss_scale: Tensor | None
-    host_reads: frozenset[str]  # how values left the tape before the loss was complete
-    constants: tuple[float, ...]  # Python floats used after that, in order
-
-    def names(self) -> list[tuple[str, nn.Module]]:
-        """The models and the prefix of their parameters' names: none for a single one, else its class."""
-        if len(self.roots) == 1:
-            return [("", self.roots[0])]
-        kinds = [type(root).__name__ for root in self.roots]
-        numbered = [f"{kind}{kinds[:i].count(kind) or ''}." for i, kind in enumerate(kinds)]
-        return list(zip(numbered, self.roots, strict=True))
-
-    def externals(self) -> list[External]:
-        """Every constant tensor that a replay uses."""
-        return [leaf for e in self.entries for leaf in walk(e.args) if isinstance(leaf, External)]
 
 
 class Tape(TorchFunctionMode):
@@ -161,9 +118,10 @@ class Tape(TorchFunctionMode):
         self._before.append(ModelState([module], own=True))
 
     def _collect_attributes(self, entry: Entry, module: nn.Module) -> None:
-        """Values that the model keeps in attributes for the script to pick up (an auxiliary loss) are outputs as well."""
+        """What the model keeps in attributes for the script to pick up (an auxiliary loss) is an output as well."""
         for part in all_modules([module]):
             for name, value in vars(part).items():
+                found: list[tuple[Any, Any]]
                 if isinstance(value, Tensor):
                     found = [(None, value)]
                 elif type(value) in (list, tuple):
@@ -205,10 +163,10 @@ class Tape(TorchFunctionMode):
             return None
 
     def _begin(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, opaque: bool) -> Entry | None:
-        if func == Tensor.grad.__get__:  # type: ignore[attr-defined]
+        if func == _GET_GRAD:
             return None  # zeroing gradients before backward is no part of the loss
         inputs = tensors((args, kwargs))
-        if func == Tensor.data.__set__ and any(id(t) in self._slots for t in inputs):  # type: ignore[attr-defined]
+        if func == _SET_DATA and any(id(t) in self._slots for t in inputs):  # type:
             self.fail("the script assigns to .data of a tensor on the way to its loss")
         grad = torch.is_grad_enabled()
         if not any(id(t) in self._slots or (grad and t.requires_grad) for t in inputs) and not self._has_number(args):
@@ -217,7 +175,9 @@ class Tape(TorchFunctionMode):
         if target is not None and id(target) not in self._slots:
             self._adopt(target)
         entry = self._entry(name, func, args, kwargs, Rng.now(whole=opaque))
-        entry.problem = entry.problem or (_CANNOT.get(name, "") and f"the script {_CANNOT[name]} on the way to its loss")
+        entry.problem = entry.problem or (
+            _CANNOT.get(name, "") and f"the script {_CANNOT[name]} on the way to its loss"
+        )
         if func is torch.autograd.grad:
             entry.problem = "the script calls torch.autograd.grad on the way to its loss"
         self._versions = [(t, t._version) for t in inputs if id(t) in self._slots and not t.is_inference()]
@@ -320,35 +280,14 @@ class Tape(TorchFunctionMode):
             raise NotMeasurable("the loss was not computed from the model's output where it can be seen")
         if loss.requires_grad and not self._grads[slot]:
             raise NotMeasurable("the loss is made by a custom autograd function that could not be followed")
-        needed, kept, first = {self._keys[slot]}, [], {}
-        for position in range(len(self._entries) - 1, -1, -1):
-            entry = self._entries[position]
-            if entry.writes & needed:
-                if entry.problem:
-                    raise NotMeasurable(entry.problem)
-                needed |= entry.reads
-                kept.append(entry)
-                first[id(entry)] = position
-        kept.reverse()
-        if not any(isinstance(entry.call, nn.Module) for entry in kept):
-            raise NotMeasurable("the loss does not depend on any call of the model that could be seen")
-        last = first[id(kept[-1])]
-        reads = [(position, name) for position, name in self._reads if position <= last]
-        after = [e for e in kept if reads and first[id(e)] >= reads[0][0]]
-        return Plan(
-            entries=tuple(kept),
+        return plan_of(
+            self._entries,
             loss=slot,
-            size=len(self._keys),
+            keys=self._keys,
+            reads=self._reads,
             roots=tuple(self._roots),
             before=tuple(self._before),
             loss_scale=self._scales.get(id(loss)),
-            host_reads=frozenset(name for _, name in reads),
-            constants=tuple(
-                leaf.value
-                for e in after
-                for leaf in walk(e.args)
-                if isinstance(leaf, Const) and type(leaf.value) is float
-            ),
         )
 
 

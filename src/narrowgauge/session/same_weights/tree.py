@@ -3,8 +3,8 @@
     freeze(obj, leaf) -> node         a copy of obj's containers, with leaf(tensor) in the place of each tensor
     thaw(node, values) -> obj         fresh containers, with values[i] in the place of Slot(i)
 
-Known containers: tuple (named ones too), list, dict and its subclasses (a ModelOutput is one), slice, dataclasses and any
-object that keeps its attributes in `__dict__`. Modules, arrays, functions and everything else are constants.
+Known containers: tuple (named ones too), list, dict and its subclasses (a ModelOutput is one), slice, dataclasses and
+any object that keeps its attributes in `__dict__`. Modules, arrays, functions and everything else are constants.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ from torch import Tensor, nn
 MAX_DEPTH = 8
 OBJECT_DEPTH = 4
 _ATOMS = (
-    *(type(None), bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
+    *(
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type,
+        ModuleType,
+        FunctionType,
+        BuiltinFunctionType,
+        MethodType,
+    ),
     *(nn.Module, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, torch.Size),
 )
 _Parts = tuple[list[Any], Callable[[Sequence[Any]], Any]]
