@@ -5,6 +5,9 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Those that need a GPU are run by hand; record.py is what the others share.
+BENCHMARKS := $(filter-out benchmarks/gpu_% benchmarks/record.py benchmarks/__init__.py, $(wildcard benchmarks/*.py))
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench docs clean
 
@@ -25,7 +28,7 @@ lint: $(READY)  ## ruff, mypy and the import contracts
 	$(BIN)/lint-imports
 
 bench: $(READY)  ## run the CPU benchmarks, write benchmarks/results/
-	for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
+	for file in $(BENCHMARKS); do echo "== $$file"; PYTHONPATH=. $(BIN)/python "$$file" || exit 1; done
 
 docs: $(READY)  ## write the pages that are generated from the code
 	$(BIN)/python docs/generate.py
