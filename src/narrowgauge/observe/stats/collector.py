@@ -160,13 +160,9 @@ class Collector:
     def _send(self, device: torch.device, held: _Held) -> None:
         with self._marked(device, held):
             operands = held.operands.pack() if held.operands else ([], None)
-            results = (
-                (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
-            )
+            results = (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
         if operands[0] or results[0]:
-            self._transfers.append(
-                Transfer.start(self._step, operands, results, held.marks, self._host_seconds)
-            )
+            self._transfers.append(Transfer.start(self._step, operands, results, held.marks, self._host_seconds))
 
     def _drain(self, wait: bool) -> None:
         """Hand every step that has arrived to the writer, oldest first."""

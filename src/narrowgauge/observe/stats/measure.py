@@ -51,9 +51,7 @@ def measure(x: Tensor, q: QTensor, *, amax_ratio: float | None = None) -> dict[s
         fmt_max=q.fmt.max,
         amax_ratio=amax_ratio,
     )
-    return {
-        name: _plain(column[0]) for name, column in finalize(vector[None]).items() if name in OPERAND_COLUMNS
-    }
+    return {name: _plain(column[0]) for name, column in finalize(vector[None]).items() if name in OPERAND_COLUMNS}
 
 
 def _plain(value: Any) -> Any:

@@ -20,10 +20,11 @@ from narrowgauge.errors import ShapeError
 from narrowgauge.observe.stats.merging import empty
 from narrowgauge.observe.stats.packing import Packer
 from narrowgauge.observe.stats.tally import Tally, tally
+from narrowgauge.observe.stats.whole import tally_whole
 
-RUN = {"cpu": 1 << 21}  # elements walked at a time; more on a GPU, which wants large launches
+RUN = {"cpu": 1 << 19}  # elements looked at at a time; more on a GPU, which wants large launches
 RUN_ELSEWHERE = 1 << 26
-SAMPLE = {"cpu": 1 << 14}  # elements that histograms are taken from, at least, if there are as many
+SAMPLE = {"cpu": 1 << 13}  # elements that histograms are taken from, at least, if there are as many
 SAMPLE_ELSEWHERE = 1 << 18
 
 
@@ -52,9 +53,7 @@ def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
 
 def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally]:
     """The tallies of all runs of rows of a tensor; none for an empty tensor. Arguments as for `moments`."""
-    x_MK = (
-        x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros((0, x.shape[-1] if x.dim() else 0))
-    )
+    x_MK = x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros((0, x.shape[-1] if x.dim() else 0))
     if x_MK.numel() == 0:
         return []
     if tuple(x_MK.shape) != tuple(q.shape):
@@ -63,10 +62,13 @@ def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally]:
             " give the tensor that was quantized"
         )
     stride = 1 if offset is None else _stride(x_MK.shape[0], x_MK.shape[1], x.device)
-    return [
-        tally(part, codes, stride=min(stride, len(part)), offset=(offset or 0) % min(stride, len(part)))
-        for part, codes in _runs(x_MK, q)
-    ]
+    tallies = []
+    for part, codes in _runs(x_MK, q):
+        step = min(stride, len(part))
+        rows = {"stride": step, "offset": (offset or 0) % step}
+        taken = tally_whole(part, codes, **rows) if part.device.type == "cpu" else None
+        tallies.append(tally(part, codes, **rows) if taken is None else taken)
+    return tallies
 
 
 def _stride(M: int, K: int, device: torch.device) -> int:

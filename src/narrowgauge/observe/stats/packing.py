@@ -94,9 +94,7 @@ class Packer:
             torch.stack([_added([getattr(t.sample, name) for t in parts]) for parts in sites])
             for name in ("exponents", "ranges", "zeros")
         )
-        rows = _sqnr(
-            [(i, t.row_signal, t.row_error) for i, parts in enumerate(sites) for t in parts], len(sites)
-        )
+        rows = _sqnr([(i, t.row_signal, t.row_error) for i, parts in enumerate(sites) for t in parts], len(sites))
         tail = (rows, torch.zeros_like(rows), fold_exponents(exponents, zeros), fold_ranges(ranges))
         packed = torch.cat((heads, *tail), -1)
         for i, (site, parts) in enumerate(self._pending.items()):

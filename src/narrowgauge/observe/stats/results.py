@@ -38,9 +38,9 @@ def result_values(y: Tensor) -> dict[str, Number]:
         amax = torch.where(finite.any(), y_MN.abs().amax(), -math.inf)
     values["amax"] = amax
     unit = unit_of(amax)
-    v_MN = y_MN if unit is None else y_MN * unit
-    back: Number = 1.0 if unit is None else 1.0 / unit.double()
-    mean, m2 = center(v_MN, v_MN.square().sum(1), finite)
+    back = 1.0 / unit.double()
+    v_MN = y_MN * unit
+    mean, m2 = center(v_MN, (v_MN * v_MN).sum(1), finite)
     values["mean"], values["m2"] = mean * back, m2 * back**2
     return values
 

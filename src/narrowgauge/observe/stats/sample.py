@@ -37,7 +37,7 @@ class Sample:
     zeros: Tensor
 
 
-def sample(x_MK: Tensor, bits_MK: Tensor, stride: int, offset: int, finite: Tensor | None) -> Sample:
+def sample(x_MK: Tensor, bits_MK: Tensor, stride: int, offset: int, finite: Tensor | None = None) -> Sample:
     """Take rows offset, offset + stride, ... of x.
 
     Args:

@@ -7,6 +7,7 @@ Legend: M = rows, K = columns, g(i, j) = the granule that holds element (i, j).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,22 +22,40 @@ def times(c_MK: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
     if M % granularity.rows or K % granularity.cols:
         return c_MK.mul_(granularity.expand(scale, (M, K)))
     R, C = scale.shape
-    c_MK.view(R, granularity.rows, C, granularity.cols).mul_(scale.view(R, 1, C, 1))
+    c_MK.view(R, granularity.rows, C, granularity.cols).mul_(scale.reshape(R, 1, C, 1))
     return c_MK
 
 
 def scale_values(scale: Tensor) -> dict[str, Tensor | float]:
-    """The slots of the packed moments that speak of scales; only finite scales count."""
-    wide = scale.detach().double().reshape(-1)
+    """The slots of the packed moments that speak of scales; only finite scales count. Floats on the CPU."""
+    scale = scale.detach()
+    if scale.device.type == "cpu":
+        return _on_cpu(scale)
+    wide = scale.double().reshape(-1)
     finite = wide.isfinite()
     n = finite.sum().double()
     filled = torch.where(finite, wide, 0.0)
     mean = filled.sum() / n.clamp(min=1)
-    spread = torch.where(finite, filled - mean, 0.0).square().sum()
     return {
         "scale_n": n,
         "scale_mean": mean,
-        "scale_m2": spread,
+        "scale_m2": torch.where(finite, filled - mean, 0.0).square().sum(),
         "scale_min": torch.where(finite, wide, torch.inf).amin(),
         "scale_max": torch.where(finite, wide, -torch.inf).amax(),
+    }
+
+
+def _on_cpu(scale: Tensor) -> dict[str, Tensor | float]:
+    """The same through numpy, which is the quicker one for a few numbers."""
+    wide = scale.numpy().astype(np.float64).reshape(-1)
+    wide = wide[np.isfinite(wide)]
+    if not wide.size:
+        return {"scale_n": 0.0, "scale_max": -np.inf}
+    mean = wide.mean()
+    return {
+        "scale_n": float(wide.size),
+        "scale_mean": float(mean),
+        "scale_m2": float(((wide - mean) ** 2).sum()),
+        "scale_min": float(wide.min()),
+        "scale_max": float(wide.max()),
     }
