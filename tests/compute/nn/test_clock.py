@@ -166,6 +166,17 @@ def test_frozen_layers_follow_the_model_that_is_trained(model):
     assert history(model) == [1, 0, 0, 0]
 
 
+def test_frozen_layers_under_a_trained_head():
+    body, head = nn.Sequential(nn.Linear(16, 32)), nn.Linear(32, 4)
+    body.requires_grad_(False)
+    table = adopt_all(body, RECIPE)
+    model = nn.Sequential(body, head)
+    clock_of(model).follow(model)
+    backward(model)  # never reaches the body, whose amaxes count all the same
+    sgd(head).step()
+    assert table.history[0].tolist() == [1, 0, 0, 0]
+
+
 def test_recipes_without_state_count_steps_too():
     model = nn.Sequential(nn.Linear(16, 16))
     adopt_all(model, CURRENT)

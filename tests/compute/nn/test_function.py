@@ -135,6 +135,29 @@ def test_dtypes_follow_autocast_as_those_of_linear_do(weight, x, autocast):
     assert layer.bias.grad.dtype == plain.bias.grad.dtype
 
 
+def test_autocast_leaves_float64_alone():
+    plain, layer = nn.Linear(64, 48).double(), adopt(nn.Linear(64, 48).double())
+    x = torch.randn(8, 64, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == plain(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, ROWWISE, BLOCKWISE], ids=lambda r: r.name)
+def test_autocast_does_not_reach_inside(recipe):
+    layer, x, dy = small(recipe), torch.randn(8, 64), torch.randn(8, 48)
+    y, dx = run(layer, x, dy)
+    dw, layer.weight.grad = layer.weight.grad, None
+    with torch.autocast("cpu", torch.bfloat16):
+        y_low = layer(x)
+        assert torch.equal(y_low, y.bfloat16())  # rounded once, at the end
+    x_full = x.clone().requires_grad_()
+    y_full = layer(x_full)
+    with torch.autocast("cpu", torch.bfloat16):
+        y_full.backward(dy)
+    assert torch.equal(x_full.grad, dx)
+    assert torch.equal(layer.weight.grad, dw)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_without_autocast_everything_keeps_its_dtype(dtype):
     layer = adopt(nn.Linear(64, 48).to(dtype))

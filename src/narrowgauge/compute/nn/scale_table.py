@@ -156,7 +156,7 @@ class ScaleTable:
         self._stop_waiting()
 
     def state(self, module: str) -> dict[str, Tensor]:
-        """Return a copy of what the rows of `module` need to continue: history, scale, inv_scale, amax_now, steps."""
+        """Return a copy of what the rows of `module` need: history, scale, inv_scale, amax_now, steps."""
         self.fold()
         first, shapes = self._saved_shapes(module)
         state = {name: getattr(self, name)[first : first + 3].clone() for name in shapes}
@@ -165,15 +165,9 @@ class ScaleTable:
 
     def load(self, module: str, state: dict[str, Tensor]) -> None:
         """Restore the rows of `module` from `state`; ShapeError if it was saved with another history."""
+        self.check(module, state)
         self.fold()
         first, shapes = self._saved_shapes(module)
-        for name, shape in shapes.items():
-            found = list(state[name].shape) if name in state else None
-            if found != shape:
-                raise ShapeError(
-                    f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
-                    "convert with the recipe it was saved with, history included, or drop the saved state."
-                )
         for name, shape in shapes.items():
             fresh = getattr(self, name).clone()
             fresh[first : first + 3].narrow(-1, 0, shape[-1]).copy_(state[name])
@@ -182,6 +176,23 @@ class ScaleTable:
         still = (state["scale"] <= 0).tolist()
         self._waiting -= {first, first + 1, first + 2}
         self._waiting |= {first + i for i in range(3) if still[i]}
+
+    def check(self, module: str, state: dict[str, Tensor]) -> None:
+        """Raise ShapeError unless `state` fits the rows of `module`."""
+        _, shapes = self._saved_shapes(module)
+        for name, shape in {**shapes, "steps": []}.items():
+            found = list(state[name].shape) if name in state else None
+            if found != shape:
+                raise ShapeError(
+                    f"the saved scaling state of {module!r} has {name} {found}, expected {shape}; "
+                    "convert with the recipe it was saved with, history included, or drop the saved state."
+                )
+
+    def reset(self, module: str) -> None:
+        """Forget what the rows of `module` have seen, as after `add`: their weights were replaced."""
+        fresh = ScaleTable(self.scale.device)
+        fresh.add(module, self._recipe_of(self._first(module)))
+        self.load(module, {**fresh.state(module), "steps": torch.tensor(self.steps)})
 
     def to(self, device: torch.device) -> None:
         """Move the table, as `Module.to` moves parameters."""
@@ -220,10 +231,13 @@ class ScaleTable:
             raise ConversionError(f"no scaling state is kept for {module!r}: {nearest(module, modules)}")
         return self.sites.index(site)
 
+    def _recipe_of(self, row: int) -> Recipe:
+        return next(group.recipe for group in self._groups if row in group.rows)
+
     def _saved_shapes(self, module: str) -> tuple[int, dict[str, list[int]]]:
         """The first row of `module`, and what is saved of its three rows."""
         first = self._first(module)
-        history = next(group.recipe.history for group in self._groups if first in group.rows)
+        history = self._recipe_of(first).history
         return first, {"history": [3, history], "scale": [3], "inv_scale": [3], "amax_now": [3]}
 
 
