@@ -14,7 +14,7 @@ rules scaling_state
 """
 # package -> its public names; every package that has any is here
 PINNED = {
-    "formats": "CATALOG E2M1 E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0 Format Specials by_name",
+    "formats": "CATALOG E2M1 E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0 Format Specials by_name decode encode round_to",
     "metrics": """
         CATALOG COLUMNS HISTOGRAMS MOMENTS OPERAND_COLUMNS OPERAND_ROLES RESULT_COLUMNS RESULT_ROLES ROLES Layout
         Metric Site Slot by_name exponent_of_bin finalize merge

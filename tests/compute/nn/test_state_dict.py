@@ -15,7 +15,7 @@ from narrowgauge.compute.nn import convert, load_scaling_state, revert, scaling_
 from narrowgauge.errors import ConversionError, NarrowgaugeWarning, ShapeError
 
 DELAYED = recipes.DELAYED.with_(history=4)
-FIELDS = {"history", "scale", "amax_now", "steps"}
+FIELDS = {"history", "scale", "inv_scale", "amax_now", "steps"}
 
 
 @pytest.fixture
@@ -116,22 +116,16 @@ def test_what_does_not_fit_is_named_and_changes_nothing(gpt, trained):
     with pytest.raises(ConversionError, match=r"it lacks 'blocks.0.up'. Convert with the recipe and rules"):
         load_scaling_state(model, lacking)
     renamed = {key.replace("blocks.0", "block.0"): value for key, value in flat.items()}
-    with pytest.raises(
-        ConversionError, match=r"lacks 'blocks.0.down', 'blocks.0.up'; it has 'block.0.down', "
-    ):
+    with pytest.raises(ConversionError, match=r"lacks 'blocks.0.down', 'blocks.0.up'; it has 'block.0.down', "):
         load_scaling_state(model, renamed)
     with pytest.raises(ConversionError, match=r"unknown here \(did you mean 'blocks.0.down'\?\)"):
         load_scaling_state(model, renamed)
     other = fresh(gpt, recipes.DELAYED.with_(history=8))
-    with pytest.raises(
-        ShapeError, match=r"'blocks.0.up' has history \[3, 4\], expected \[3, 8\]; convert with"
-    ):
+    with pytest.raises(ShapeError, match=r"'blocks.0.up' has history \[3, 4\], expected \[3, 8\]; convert with"):
         load_scaling_state(other, flat)
     with pytest.raises(ShapeError, match=r"'blocks.2.down' has scale None, expected \[3\]"):
         load_scaling_state(model, {k: v for k, v in flat.items() if k != "narrowgauge.blocks.2.down.scale"})
-    with pytest.raises(
-        ConversionError, match=r"no scaling state in what was given: expected keys 'narrowgauge"
-    ):
+    with pytest.raises(ConversionError, match=r"no scaling state in what was given: expected keys 'narrowgauge"):
         load_scaling_state(model, gpt().state_dict())
     with pytest.raises(ConversionError, match=r"Gpt has no converted layer that keeps scales between steps"):
         load_scaling_state(gpt(), flat)
@@ -152,9 +146,7 @@ def test_weights_without_state_start_the_scales_afresh_and_say_so_once(gpt, trai
     state = scaling_state(trained)
     assert all(not value.any() for key, value in state.items() if key.endswith((".history", ".scale")))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    with pytest.warns(
-        NarrowgaugeWarning, match=r"without their scaling state \(first: 'blocks.0.up'\)"
-    ) as seen:
+    with pytest.warns(NarrowgaugeWarning, match=r"without their scaling state \(first: 'blocks.0.up'\)") as seen:
         losses = run_steps(trained, optimizer, 2)
     assert len(seen) == 1
     model, _ = convert(gpt(seed=3), DELAYED)
@@ -180,7 +172,7 @@ def test_a_partial_load_leaves_the_other_layers_alone(gpt, trained):
     trained.load_state_dict({"blocks.0.up.weight": weight}, strict=False)
     after = scaling_state(trained)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed == {"narrowgauge.blocks.0.up.history", "narrowgauge.blocks.0.up.scale"}
+    assert changed == {f"narrowgauge.blocks.0.up.{field}" for field in ("history", "scale", "inv_scale")}
 
 
 def test_stale_pending_state_is_forgotten_when_other_weights_are_loaded(gpt, trained):
@@ -202,9 +194,7 @@ def test_pending_state_that_does_not_fit_is_refused_and_leaves_the_model_plain(g
 def test_a_scale_for_a_site_that_is_not_converted_is_refused(gpt):
     model = gpt()
     recipe = recipes.STATIC.with_(scales={"blocks.0.upp:input": 0.5})
-    with pytest.raises(
-        ConversionError, match=r"scale to 'blocks.0.upp:input'.* did you mean 'blocks.0.up:input'"
-    ):
+    with pytest.raises(ConversionError, match=r"scale to 'blocks.0.upp:input'.* did you mean 'blocks.0.up:input'"):
         convert(model, recipe)
     assert type(model.blocks[0].up) is nn.Linear
 

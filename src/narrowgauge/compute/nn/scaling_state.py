@@ -2,6 +2,7 @@
 
     "narrowgauge.<module>.history" [3, H]   amaxes of the last H steps, newest first
     "narrowgauge.<module>.scale" [3]        x ≈ codes * scale; 0 = not known yet
+    "narrowgauge.<module>.inv_scale" [3]    what x is multiplied with; not always exactly 1 / scale
     "narrowgauge.<module>.amax_now" [3]     amax of the running step; -1 = no data yet
     "narrowgauge.<module>.steps" []         int64, steps that the state has seen
 

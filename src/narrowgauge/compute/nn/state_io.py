@@ -1,6 +1,6 @@
 """Scaling state rides along in `state_dict`, beside the weights and without a key of its own.
 
-    state_dict()._metadata[module]["narrowgauge"] = {history [3, H], scale [3], amax_now [3], steps []}
+    state_dict()._metadata[module]["narrowgauge"] = {history [3, H], scale, inv_scale, amax_now [3], steps []}
 
 `_metadata` is where torch keeps each module's version: `torch.save` writes it, `torch.load` reads it (also
 with `weights_only=True`), and a model that knows nothing of narrowgauge ignores it. So the keys are those of
