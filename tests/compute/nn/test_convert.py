@@ -244,9 +244,7 @@ def test_refusals_for_models_without_anything_to_convert():
         ConversionError, match=r"Sequential has no linear layer to convert; .* of class Conv2d, LayerNorm"
     ):
         convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm(4)), "current")
-    with pytest.raises(
-        ConversionError, match=r"no list of two or more children of one class; name the layers"
-    ):
+    with pytest.raises(ConversionError, match=r"no list of two or more children of one class; name the layers"):
         convert(nn.Sequential(nn.Linear(32, 32)), "current", first=1)
     with pytest.raises(ConversionError, match=r"nothing to revert: Linear has no converted layer"):
         revert(nn.Linear(32, 32))
@@ -254,9 +252,7 @@ def test_refusals_for_models_without_anything_to_convert():
 
 def test_converting_twice_is_refused(gpt):
     model, _ = convert(gpt(), "delayed")
-    with pytest.raises(
-        ConversionError, match=r"already converted \(6 layers, to 'delayed'.*revert\(model\) first"
-    ):
+    with pytest.raises(ConversionError, match=r"already converted \(6 layers, to 'delayed'.*revert\(model\) first"):
         convert(model, "current")
     assert model.blocks[0].up._fp8.recipe.name == "delayed"
 

@@ -66,10 +66,7 @@ def test_both_kinds_of_master_weight_learn(gpt, run_steps, dtype):
 def test_autocast_trains_like_the_plain_model(gpt, run_steps):
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     plain, converted = gpt(), convert(gpt(), "current")[0]
-    losses = [
-        run_steps(m, torch.optim.AdamW(m.parameters(), lr=1e-2), 6, context=autocast)
-        for m in (plain, converted)
-    ]
+    losses = [run_steps(m, torch.optim.AdamW(m.parameters(), lr=1e-2), 6, context=autocast) for m in (plain, converted)]
     assert losses[0] != losses[1]
     assert torch.tensor(losses[0]).sub(torch.tensor(losses[1])).abs().max() < 0.05
 
@@ -139,9 +136,7 @@ def test_moving_and_casting_after_conversion_works(gpt, run_steps):
         assert model.half()(torch.arange(8)[None]).dtype is torch.float16
     assert all(torch.equal(scales[key], value) for key, value in scaling_state(model).items())
     model.float()
-    assert torch.isfinite(
-        torch.tensor(run_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1))
-    ).all()
+    assert torch.isfinite(torch.tensor(run_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1))).all()
 
 
 class Double(nn.Module):
@@ -155,9 +150,7 @@ def test_a_parametrization_after_conversion_works_and_blocks_revert(gpt):
     before = layer(x) - layer.bias
     parametrize.register_parametrization(layer, "weight", Double())
     assert torch.allclose(layer(x) - layer.bias, 2 * before, rtol=1e-5, atol=1e-6)
-    with pytest.raises(
-        ConversionError, match=r"'blocks.0.up' became a ParametrizedFp8Linear after its conv.*undo"
-    ):
+    with pytest.raises(ConversionError, match=r"'blocks.0.up' became a ParametrizedFp8Linear after its conv.*undo"):
         revert(model)
     parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
     revert(model)

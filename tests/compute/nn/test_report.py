@@ -24,9 +24,7 @@ def report():
                     state=None if high else SimpleNamespace(calls=0),
                 )
             )
-    rows.append(
-        Row("lm_head", (96, 64), None, "output head: its name says so ('lm_head')", shared_with=("embed",))
-    )
+    rows.append(Row("lm_head", (96, 64), None, "output head: its name says so ('lm_head')", shared_with=("embed",)))
     return ConversionReport("Gpt", "current", tuple(rows), (("current", "reference", "emulated: no FP8"),))
 
 

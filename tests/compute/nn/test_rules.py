@@ -245,9 +245,7 @@ def test_patterns_that_match_nothing_name_the_nearest_module():
         check(skip=["lm_head"])
     with pytest.raises(ConversionError, match=r"^skip 'to_vocb' .*; did you mean 'to_vocab'\?$"):
         check(skip=["to_vocb"])
-    with pytest.raises(
-        ConversionError, match=r"^only '\*\.dwn_proj' .*; did you mean 'layers.\d.mlp.down_proj'\?$"
-    ):
+    with pytest.raises(ConversionError, match=r"^only '\*\.dwn_proj' .*; did you mean 'layers.\d.mlp.down_proj'\?$"):
         check(only=["*.dwn_proj"])
     with pytest.raises(ConversionError, match=r"^rule 'blocks.3.attn' .* did you mean 'layers.3.attn'\?$"):
         check((Rule.keep("blocks.3.attn"), *O2))
@@ -257,7 +255,5 @@ def test_patterns_that_match_nothing_name_the_nearest_module():
 
 
 def test_a_rule_that_is_never_reached_is_an_error():
-    with pytest.raises(
-        ConversionError, match=r"rule 'layers\.1' is never reached: .*taken by a rule before it"
-    ):
+    with pytest.raises(ConversionError, match=r"rule 'layers\.1' is never reached: .*taken by a rule before it"):
         check((*O2, Rule.keep("layers.1")))
