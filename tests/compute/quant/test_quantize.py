@@ -196,7 +196,7 @@ def test_leading_dimensions_are_flattened_and_empty_tensors_work():
     assert quantize(x, E4M3FN).shape == (30, 32)
     assert quantize(x[0, 0, 0], E4M3FN).shape == (1, 32)
     assert_same(quantize(x, E4M3FN, BLOCK_1x32), quantize(x.reshape(30, 32), E4M3FN, BLOCK_1x32))
-    for shape in [(0, 32), (4, 0, 32), (3, 0)]:
+    for shape in [(0, 32), (4, 0, 32), (3, 0), (2, 3, 0)]:
         for granularity in GRANULARITIES:
             q = quantize(torch.empty(shape), E5M2, granularity)
             assert q.shape == (math.prod(shape[:-1]), shape[-1])
@@ -240,24 +240,18 @@ def test_the_error_is_at_most_half_a_unit_in_the_last_place(values, fmt, scaling
     half_ulp = torch.exp2(binade.clamp(min=fmt.emin).double() - fmt.mantissa_bits - 1)
     # x · inv_scale and 1 / inv_scale are float32: two roundings, and near max a binade's edge may be crossed.
     slack = 1 + 2.0**-20
-    assert (
-        (exact - q.codes.double() * scale).abs() <= half_ulp * scale * slack + exact.abs() * 2.0**-22
-    ).all()
+    assert ((exact - q.codes.double() * scale).abs() <= half_ulp * scale * slack + exact.abs() * 2.0**-22).all()
 
 
 def test_what_does_not_fit_is_said():
     x = torch.ones(2, 64)
     with pytest.raises(FormatError, match=r"tensors cannot be quantized to E2M1; expected one of E4M3FN"):
         quantize(x, E2M1)
-    with pytest.raises(
-        FormatError, match=r"takes float16, bfloat16, float32 or float64, found torch\.int64\."
-    ):
+    with pytest.raises(FormatError, match=r"takes float16, bfloat16, float32 or float64, found torch\.int64\."):
         quantize(torch.ones(2, 2, dtype=torch.int64), E4M3FN)
     with pytest.raises(FormatError, match=r"found torch\.float8_e5m2\."):
         quantize(torch.ones(2, 2).to(torch.float8_e5m2), E4M3FN)
-    with pytest.raises(
-        ShapeError, match=r"at least one dimension \[\.\.\., K\], found a scalar; reshape it\."
-    ):
+    with pytest.raises(ShapeError, match=r"at least one dimension \[\.\.\., K\], found a scalar; reshape it\."):
         quantize(torch.ones(()), E4M3FN)
     with pytest.raises(ShapeError, match=r"the given scale has shape \[1\], expected \[2, 1\]\."):
         quantize(x, E4M3FN, PerRow(), scale=torch.ones(1))

@@ -43,7 +43,9 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if fmt is E4M3FN and not _has_nan(codes):
         # The sign arrives in bits 15 and 14; bit 14 is the exponent's and must be 0.
         half = signed.to(torch.int16).mul_(1 << 7).bitwise_and_(_WITHOUT_BIT_14).view(torch.float16)
-        return half.to(dtype).mul_(_E4M3FN_TO_HALF)
+        # To bfloat16 the way through float32 is exact too, and the shorter one.
+        wide = half if dtype == torch.float16 else half.float()
+        return wide.mul_(_E4M3FN_TO_HALF).to(dtype)
     return codes.to(dtype)
 
 

@@ -86,7 +86,7 @@ def inv_scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling = CURRENT, m
     else:
         finite = finite & (amax > 0)
     # Not `fmt.max / amax`: torch computes number / tensor as reciprocal times number, which rounds twice.
-    # The margin goes into the numerator, where it is exact and where a quotient cannot overflow before it helps.
+    # The margin goes into the numerator: exact there, and in time to keep the quotient from overflowing.
     inv_scale = torch.full_like(amax, fmt.max * 2.0**-margin).div_(amax)
     # A tiny amax overflows the quotient; a large margin could underflow it to something without a reciprocal.
     inv_scale = inv_scale.clamp(FLOAT32_TINY, FLOAT32_MAX)
