@@ -235,7 +235,7 @@ def same_weights(variant: str, steps: int, layers: int = 4) -> tuple[SameWeights
         errors.sort(key=lambda item: -item[1])
         rows = tuple((name, 1 - error**2 / 2, error) for name, error in errors)
         measured.append(
-            SameWeights(step, 5.5 - 3.6 * step / steps, 0.021 * worse, 1 - 0.0011 * worse**2, 1 - 0.001 * worse, rows)
+            SameWeights(step, 5.5 - 3.6 * step / max(steps, 1), 0.021 * worse, 1 - 0.0011 * worse**2, 1 - 0.001 * worse, rows)
         )
     return tuple(measured)
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from bokeh.events import DoubleTap
-from bokeh.models import CustomJS, HoverTool, Range1d
+from bokeh.models import CustomJS, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
 from narrowgauge.observe.figures.palette import GRID, MUTED, TEXT
@@ -88,6 +88,9 @@ def frame(
         axis.axis_line_color = None
         axis.major_tick_line_color = axis.minor_tick_line_color = None
         axis.axis_label_standoff = 8
+    if x_label == "step":
+        p.xaxis.ticker.min_interval = 1
+        p.xaxis.formatter = NumeralTickFormatter(format="0,0")
     p.xaxis.axis_line_color = MUTED
     p.xaxis.major_tick_line_color, p.xaxis.major_tick_out, p.xaxis.major_tick_in = MUTED, 4, 0
     p.xgrid.grid_line_color, p.ygrid.grid_line_color = None, GRID

@@ -51,6 +51,8 @@ def loss_gap(
     )
     p.yaxis.formatter = CustomJSTickFormatter(code=_SIGNED)
     first_step, last_step = p.xaxis.bounds = ends([baseline, *others])
+    if first_step == last_step:  # one step: levels need some length to be seen
+        first_step -= 1
     if band_pct is not None:
         p.add_layout(
             BoxAnnotation(

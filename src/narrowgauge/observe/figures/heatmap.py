@@ -35,7 +35,7 @@ from bokeh.models import (
 from numpy.typing import NDArray
 
 from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, frame, hover, plain, shorten
-from narrowgauge.observe.figures.palette import DIVERGING, HARM, HARM_LOW, SEQUENCE, TEXT
+from narrowgauge.observe.figures.palette import DIVERGING, GRID, HARM, HARM_LOW, SEQUENCE, TEXT
 from narrowgauge.observe.figures.sampling import Floats
 
 Grid = NDArray[np.float32]
@@ -75,7 +75,7 @@ def heatmap(
 ) -> Any:
     """One metric over layers and steps.
 
-    `layers` [L] module names in forward order; `steps` [T]; `grids` [L, T] by key, usually "variant|role", NaN where
+    `layers` [L] module names in forward order; `steps` [T], at least one; `grids` [L, T] by key, usually "variant|role", NaN where
     nothing was recorded; `shown`: the key drawn first. The figure's tags hold a `CustomJS` named "swap:COLUMN":
     executed with {key} it shows another grid.
     """
@@ -102,7 +102,7 @@ def heatmap(
     image = p.image("image", source=source, x=left, y=0, dw=spacing * len(columns), dh=n_layers, color_mapper=mapper)
     _label_rows(p, layers)
     p.add_layout(_color_bar(metric, mapper, low, high), "right")
-    p.add_tools(_cell_hover(image, metric, layers, columns, left, spacing))
+    p.add_tools(_cell_hover(image, metric, layers, steps[_before(steps, columns)], left, spacing))
     store = ColumnDataSource({key: grid.ravel() for key, grid in flat.items()})
     swap = CustomJS(
         name=f"swap:{metric.column}",
@@ -142,8 +142,7 @@ def heat_height(layers: int) -> int:
 def _columns(steps: Floats) -> tuple[Floats, float, float]:
     """Evenly spaced column positions [T'], their spacing and the left edge, in steps."""
     if len(steps) < 2:
-        first = float(steps[0]) if len(steps) else 0.0
-        return np.array([first]), 1.0, first - 0.5
+        return steps, 1.0, float(steps[0]) - 0.5
     spacing = float(np.median(np.diff(steps)))
     count = round((steps[-1] - steps[0]) / spacing) + 1
     if count > 4 * len(steps):  # recorded in bursts: keep the picture small
@@ -154,10 +153,12 @@ def _columns(steps: Floats) -> tuple[Floats, float, float]:
 
 def _even(grid: Grid, steps: Floats, columns: Floats) -> Grid:
     """[L, T] on the recorded steps -> [L, T'] on even columns, last layer first (an image grows upwards)."""
-    if len(steps) == 0:
-        return np.full((grid.shape[0], 1), np.nan, dtype=np.float32)
-    before = np.clip(np.searchsorted(steps, columns + 1e-9, side="right") - 1, 0, len(steps) - 1)
-    return np.ascontiguousarray(grid[::-1, before], dtype=np.float32)
+    return np.ascontiguousarray(grid[::-1, _before(steps, columns)], dtype=np.float32)
+
+
+def _before(steps: Floats, columns: Floats) -> NDArray[np.intp]:
+    """Index of the last recorded step at or before each column, [T']."""
+    return np.clip(np.searchsorted(steps, columns + 1e-9, side="right") - 1, 0, len(steps) - 1)
 
 
 def _log2(grid: Grid) -> Grid:
@@ -212,7 +213,7 @@ def _color_bar(metric: HeatMetric, mapper: Any, low: float, high: float) -> Colo
         margin=0,
         label_standoff=6,
         background_fill_color=None,
-        bar_line_color=None,
+        bar_line_color=GRID,
         major_tick_line_color=None,
         major_label_text_font=FONT,
         major_label_text_font_size="11px",
@@ -221,22 +222,18 @@ def _color_bar(metric: HeatMetric, mapper: Any, low: float, high: float) -> Colo
 
 
 def _cell_hover(
-    image: Any, metric: HeatMetric, layers: Sequence[str], columns: Floats, left: float, spacing: float
+    image: Any, metric: HeatMetric, layers: Sequence[str], recorded: Floats, left: float, spacing: float
 ) -> Any:
-    """Full module name, step and value of the cell under the pointer."""
-    # Tooltip text made by a formatter is inserted as it is, unlike a column's value: escape it here.
+    """Full module name, recorded step and value of the cell under the pointer."""
+    # BokehJS inserts what a formatter returns as text, not as HTML.
     layer = CustomJSHover(
-        args={"names": list(reversed(layers))},
-        code="""
-        const name = names[Math.floor(special_vars.y)] ?? "";
-        return name.replace(/[&<>"']/g, c => "&#" + c.charCodeAt(0) + ";");
-    """,
+        args={"names": list(reversed(layers))}, code='return names[Math.floor(special_vars.y)] ?? "";'
     )
     step = CustomJSHover(
-        args={"columns": [float(c) for c in columns], "left": left, "spacing": spacing},
+        args={"recorded": [float(c) for c in recorded], "left": left, "spacing": spacing},
         code="""
-        const i = Math.min(Math.max(Math.floor((special_vars.x - left) / spacing), 0), columns.length - 1);
-        return Math.round(columns[i]).toLocaleString("en-US");
+        const i = Math.min(Math.max(Math.floor((special_vars.x - left) / spacing), 0), recorded.length - 1);
+        return Math.round(recorded[i]).toLocaleString("en-US");
     """,
     )
     power = "log2 scale" if metric.low is None else metric.column

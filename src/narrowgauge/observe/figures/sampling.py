@@ -5,7 +5,7 @@
 
 A strided or random subset would lose the one-step spike that a reader of a loss curve looks for; extrema cannot. The
 running mean is centred: one that looks back only runs beside a falling curve instead of through it. Towards both ends
-its window shrinks, symmetrically.
+its window is cut: at the start on both sides alike, so that a steep first descent is not drawn too low.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def keep_extrema(steps: Floats, values: Floats, points: int = 1600) -> tuple[Flo
 def running_mean(values: Floats, window: int) -> Floats:
     """The mean of the finite values in the `window` points around each point, [n] -> [n]; NaN where the point is.
 
-    Near the ends the window shrinks on both sides alike: the curve starts at the first value and ends at the last.
+    Near the start the window shrinks on both sides alike, so the curve begins at the first value; at the end it is cut.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     at = np.arange(len(values))
-    half = np.minimum(np.minimum(max(window - 1, 0) // 2, at), len(values) - 1 - at)
-    start, stop = at - half, at + half + 1
+    half = np.minimum(max(window - 1, 0) // 2, at)
+    start, stop = at - half, np.minimum(at + half + 1, len(values))
     count = counts[stop] - counts[start]
     total = sums[stop] - sums[start]
     mean = np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)

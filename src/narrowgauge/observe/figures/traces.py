@@ -57,7 +57,7 @@ def direct_labels(p: Any, traces: Sequence[Trace], curves: Sequence[Floats], y_r
     )
     right = max((x for _, x, _ in found), default=0.0)
     for (trace, x, _), y in zip(found, heights, strict=True):
-        stopped = "" if x >= right else " (ended)"
+        stopped = "" if x >= right else " (NaN)" if trace.steps[-1] > x else " (ended)"
         p.add_layout(
             Label(
                 x=max(x, right),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from narrowgauge.observe.report import words
 from narrowgauge.observe.store import Run
 
@@ -56,7 +58,7 @@ def run_facts(name: str, run: Run) -> RunFacts:
         steps=f"{int(steps[-1]):,}" if len(steps) else "0",
         recipe=_recipe(meta),
         weights=_hash(meta.get("weights_hash")),
-        data=_hash(meta.get("data_hash")),
+        data=_hash(meta.get("data_hash") or _last_digest(run)),
         seeds=seed_text or words.NONE,
         watch=_watch(meta.get("watch")),
     )
@@ -111,6 +113,12 @@ def _recipe(meta: Mapping[str, Any]) -> str:
 
 def _hash(value: Any) -> str:
     return str(value)[:16] if value not in (None, "") else words.NONE
+
+
+def _last_digest(run: Run) -> str:
+    """The chained digest of all data that the run saw, in hexadecimal; "" where none was recorded."""
+    values = run.scalars("data_digest")["data_digest"]
+    return f"{int(values[-1]):013x}" if len(values) and np.isfinite(values[-1]) else ""
 
 
 def _watch(watch: Any) -> str:

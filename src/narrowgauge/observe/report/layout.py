@@ -28,6 +28,10 @@ class Pictures:
         self.figures[place] = figure
         return place
 
+    def height(self, place: str) -> int:
+        """Pixels that the picture of `place` takes, so that the page does not jump when it is drawn."""
+        return int(self.figures[place].height)
+
     def __contains__(self, place: object) -> bool:
         return place in self.figures
 

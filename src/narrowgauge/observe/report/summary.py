@@ -160,6 +160,8 @@ def _end(run: TwinFacts | VariantVerdict) -> Cell:
 
 
 def _step(v: VariantVerdict, emulated: bool) -> Cell:
+    if v.step_seconds is None:
+        return Cell(words.NONE)
     speed = f"{v.speedup:.2f}× the baseline's speed" if v.speedup else ""
     return Cell(words.seconds(v.step_seconds), EMULATED if emulated else speed)
 
