@@ -120,6 +120,8 @@ def test_what_does_not_fit_is_named_and_changes_nothing(gpt, trained):
         load_scaling_state(model, renamed)
     with pytest.raises(ConversionError, match=r"unknown here \(did you mean 'blocks.0.down'\?\)"):
         load_scaling_state(model, renamed)
+    with pytest.raises(ConversionError, match=r"converted layers: it has 'blocks.2.down', 'blocks.2.up', unknown"):
+        load_scaling_state(fresh(gpt, last=1), flat)
     other = fresh(gpt, recipes.DELAYED.with_(history=8))
     with pytest.raises(ShapeError, match=r"'blocks.0.up' has history \[3, 4\], expected \[3, 8\]; convert with"):
         load_scaling_state(other, flat)

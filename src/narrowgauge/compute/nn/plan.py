@@ -45,9 +45,7 @@ class Request:
         first, last = self.first, self.last
         blocks = max((layer.blocks for layer in layers), default=0)
         if first < 0 or last < 0:
-            raise ConversionError(
-                f"first={first}, last={last}: both count blocks that stay high, so 0 or more."
-            )
+            raise ConversionError(f"first={first}, last={last}: both count blocks that stay high, so 0 or more.")
         if (first or last) and not blocks:
             raise ConversionError(
                 f"first={first}, last={last} count repeated blocks, but the model has no list of two or more "
@@ -119,8 +117,7 @@ def nothing_to_convert(model: nn.Module, plans: Sequence[Plan]) -> ConversionErr
     if not plans:
         kinds = sorted({type(m).__name__ for m in model.modules() if m._parameters} or {name})
         return ConversionError(
-            f"{name} has no linear layer to convert; its parameters are in modules of class "
-            f"{', '.join(kinds)}."
+            f"{name} has no linear layer to convert; its parameters are in modules of class {', '.join(kinds)}."
         )
     by_reason: dict[str, list[str]] = {}
     for plan in plans:

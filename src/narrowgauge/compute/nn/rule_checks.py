@@ -30,9 +30,7 @@ def check_rules(rules: Sequence[Rule], layers: Sequence[Layer], modules: Sequenc
         raise unmatched("rule", rule.pattern, layers, modules)
 
 
-def check_patterns(
-    word: str, patterns: Sequence[str], layers: Sequence[Layer], modules: Sequence[str]
-) -> None:
+def check_patterns(word: str, patterns: Sequence[str], layers: Sequence[Layer], modules: Sequence[str]) -> None:
     """Raise ConversionError for a `skip` or `only` pattern that matches nothing."""
     for pattern in patterns:
         if any(covers(pattern, layer) for layer in layers):
