@@ -17,13 +17,9 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 256))
-optimizer = torch.optim.AdamW(
-    model.parameters(), lr=1e-3
-)  # before or after converting, both work
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # before or after converting, both work
 
-model, report = ng.convert(
-    model, ng.recipes.CURRENT, last=1
-)  # last block and output head stay high
+model, report = ng.convert(model, ng.recipes.CURRENT, last=1)  # last block and output head stay high
 print(report)
 
 tokens = torch.randint(256, (8, 33))
