@@ -74,7 +74,7 @@ def test_histograms(tmp_path):
     counts = np.arange(12, dtype=np.uint32).reshape(3, 4)
     counts[0, 0] = 2**32 - 1
     run = recorded(tmp_path, {"exponent_histogram": counts, "other": counts.astype(np.int64) * 2**33})
-    steps, values = run.series(SITES[0], "exponent_histogram")
+    _steps, values = run.series(SITES[0], "exponent_histogram")
     assert values.shape == (1, 4)
     assert values[0].tolist() == counts[0].tolist()
     table = run.tensors(["other"], sites=SITES[1:2])
@@ -99,7 +99,7 @@ def test_any_characters_are_names_and_never_sql(tmp_path):
             assert run.series(site, name)[1].tolist() == [place]
         assert run.heatmap(name)[0] == tuple(sorted(sites))
     with RunWriter(tmp_path / "b") as writer:
-        writer.add_scalars(0, **{name: 1.0 for name in names})
+        writer.add_scalars(0, **dict.fromkeys(names, 1.0))
     scalars = open_run(tmp_path / "b").scalars()
     assert set(scalars.columns) == {"step", *names}
     assert open_run(tmp_path / "b").scalars(names[1])[names[1]].tolist() == [1.0]
@@ -161,7 +161,7 @@ def test_an_empty_run_has_nothing_and_says_so(tmp_path):
     assert (run.sites, run.metrics, run.scalar_names, run.ranks) == ((), (), (), ())
     assert run.steps.tolist() == []
     assert run.tensors().rows == run.scalars().rows == run.events().rows == 0
-    with pytest.raises(RunError, match="has no metric 'amax': nothing was recorded"):
+    with pytest.raises(RunError, match=r"has no metric 'amax': nothing was recorded"):
         run.series("a:input", "amax")
 
 
@@ -183,12 +183,13 @@ def test_segments_are_parquet_that_others_read_well(tmp_path):
         for step in range(40):
             writer.add_tensors(step, SITES, {"amax": np.random.default_rng(step).random(3, np.float32)})
     (segment,) = (tmp_path / "tensors").iterdir()
-    rows = duckdb.sql(f"SELECT site, step FROM '{segment}'").fetchall()
+    with duckdb.connect() as db:
+        rows = db.execute(f"SELECT site, step FROM '{segment}'").fetchall()
+        pages = db.execute(
+            f"SELECT compression, encodings FROM parquet_metadata('{segment}') WHERE path_in_schema = 'amax'"
+        ).fetchall()
     assert rows == sorted(rows)
-    pages = duckdb.sql(
-        f"SELECT compression, encodings FROM parquet_metadata('{segment}') WHERE path_in_schema = 'amax'"
-    )
-    assert pages.fetchall() == [("ZSTD", "BYTE_STREAM_SPLIT")]
+    assert pages == [("ZSTD", "BYTE_STREAM_SPLIT")]
 
 
 def test_selecting_rows(tmp_path):
@@ -197,13 +198,13 @@ def test_selecting_rows(tmp_path):
     assert table["amax"].tolist() == [2.0, 4.0]
     assert table.row(0) == {"step": 1, "rank": 0, "site": SITES[1], "amax": 2.0}
     assert repr(table) == "Table(2 rows: step, rank, site, amax)"
-    with pytest.raises(RunError, match="has no metric 'amx': did you mean 'amax'"):
+    with pytest.raises(RunError, match=r"has no metric 'amx': did you mean 'amax'"):
         run.tensors(["amx"])
-    with pytest.raises(RunError, match="has no site 'layers.0.up:inptu': did you mean 'layers.0.up:input'"):
+    with pytest.raises(RunError, match=r"has no site 'layers.0.up:inptu': did you mean 'layers.0.up:input'"):
         run.series("layers.0.up:inptu", "amax")
-    with pytest.raises(RunError, match="there is no column 'ammax': did you mean 'amax'"):
+    with pytest.raises(RunError, match=r"there is no column 'ammax': did you mean 'amax'"):
         table["ammax"]
-    with pytest.raises(RunError, match="the query on .* is wrong: Catalog Error"):
+    with pytest.raises(RunError, match=r"the query on .* is wrong: Catalog Error"):
         run.sql("SELECT * FROM nothing")
 
 
@@ -229,9 +230,9 @@ def test_columns_that_do_not_fit(tmp_path, column, message):
 
 def test_reserved_column_and_unknown_status(tmp_path):
     with RunWriter(tmp_path) as writer:
-        with pytest.raises(ShapeError, match="'step' is a key of every tensor row"):
+        with pytest.raises(ShapeError, match=r"'step' is a key of every tensor row"):
             writer.add_tensors(0, SITES, {"step": np.zeros(3)})
-        with pytest.raises(UsageError, match="status 'done' is unknown; there is: complete, failed, stopped"):
+        with pytest.raises(UsageError, match=r"status 'done' is unknown; there is: complete, failed, stopped"):
             writer.close("done")
 
 

@@ -14,9 +14,7 @@ from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.schema import KINDS, Kind, Segment
 
 
-def claim(
-    path: Path, meta: dict[str, Any], rank: int, resume: bool
-) -> tuple[manifests.Manifest, dict[Kind, int]]:
+def claim(path: Path, meta: dict[str, Any], rank: int, resume: bool) -> tuple[manifests.Manifest, dict[Kind, int]]:
     """Claim the folder for one rank: its manifest and the next segment index of each kind."""
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file; expected a folder to write a run into. Choose another path.")
@@ -37,9 +35,7 @@ def claim(
             _sweep(path, rank)
         manifests.write(path, manifest, exclusive=not held)
     except FileExistsError as error:
-        raise RunError(
-            f"{path}: another process just began a run here. Give each run its own folder."
-        ) from error
+        raise RunError(f"{path}: another process just began a run here. Give each run its own folder.") from error
     except OSError as error:
         raise RunError(
             f"{path} cannot be written ({error.strerror or error}). Make room, make it writable, or choose "
@@ -56,9 +52,7 @@ def _earlier(path: Path, rank: int) -> manifests.Manifest:
         return {}
     if earlier["status"] == "running" and manifests.is_alive(earlier):
         pid = earlier["process"]["pid"]
-        raise RunError(
-            f"{path} is still being written by process {pid}. Stop it first, or choose another folder."
-        )
+        raise RunError(f"{path} is still being written by process {pid}. Stop it first, or choose another folder.")
     return earlier
 
 

@@ -1,7 +1,6 @@
 """Fewer, larger segments and roll-ups, so that a long run stays quick to read.
 
     merge    segments first..last of one rank  ->  one file (or parts, cut by site), sorted by (site, step)
-    roll-up  per site and bin of steps: min, max, mean, count of every metric
 
 The merged file appears by one rename and its name says what it stands for; only then are its inputs
 removed. A process killed anywhere in between leaves a readable run: files that a wider one contains are not
@@ -22,23 +21,14 @@ import duckdb
 
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import manifest as manifests
-from narrowgauge.observe.store.downsample import bin_width
-from narrowgauge.observe.store.schema import (
-    HEATMAP_STEPS,
-    KEYS,
-    KINDS,
-    ROLLUPS,
-    SORTED_BY,
-    Kind,
-    Segment,
-)
-from narrowgauge.observe.store.segments import copy_aside, literal, quoted
+from narrowgauge.observe.store.rollup import roll_up
+from narrowgauge.observe.store.schema import KINDS, ROLLUPS, SORTED_BY, Kind, Segment
+from narrowgauge.observe.store.segments import copy_aside, literal
 from narrowgauge.observe.store.source import parquet, segments_in
 
 FAN_IN = 16
 MERGE_BYTES = 32 << 20  # segments on disk that the writer still merges while training: sorting costs memory
 PART_BYTES = 512 << 20  # uncompressed data that one part of a compacted span holds
-ROLLUP_FROM = 4  # steps per bin: with fewer, a roll-up is hardly smaller than the run
 
 
 @dataclass(frozen=True)
@@ -52,15 +42,16 @@ class Compaction:
     rows: int
 
 
-def compact(path: str | os.PathLike[str]) -> Compaction:
+def compact(path: str | os.PathLike[str], *, force: bool = False) -> Compaction:
     """Merge a finished run's segments per rank and kind, and build roll-ups for its heatmaps.
 
-    Needs about the run's own size free on the disk while it works. Errors: RunError if the run is still being
-    written, cannot be read, or the disk is full; the run is then as readable as before.
+    Needs about the run's own size free on the disk while it works. `force` takes a run that says it is running, on
+    a host where nobody can look, for a dead one. Errors: RunError if the run is still being written, cannot be read,
+    or the disk is full; the run is then as readable as before.
     """
     folder = Path(path)
     for rank in [0, *_ranks(folder)]:
-        _refuse_running(folder, rank)
+        _refuse_running(folder, rank, force)
     before = _sizes(folder)
     rows = 0
     try:
@@ -115,13 +106,11 @@ def _compact(db: duckdb.DuckDBPyConnection, folder: Path, kind: Kind, segments: 
         if copied != rows:
             for file in kept:
                 file.unlink()
-            raise RunError(
-                f"compacting {directory} would have kept {copied} of {rows} rows; nothing was changed."
-            )
-        _remove(directory, segments)
+            raise RunError(f"compacting {directory} would have kept {copied} of {rows} rows; nothing was changed.")
+        _sweep(directory, merged)
         segments, files = merged, kept
     if kind == "tensors":
-        _roll_up(db, folder, segments, files)
+        roll_up(db, folder, segments)
     return int(rows)
 
 
@@ -129,9 +118,7 @@ def _cuts(db: duckdb.DuckDBPyConnection, files: list[Path]) -> list[str]:
     """Conditions on the site that cut the rows into parts of about PART_BYTES."""
     names = ", ".join(literal(file) for file in files)
     (size,) = _one(db, f"SELECT sum(total_uncompressed_size) FROM parquet_metadata([{names}])")
-    sites = [
-        row[0] for row in db.execute(f"SELECT DISTINCT site FROM {parquet(files)} ORDER BY 1").fetchall()
-    ]
+    sites = [row[0] for row in db.execute(f"SELECT DISTINCT site FROM {parquet(files)} ORDER BY 1").fetchall()]
     parts = min(len(sites), -(-int(size) // PART_BYTES)) or 1
     firsts = [sites[len(sites) * part // parts] for part in range(1, parts)]
     bounds: list[str | None] = [None, *firsts, None]
@@ -142,43 +129,17 @@ def _cuts(db: duckdb.DuckDBPyConnection, files: list[Path]) -> list[str]:
     return cuts
 
 
-def _roll_up(db: duckdb.DuckDBPyConnection, folder: Path, segments: list[Segment], files: list[Path]) -> None:
-    """Min, max, mean and count per site, bin and metric; one roll-up file for each part."""
-    first, last, attempts = _one(db, f"SELECT min(step), max(step), max(attempt) FROM {parquet(files)}")
-    width = bin_width(first, last, HEATMAP_STEPS)
-    stale = segments_in(folder / ROLLUPS)
-    wanted = width >= ROLLUP_FROM and attempts == 0  # a resumed run holds superseded rows: bin it when asked
-    if wanted and not set(segments) <= set(stale):
-        columns = db.execute(f"DESCRIBE SELECT * FROM {parquet(files)}").fetchall()
-        picks = ["site", f"step - (step - {first}) % {width} AS step"]
-        for name, sql_type in (column[:2] for column in columns):
-            if name in KEYS["tensors"] or sql_type.endswith("[]"):
-                continue
-            value = quoted(name)
-            picks += [
-                f"min({value})::DOUBLE AS {quoted('min:' + name)}",
-                f"max({value})::DOUBLE AS {quoted('max:' + name)}",
-            ]
-            picks += [
-                f"avg({value}) AS {quoted('mean:' + name)}",
-                f"count({value}) AS {quoted('count:' + name)}",
-            ]
-        for segment, file in zip(segments, files, strict=True):
-            select = f"SELECT {', '.join(picks)} FROM {parquet([file])} GROUP BY ALL ORDER BY 1, 2"
-            copy_aside(db, select, folder / ROLLUPS / str(segment))
-    rank = segments[0].rank
-    _remove(folder / ROLLUPS, [each for each in stale if each.rank == rank and each not in segments])
-
-
-def _refuse_running(folder: Path, rank: int) -> None:
+def _refuse_running(folder: Path, rank: int, force: bool) -> None:
     try:
         manifest = manifests.read(folder, rank)
     except FileNotFoundError:
         if rank:
             return
         raise RunError(f"{folder} holds no run.json, so it is not a run that could be compacted.") from None
-    if manifest["status"] == "running" and manifests.is_alive(manifest) is not False:
-        raise RunError(f"{folder} is still being written. Compact it when its writer has closed it.")
+    alive = manifests.is_alive(manifest) if manifest["status"] == "running" else False
+    if alive or (alive is None and not force):
+        where = "" if alive else " on another host, as far as one can tell from here (force=True if it was killed)"
+        raise RunError(f"{folder} is still being written{where}. Compact it when its writer has closed it.")
 
 
 def _ranks(folder: Path) -> list[int]:
@@ -187,9 +148,16 @@ def _ranks(folder: Path) -> list[int]:
 
 
 def _sizes(folder: Path) -> list[int]:
-    return [
-        file.stat().st_size for kind in (*KINDS, ROLLUPS) for file in (folder / kind).glob("rank*.parquet")
-    ]
+    return [file.stat().st_size for kind in (*KINDS, ROLLUPS) for file in (folder / kind).glob("rank*.parquet")]
+
+
+def _sweep(directory: Path, merged: list[Segment]) -> None:
+    """Remove what the merged parts stand for, and what an interrupted attempt left behind."""
+    for entry in directory.iterdir():
+        segment = Segment.parse(entry.name)
+        replaced = segment is not None and segment not in merged and merged[0].contains(segment)
+        if replaced or entry.name.startswith(f".rank{merged[0].rank}-"):
+            entry.unlink()
 
 
 def _remove(directory: Path, segments: list[Segment]) -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from narrowgauge.errors import RunError, nearest
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.downsample import bin_width, extreme, keep_extrema
-from narrowgauge.observe.store.schema import HEATMAP_STEPS, KEYS, KINDS, role_of
+from narrowgauge.observe.store.schema import HEATMAP_STEPS, KINDS, role_of
 from narrowgauge.observe.store.segments import quoted
 from narrowgauge.observe.store.source import Source, parquet, segments_in
 from narrowgauge.observe.store.table import Table, plain_column
@@ -103,8 +103,7 @@ class Run:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The metric columns of `tensors`, in the order in which they were first recorded."""
-        names = (row[0] for row in self._rows("DESCRIBE tensors"))
-        return tuple(name for name in names if name not in KEYS["tensors"])
+        return self._source.ask(lambda _: self._source.metrics)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -164,9 +163,7 @@ class Run:
         picks = "step, rank, kind, site, message, data, wall_time"
         return Table(self._columns(f"SELECT {picks} FROM events {only}ORDER BY step, wall_time", which))
 
-    def series(
-        self, site: str, metric: str, *, rank: int = 0, max_points: int | None = None
-    ) -> tuple[Array, Array]:
+    def series(self, site: str, metric: str, *, rank: int = 0, max_points: int | None = None) -> tuple[Array, Array]:
         """One metric of one site over time: steps int64 [T], values float64 [T] (histograms: [T, B]).
 
         Steps without a value are left out. `max_points` thins the series to about that many points and keeps
@@ -211,7 +208,7 @@ class Run:
         if files:
             low, high, mean = (quoted(f"{each}:{name}") for each in ("min", "max", "mean"))
             rows = f"FROM {parquet(files)} WHERE {low} IS NOT NULL"
-            cells = f"SELECT site, step, {low} AS low, {high} AS high, {mean} AS mean {rows}"
+            cells = f"SELECT site, step, {low}::DOUBLE AS low, {high}::DOUBLE AS high, {mean} AS mean {rows}"
         else:
             value, step = quoted(name), f"step - (step - {span[0]}) % {width}"
             rows = f"FROM tensors WHERE rank = {int(rank)} AND {value} IS NOT NULL"

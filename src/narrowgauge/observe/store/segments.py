@@ -55,9 +55,7 @@ class Batch:
         copies = {}
         for name, values in columns.items():
             if name in KEYS["tensors"]:
-                raise ShapeError(
-                    f"column {name!r} is a key of every tensor row: give the metric another name."
-                )
+                raise ShapeError(f"column {name!r} is a key of every tensor row: give the metric another name.")
             array = _storable(name, values)
             if array.ndim not in (1, 2) or len(array) != len(sites) or 0 in array.shape[1:]:
                 raise ShapeError(
@@ -180,9 +178,7 @@ class SegmentWriter:
             "site": np.concatenate(codes),
             "step": np.repeat([batch.step for batch in batches], [len(code) for code in codes]),
         }
-        picks = [
-            f"step, {self._rank}::INTEGER AS rank, {self._attempt}::INTEGER AS attempt, sites.name AS site"
-        ]
+        picks = [f"step, {self._rank}::INTEGER AS rank, {self._attempt}::INTEGER AS attempt, sites.name AS site"]
         for number, (name, dtype, bins, masked) in enumerate(batches[0].layout):
             column = f"c{number}"
             values, valid = _joined([batch.columns[name] for batch in batches], masked)
@@ -195,13 +191,9 @@ class SegmentWriter:
                 source = f"[{', '.join(places)}]"
             else:
                 arrays[column] = values
-                source = (
-                    f"CASE WHEN isnan({column}) THEN NULL ELSE {column} END" if dtype[1] == "f" else column
-                )
+                source = f"CASE WHEN isnan({column}) THEN NULL ELSE {column} END" if dtype[1] == "f" else column
                 if len(self._mixed[name]) > 1:
-                    source = (
-                        f"CAST({source} AS DOUBLE)"  # a float32 could not hold the integers of other segments
-                    )
+                    source = f"CAST({source} AS DOUBLE)"  # a float32 could not hold the integers of other segments
             if valid is not None:
                 source = f"CASE WHEN {column}_valid THEN {source} END"
             picks.append(f"{source} AS {quoted(name)}")

@@ -8,6 +8,7 @@ attempt(row) < a and step(row) >= first step of attempt a.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -46,6 +47,7 @@ class Source:
         self._skip_corrupt = skip_corrupt
         self._skipped: set[Path] = set()
         self._seen: dict[Kind, list[Path]] = {}
+        self.metrics: tuple[str, ...] = ()  # of the segments that the last question saw
         self._db = duckdb.connect()
 
     def ask(self, question: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
@@ -66,9 +68,7 @@ class Source:
                 raise RunError(f"the query on {self.folder} is wrong: {error}") from error
             except duckdb.Error as error:
                 self._handle(error)
-        raise RunError(
-            f"{self.folder} changes faster than it can be read. Try again when its writer has closed it."
-        )
+        raise RunError(f"{self.folder} changes faster than it can be read. Try again when its writer has closed it.")
 
     def files(self, kind: Kind) -> list[Path]:
         """The live segments of one kind that are not skipped."""
@@ -103,20 +103,31 @@ class Source:
         for kind in KINDS:
             where = "true" if kind == "events" else counts  # what happened before a resume did happen
             self._db.execute(f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM all_{kind} WHERE {where}")
+        described = self._db.execute("DESCRIBE tensors").fetchall()
+        self.metrics = tuple(row[0] for row in described if row[0] not in KEYS["tensors"])
         self._seen = now
 
     def _not_superseded(self) -> str:
         """The condition under which a row of tensors or scalars counts."""
-        row = self._db.execute(
-            "SELECT greatest((SELECT max(attempt) FROM all_tensors), (SELECT max(attempt) FROM all_scalars))"
-        ).fetchone()
-        if not row or not row[0]:  # never resumed
+        if not self._resumed():
             return "true"
         starts = self._db.execute(
             "SELECT attempt, min(step) FROM (SELECT attempt, step FROM all_tensors UNION ALL "
             "SELECT attempt, step FROM all_scalars) WHERE attempt > 0 GROUP BY attempt ORDER BY attempt"
         ).fetchall()
-        return " AND ".join(f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts)
+        return (
+            "true"
+            if not starts
+            else " AND ".join(f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts)
+        )
+
+    def _resumed(self) -> bool:
+        """Whether any rank was; a damaged or missing manifest leaves the question to the rows."""
+        try:
+            found = [json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob("run*.json")]
+            return not found or any(manifest.get("attempt", 0) > 0 for manifest in found)
+        except (OSError, ValueError, AttributeError):
+            return True
 
     def _handle(self, error: duckdb.Error) -> None:
         """Return if asking again makes sense; otherwise raise what the user needs to know."""
@@ -136,9 +147,7 @@ class Source:
                 f"restore it, or go on without its rows by open_run({str(self.folder)!r}, skip_corrupt=True)."
             ) from error
         self._skipped |= set(damaged)
-        warnings.warn(
-            f"{self.folder}: going on without {names}, which cannot be read ({cause}).", stacklevel=6
-        )
+        warnings.warn(f"{self.folder}: going on without {names}, which cannot be read ({cause}).", stacklevel=6)
 
 
 def _damage(file: Path) -> str:
