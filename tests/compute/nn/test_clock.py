@@ -11,6 +11,7 @@ from tests.compute.nn.layers import adopt_all
 from torch import nn
 
 from narrowgauge.compute.nn import clock as clock_module
+from narrowgauge.compute.nn.convert import convert
 from narrowgauge.compute.nn.linear import clock_of
 from narrowgauge.compute.recipes import CURRENT, DELAYED
 
@@ -175,6 +176,18 @@ def test_frozen_layers_under_a_trained_head():
     backward(model)  # never reaches the body, whose amaxes count all the same
     sgd(head).step()
     assert table.history[0].tolist() == [1, 0, 0, 0]
+
+
+def test_convert_follows_the_whole_model_however_little_of_it_is_trained():
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+    for layer in (model[0], model[2]):
+        layer.requires_grad_(False)
+    convert(model, RECIPE)
+    optimizer = sgd(model[1])
+    for _ in range(2):
+        model(torch.randn(4, 32)).sum().backward()
+        optimizer.step()
+    assert clock_of(model).step == 2
 
 
 def test_recipes_without_state_count_steps_too():

@@ -70,7 +70,7 @@ def convert(
     plans = make_plans(request, layers)
     if not any(plan.recipe for plan in plans):
         raise nothing_to_convert(model, plans)
-    rows = _adopt(plans)
+    rows = _adopt(model, plans)
     backends = {plan.recipe.name: plan for plan in reversed(plans) if plan.recipe}
     report = ConversionReport(
         model=type(model).__name__,
@@ -117,7 +117,7 @@ def _refuse_converted(layers: Sequence[Layer]) -> None:
         )
 
 
-def _adopt(plans: Sequence[Plan]) -> list[Row]:
+def _adopt(model: nn.Module, plans: Sequence[Plan]) -> list[Row]:
     table, clock = ScaleTable(next(p.layer.weight.device for p in plans if p.recipe)), StepClock()
     try:
         states = [_adopt_one(plan, table, clock) for plan in plans]
@@ -129,6 +129,7 @@ def _adopt(plans: Sequence[Plan]) -> list[Row]:
             if isinstance(plan.layer.module, Fp8Linear):
                 Fp8Linear.release(plan.layer.module)
         raise
+    clock.follow(model)  # all of it: converted layers may be frozen, and only adapters or norms trained
     if table.sites:
         clock.on_first_step(partial(_check_resumed, table))
     return [_row(plan, state) for plan, state in zip(plans, states, strict=True)]
