@@ -234,6 +234,19 @@ def test_a_steady_tensor_gets_the_codes_of_current_scaling():
             assert torch.equal(ours.scale, theirs.scale)
 
 
+def test_inv_scale_is_not_rounded_twice_on_its_way_to_the_codes():
+    layer, seen = adopt(nn.Linear(16, 16), DELAYED.with_(history=2)), Seen()
+    layer._fp8.observer = seen
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    x = torch.full((4, 16), 8.0)
+    x[0, 0] = 1.1875 / 56  # a tie at inv_scale 56, and 1 / fl(1 / 56) is just below 56
+    for _ in range(2):
+        layer(x).sum().backward()
+        optimizer.step()
+    (_, q, _) = seen.operands["layer", "input"][1]
+    assert q.codes[0, 0].float() == 1.25
+
+
 def test_the_ratio_reaches_the_observer():
     layer, seen = adopt(nn.Linear(64, 48), DELAYED.with_(history=2)), Seen()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
