@@ -85,10 +85,11 @@ def commands() -> str:
         "Exit codes: 0 done; 2 used wrongly or impossible, with one message that says why; a script that fails by",
         "itself ends the command with its own code.",
     ]
+    parent = click.Context(cli, info_name="narrowgauge", **cli.context_settings)
     for verb in VERBS:
-        command = cli.get_command(click.Context(cli), verb)
+        command = cli.get_command(parent, verb)
         if command is not None:
-            context = click.Context(command, info_name=f"narrowgauge {verb}", max_content_width=100, terminal_width=100)
+            context = click.Context(command, info_name=verb, parent=parent, max_content_width=100, terminal_width=100)
             parts += ["", f"## {verb}", "", "```text", command.get_help(context).rstrip(), "```"]
     return "\n".join(parts) + "\n"
 

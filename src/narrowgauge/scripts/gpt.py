@@ -282,9 +282,7 @@ def train(args: argparse.Namespace, size: Size, device: torch.device) -> float:
     optimizer = make_optimizer(model, size.lr, device)
     count = sum(p.numel() for p in model.parameters())
     tokens_per_step = args.accum * size.batch * size.seq
-    print(
-        f"{args.size}: {count:,} parameters, {tokens_per_step:,} bytes per step, {args.steps} steps, {device}"
-    )
+    print(f"{args.size}: {count:,} parameters, {tokens_per_step:,} bytes per step, {args.steps} steps, {device}")
     print(
         f"text: {len(training):,} bytes to train on, {len(validation):,} to validate on, "
         f"unigram entropy {unigram_entropy(eval_data.bytes):.3f} nats"
@@ -341,24 +339,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, help="rows of the embedding, 256 or more")
     parser.add_argument("--layers", type=int, help="number of blocks")
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default: 1)")
-    parser.add_argument(
-        "--weights", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights"
-    )
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument(
-        "--corpus", type=Path, help="a folder of text (default: the standard library's source)"
-    )
-    parser.add_argument(
-        "--log-every", type=int, default=10, metavar="N", help="print every N steps (default: 10)"
-    )
-    parser.add_argument(
-        "--eval-every", type=int, default=50, metavar="N", help="validate every N steps (default: 50)"
-    )
-    parser.add_argument(
-        "--eval-batches", type=int, default=8, metavar="N", help="microbatches per validation"
-    )
+    parser.add_argument("--corpus", type=Path, help="a folder of text (default: the standard library's source)")
+    parser.add_argument("--log-every", type=int, default=10, metavar="N", help="print every N steps (default: 10)")
+    parser.add_argument("--eval-every", type=int, default=50, metavar="N", help="validate every N steps (default: 50)")
+    parser.add_argument("--eval-batches", type=int, default=8, metavar="N", help="microbatches per validation")
     args = parser.parse_args(argv)
     for name in ("steps", "batch", "seq", "accum", "layers", "log_every", "eval_every", "eval_batches"):
         value = getattr(args, name)
@@ -367,9 +355,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.vocab is not None and args.vocab < 256:
         parser.error(f"--vocab is {args.vocab}; the text is bytes, so it must be 256 or more.")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(
-            f"--device is {args.device} and torch sees no GPU; try --device cpu, or check the driver."
-        )
+        parser.error(f"--device is {args.device} and torch sees no GPU; try --device cpu, or check the driver.")
     return args
 
 
