@@ -33,25 +33,19 @@ def total(rows: Tensor) -> Tensor:
     return rows.sum(dtype=torch.float64)
 
 
-def center(v_MK: Tensor, energy_M: Tensor, finite: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def center(v_MK: Tensor, finite: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and sum of (v - mean)^2, [] float64 each, in v's units.
 
     Args:
         v_MK: float32, zero where it is not finite.
-        energy_M: sums of v^2 along rows; on the CPU they save a pass where the mean is small.
         finite: bool [M, K], which elements count; None for all.
     """
     n: Number = float(v_MK.numel()) if finite is None else finite.sum().double().clamp(min=1)
-    mean = total(v_MK.sum(1)) / n
-    if v_MK.device.type == "cpu":
-        energy = total(energy_M)
-        m2 = energy - n * mean**2
-        if float(m2) > ALIKE * float(energy):
-            return mean, m2
-    centered = v_MK - mean.float()
+    rounded = (total(v_MK.sum(1)) / n).float()
+    centered = v_MK - rounded
     if finite is not None:
         centered.masked_fill_(~finite, 0.0)
     # The mean was rounded to float32: sum (c - left)^2 = sum c^2 - n left^2.
     left = total(centered.sum(1)) / n
     m2 = total(centered.square_().sum(1)) - n * left**2
-    return mean.float().double() + left, m2.clamp(min=0)
+    return rounded.double() + left, m2.clamp(min=0)

@@ -131,12 +131,12 @@ class Collector:
             return
         with self._guarded(f"{module}:{role}"), self._marked(y.device) as held:
             site = str(Site(module, role))
-            values = result_values(y)
+            runs = result_values(y)
             if check is not None:
-                values.update(gemm_check(check))
-            vector = head(values, y.device)
+                runs[0].update(gemm_check(check))
+            vectors = [head(values, y.device) for values in runs]
             with self._lock:
-                held.results.setdefault(site, []).append(vector)
+                held.results.setdefault(site, []).extend(vectors)
 
     def end_step(self) -> None:
         """Merge and pack what the step left, start its copy to the host, and write what has arrived."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import Block, PerColumn, PerTensor, QTensor
@@ -22,10 +21,10 @@ from narrowgauge.observe.stats.packing import Packer
 from narrowgauge.observe.stats.tally import Tally, tally
 from narrowgauge.observe.stats.whole import tally_whole
 
-RUN = {"cpu": 1 << 19}  # elements looked at at a time; more on a GPU, which wants large launches
-RUN_ELSEWHERE = 1 << 26
-SAMPLE = {"cpu": 1 << 13}  # elements that histograms are taken from, at least, if there are as many
-SAMPLE_ELSEWHERE = 1 << 18
+CPU, ELSEWHERE = True, False
+RUN = {CPU: 1 << 19, ELSEWHERE: 1 << 26}  # elements looked at together; a GPU wants large launches
+SAMPLE = {CPU: 1 << 13, ELSEWHERE: 1 << 18}  # elements that histograms and higher moments come from, at least
+COLUMN_SAMPLE = {CPU: 1 << 15, ELSEWHERE: 1 << 62}  # elements that the sums along columns come from, at least
 
 
 def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
@@ -34,8 +33,8 @@ def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
     Args:
         x: [..., K] of any float dtype; all leading dimensions are rows.
         q: its codes and scale, [M, K].
-        offset: None takes the histograms from all rows; a number takes them from a share of the rows if the tensor is
-            large, beginning with a row that turns with `offset`.
+        offset: None looks at all rows; a number takes histograms, kurtosis and sums along columns from a share of
+            the rows if the tensor is large, another one for every number.
 
     Returns:
         [width] float64 on x's device.
@@ -61,25 +60,26 @@ def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally]:
             f"the tensor is {list(x.shape)}, as rows {list(x_MK.shape)}, but its codes are {list(q.shape)};"
             " give the tensor that was quantized"
         )
-    stride = 1 if offset is None else _stride(x_MK.shape[0], x_MK.shape[1], x.device)
     tallies = []
     for part, codes in _runs(x_MK, q):
-        step = min(stride, len(part))
-        rows = {"stride": step, "offset": (offset or 0) % step}
-        taken = tally_whole(part, codes, **rows) if part.device.type == "cpu" else None
-        tallies.append(tally(part, codes, **rows) if taken is None else taken)
+        rows, columns = _share(part, SAMPLE, offset), _share(part, COLUMN_SAMPLE, offset)
+        taken = tally_whole(part, codes, rows, columns) if part.device.type == "cpu" else None
+        tallies.append(tally(part, codes, rows, columns) if taken is None else taken)
     return tallies
 
 
-def _stride(M: int, K: int, device: torch.device) -> int:
-    sample = SAMPLE.get(device.type, SAMPLE_ELSEWHERE)
-    return max(1, min(M, M * K // sample))
+def _share(x_MK: Tensor, least: dict[bool, int], offset: int | None) -> slice:
+    """Every so many rows of x, so that at least so many elements are among them; which rows turns with `offset`."""
+    if offset is None:
+        return slice(None)
+    stride = max(1, min(len(x_MK), x_MK.numel() // least[x_MK.device.type == "cpu"]))
+    return slice(offset % stride, None, stride)
 
 
 def _runs(x_MK: Tensor, q: QTensor) -> Iterator[tuple[Tensor, QTensor]]:
     """The tensor and its codes in runs of whole granules' rows."""
     M, K = x_MK.shape
-    height = max(1, RUN.get(x_MK.device.type, RUN_ELSEWHERE) // K)
+    height = max(1, RUN[x_MK.device.type == "cpu"] // K)
     if isinstance(q.granularity, Block):
         height = -(-height // q.granularity.rows) * q.granularity.rows
     if height >= M:

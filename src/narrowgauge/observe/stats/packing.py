@@ -116,6 +116,6 @@ def _added(tensors: Sequence[Tensor]) -> Tensor:
 def _sqnr(lines: Sequence[tuple[int, Tensor, Tensor]], owners: int) -> Tensor:
     """SQNR histograms [owners, bins] of rows or columns given as (owner, signal, error)."""
     owner = torch.cat([torch.full_like(signal, i, dtype=torch.int64) for i, signal, _ in lines])
-    signal = torch.cat([signal for _, signal, _ in lines])
-    error = torch.cat([error for _, _, error in lines])
+    signal = torch.cat([signal.double() for _, signal, _ in lines])
+    error = torch.cat([error.double() for _, _, error in lines])
     return count_sqnr(signal, error, owner, owners)

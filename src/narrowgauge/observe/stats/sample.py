@@ -4,8 +4,8 @@
     ranges       counts per exponent field of amax_b / |x|, b the run of 128 columns that holds x
     moments      n, mean, sum (x - mean)^p for p = 2, 3, 4, in float64
 
-A histogram's count costs ten times an elementwise pass, so large tensors give every `stride`-th row, and the caller turns
-`offset` from step to step.
+A count costs ten times an elementwise pass, so of a large tensor the caller gives a share of the rows, another one
+every step.
 
 Legend: R = sampled rows, K = columns.
 """
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.metrics.bins import RANGE_BLOCK
 from narrowgauge.observe.stats.counting import FIELDS, count_fields
+
+MAGNITUDE = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -37,30 +40,26 @@ class Sample:
     zeros: Tensor
 
 
-def sample(x_MK: Tensor, bits_MK: Tensor, stride: int, offset: int, finite: Tensor | None = None) -> Sample:
-    """Take rows offset, offset + stride, ... of x.
+def sample(x_RK: Tensor, bits_RK: Tensor, finite: Tensor | None = None) -> Sample:
+    """Look at some rows of x.
 
     Args:
-        x_MK: float32, non-finite elements replaced by zero.
-        bits_MK: int32, the bits of |x|.
-        finite: which elements were finite; None for all of them.
+        x_RK: float32, non-finite elements replaced by zero.
+        bits_RK: int32, the bits of |x|.
+        finite: bool, which elements were finite; None for all of them.
     """
-    rows = slice(offset, None, stride)
-    x_RK, bits_RK = x_MK[rows].double(), bits_MK[rows].contiguous()
-    zeros = (bits_RK == 0).sum().double()
-    left_out = None if finite is None else ~finite[rows]
-    exponents = count_fields(bits_RK)
-    if left_out is None:
-        n: Tensor | float = float(x_RK.numel())
-        mean = x_RK.mean()
-        centered = x_RK.sub_(mean)
-    else:
-        n = (~left_out).sum().double()
-        gone = left_out.sum().double()
-        zeros = zeros - gone
-        exponents[0] -= gone
-        mean = x_RK.sum() / n.clamp(min=1)
-        centered = x_RK.sub_(mean).masked_fill_(left_out, 0.0)
+    if finite is None and x_RK.device.type == "cpu":
+        return _whole(x_RK.numpy(), bits_RK.numpy())
+    x = x_RK.double()
+    bits = bits_RK.contiguous()
+    if finite is None:
+        finite = torch.ones_like(bits, dtype=torch.bool)
+    n = finite.sum().double()
+    gone = (~finite).sum().double()
+    exponents = count_fields(bits)
+    exponents[0] -= gone  # they were replaced by zeros
+    mean = x.sum() / n.clamp(min=1)
+    centered = torch.where(finite, x - mean, 0.0)
     square = centered * centered
     flat, flat_square = centered.view(-1), square.view(-1)
     values: dict[str, Tensor | float] = {
@@ -70,7 +69,7 @@ def sample(x_MK: Tensor, bits_MK: Tensor, stride: int, offset: int, finite: Tens
         "sample_m3": torch.dot(flat, flat_square),
         "sample_m4": torch.dot(flat_square, flat_square),
     }
-    return Sample(values, exponents, _ranges(bits_RK), zeros)
+    return Sample(values, exponents, _ranges(bits), (bits == 0).sum().double() - gone)
 
 
 def _ranges(bits_RK: Tensor) -> Tensor:
@@ -83,5 +82,37 @@ def _ranges(bits_RK: Tensor) -> Tensor:
         if part.numel():
             blocks = part.reshape(R, -1, width)
             ratio = blocks.amax(-1, keepdim=True) / blocks
-            total += count_fields(ratio.view(torch.int32) & 0x7FFFFFFF)
+            total += count_fields(ratio.view(torch.int32) & MAGNITUDE)
     return total
+
+
+def _whole(x_RK: np.ndarray, bits_RK: np.ndarray) -> Sample:
+    """The same through numpy where all is finite: on few elements it starts faster than torch does."""
+    bits = np.ascontiguousarray(bits_RK)
+    x = x_RK.astype(np.float64).reshape(-1)
+    mean = x.mean()
+    x -= mean
+    square = x * x
+    values: dict[str, Tensor | float] = {
+        "sample_n": float(x.size),
+        "sample_mean": float(mean),
+        "sample_m2": float(square.sum()),
+        "sample_m3": float(x @ square),
+        "sample_m4": float(square @ square),
+    }
+    magnitude = bits.view(np.float32)
+    ranges = np.zeros(FIELDS)
+    whole = bits.shape[1] - bits.shape[1] % RANGE_BLOCK
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for part, width in ((magnitude[:, :whole], RANGE_BLOCK), (magnitude[:, whole:], bits.shape[1] - whole)):
+            if part.size:
+                blocks = part.reshape(len(bits), -1, width)
+                ratio = blocks.max(-1, keepdims=True) / blocks
+                ranges += _fields(ratio.view(np.int32) & MAGNITUDE)
+    zeros = float(bits.size - np.count_nonzero(bits))
+    counts = (torch.from_numpy(c) for c in (_fields(bits), ranges))
+    return Sample(values, *counts, torch.tensor(zeros, dtype=torch.float64))
+
+
+def _fields(bits: np.ndarray) -> np.ndarray:
+    return np.bincount((bits >> 23).reshape(-1), minlength=FIELDS).astype(np.float64)

@@ -11,7 +11,7 @@ of x^2 and e^2 are kept per row and per column too.
 Nothing is read back, so this runs on any device and whatever the tensor holds. `whole` is its faster twin for the
 usual case on the CPU.
 
-Histograms and the higher moments are taken from every `stride`-th row, beginning with `offset`; all else is exact.
+Histograms, the higher moments and the sums along columns are taken from a share of the rows; all else is exact.
 
 Legend: M = rows (tokens or output features), K = columns (the contracted dimension).
 """
@@ -28,6 +28,7 @@ from narrowgauge.observe.stats.centering import Number, center, total, unit_of
 from narrowgauge.observe.stats.sample import Sample, sample
 from narrowgauge.observe.stats.scales import scale_values, times
 
+ALL = slice(None)
 MAGNITUDE = 0x7FFFFFFF  # a float32's bits without the sign; as integers they are ordered as the magnitudes are
 INFINITY = 0x7F800000
 MARGIN = 1 + 2.0**-20  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
@@ -39,9 +40,8 @@ class Tally:
 
     Args:
         values: slot name of the packed moments -> number, in the tensor's own units; a missing slot is neutral.
-        row_signal, row_error: [M] float32, sums of v^2 and of its error's square along rows; only their ratio
-            has a meaning.
-        col_signal, col_error: [K] float64, sums of x^2 and e^2 along columns.
+        row_signal, row_error: [M] sums of v^2 and of its error's square along rows; only their ratio counts.
+        col_signal, col_error: [K] sums of x^2 and e^2 along columns.
         sample: what was taken from the sampled rows.
     """
 
@@ -53,13 +53,14 @@ class Tally:
     sample: Sample
 
 
-def tally(x_MK: Tensor, q: QTensor, *, stride: int = 1, offset: int = 0) -> Tally:
+def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = ALL) -> Tally:
     """Count everything of a tensor and of what became of it.
 
     Args:
         x_MK: [M, K] of any float dtype (rounded to float32), not empty.
         q: its codes and scale, of the same shape.
-        stride, offset: histograms and the higher moments are taken from rows offset, offset + stride, ...
+        rows: where histograms and the higher moments are taken from.
+        columns: the rows that the sums along columns are taken over.
     """
     x = x_MK.detach().to(torch.float32).contiguous()
     codes = decode(q.codes.contiguous(), torch.float32)
@@ -79,7 +80,7 @@ def tally(x_MK: Tensor, q: QTensor, *, stride: int = 1, offset: int = 0) -> Tall
     values["amin"] = torch.where(bits == 0, INFINITY, bits).amin().view(torch.float32)
     beyond = times(x.abs(), q.inv_scale, q.granularity) > q.fmt.max * MARGIN
     values["saturated"] = (beyond & scaled).sum().double()
-    taken = sample(x, bits, stride, offset, finite)
+    taken = sample(x[rows], bits[rows], finite[rows])
     values.update(taken.values)
 
     # A scale from elsewhere may make d far larger than x, and its square must fit as well.
@@ -88,7 +89,7 @@ def tally(x_MK: Tensor, q: QTensor, *, stride: int = 1, offset: int = 0) -> Tall
     back = 1.0 / unit.double()
     v = x * unit
     square = v * v
-    mean, m2 = center(v, square.sum(1), finite)
+    mean, m2 = center(v, finite)
     values["mean"], values["m2"] = mean * back, m2 * back**2
     flushed = (codes == 0) & (x != 0) & scaled
     values["flushed"] = flushed.sum().double()
@@ -102,5 +103,5 @@ def tally(x_MK: Tensor, q: QTensor, *, stride: int = 1, offset: int = 0) -> Tall
     error = torch.sub(v, d, out=d).square_()
     row_signal, row_error = square.sum(1), error.sum(1)
     values["xx"], values["ee"] = total(row_signal) * back**2, total(row_error) * back**2
-    col_signal, col_error = (s.sum(0).double() * back**2 for s in (square, error))
+    col_signal, col_error = (s[columns].sum(0).double() * back**2 for s in (square, error))
     return Tally(values, row_signal, row_error, col_signal, col_error, taken)
