@@ -5,6 +5,7 @@ metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,7 +98,19 @@ def commands() -> str:
 PAGES: dict[str, Callable[[], str]] = {"metrics.md": metrics, "recipes.md": recipes, "cli.md": commands}
 
 
+def main(check: bool) -> int:
+    """Write every page; or, to `check`, change nothing and return 1 if one is not what the code says."""
+    stale = [name for name, page in PAGES.items() if not _is(HERE / name, page())]
+    for name in stale:
+        if not check:
+            (HERE / name).write_text(PAGES[name]())
+        print(f"docs/{name} {'is stale: run `make docs`' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (HERE / name).write_text(page())
-        print(f"docs/{name}")
+    sys.exit(main(check="--check" in sys.argv[1:]))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
@@ -33,15 +33,6 @@ def command_lines(page: Path) -> list[str]:
     lines += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     lines = [line.partition("#")[0].strip() for line in lines]
     return [line for line in lines if line.startswith("narrowgauge ")]
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def options(verb: str) -> set[str]:
@@ -106,6 +97,8 @@ def test_index_leads_to_every_page():
     assert {page for page in pages if f"({page})" not in index} == set()
 
 
-@pytest.mark.parametrize("page", ["metrics.md", "recipes.md", "cli.md"])
-def test_generated_pages_are_what_the_code_says(page: str):
-    assert (ROOT / "docs" / page).read_text() == generator().PAGES[page](), "run `make docs`"
+def test_generated_pages_are_what_the_code_says():
+    """In a process of its own: click remembers the first help text that it was asked for."""
+    check = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
