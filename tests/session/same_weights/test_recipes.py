@@ -138,6 +138,26 @@ def test_flops_are_counted_and_divided_among_linear_layers() -> None:
     assert sum(probe.flops["by_op"].values()) == probe.flops["total"]
 
 
+def test_attention_is_counted_on_a_cpu_too() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(32, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(2, 8, 4, 24).transpose(1, 2).chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    probe = SameWeightsProbe({"current": CURRENT}, (1,))
+    probe.armed(1)
+    model = Attending()
+    with watched(probe, model):
+        model(torch.randn(2, 8, 32)).square().mean().backward()
+    linear = 2 * 2 * 16 * 32 * 96
+    # Two products forward; four backward, and the scores once more.
+    assert probe.flops["total"] == linear + (2 + 5) * 2 * (2 * 4) * 8 * 8 * 8
+
+
 def test_a_model_without_a_layer_to_convert_is_noted_once() -> None:
     torch.manual_seed(1)
     probe = SameWeightsProbe({"current": CURRENT}, (1, 2))

@@ -38,6 +38,7 @@ class Comparison:
         # recipe -> (first step, last step, one state per model)
         self._states: dict[str, tuple[int, int, list[Mapping[str, State]]]] = {}
         self._keep_hooks: bool | None = None
+        self._counted = False
         self.results: list[tuple[str, SameWeights]] = []
         self.notes: list[str] = []
         self.flops: dict[str, Any] | None = None
@@ -58,7 +59,7 @@ class Comparison:
                 if not all(_finite(base)):
                     self._note(f"Step {step} was not measured: the baseline's own loss or gradients are not finite.")
                     return
-            if self.flops is None:
+            if not self._counted:
                 self._count(plan, params)
             del produced
             for name in list(self._variants):
@@ -119,10 +120,11 @@ class Comparison:
         names = {
             id(module): f"{prefix}{inner}" for prefix, root in plan.names() for inner, module in root.named_modules()
         }
-        self.flops = {}
+        self._counted = True
         try:
-            with counted(names) as self.flops:
+            with counted(names) as flops:
                 replay(plan, params, keep_hooks=bool(self._keep_hooks))
+            self.flops = flops
         except Exception as error:
             self._note(f"FLOPs were not counted ({type(error).__name__}: {error}).")
 

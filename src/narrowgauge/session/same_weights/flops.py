@@ -1,6 +1,7 @@
 """Floating-point operations of one forward and backward pass, and the linear layers' part of them.
 
-    total, by_op    what torch's own counter saw: matrix products, convolutions, attention
+    total, by_op    what torch's own counter saw: matrix products, convolutions, attention (also the CPU's kernel, which
+                    it leaves out)
     linear          per nn.Linear: 2 M N K for fprop, the same again for dgrad (if its input needs a gradient) and for
                     wgrad (if its weight does)
 
@@ -15,9 +16,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v)
+    ),
+}
 
 
 @contextmanager
@@ -31,7 +40,7 @@ def counted(names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
             _count(linear, names.get(id(module), type(module).__name__), module, args[0], output)
 
     handle = register_module_forward_hook(forward)
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
     try:
         with counter:
             yield result

@@ -126,7 +126,7 @@ def _redirect(
     original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
     _SEEN[name] = functools.partial(handler, original)
-    replacement: CodeType = by.__code__  # type: ignore[attr-defined]
+    replacement: CodeType = by.__code__
     function.__code__ = replacement.replace(co_freevars=code.co_freevars)
 
     def restore() -> None:

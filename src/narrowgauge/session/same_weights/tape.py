@@ -166,7 +166,7 @@ class Tape(TorchFunctionMode):
         if func == _GET_GRAD:
             return None  # zeroing gradients before backward is no part of the loss
         inputs = tensors((args, kwargs))
-        if func == _SET_DATA and any(id(t) in self._slots for t in inputs):  # type:
+        if func == _SET_DATA and any(id(t) in self._slots for t in inputs):
             self.fail("the script assigns to .data of a tensor on the way to its loss")
         grad = torch.is_grad_enabled()
         if not any(id(t) in self._slots or (grad and t.requires_grad) for t in inputs) and not self._has_number(args):
