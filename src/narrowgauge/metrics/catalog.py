@@ -56,9 +56,7 @@ class Metric:
 
 _SUMS = "from merged sums"
 _MOMENTS = "from merged central moments"
-_SQNR_HISTOGRAM = (
-    f"histograms add up, {SQNR_WIDTH:g} dB bins, {SQNR_LOW:g} to {SQNR_HIGH:g} dB, then -inf, inf"
-)
+_SQNR_HISTOGRAM = f"histograms add up, {SQNR_WIDTH:g} dB bins, {SQNR_LOW:g} to {SQNR_HIGH:g} dB, then -inf, inf"
 
 _METRICS = (
     Metric(
@@ -138,9 +136,7 @@ _METRICS = (
         OPERAND_ROLES,
         "0; above 0.1 look, above 1 act",
     ),
-    Metric(
-        "mse", "x^2", "The mean squared quantization error.", "mean((x - d)^2)", _SUMS, OPERAND_ROLES, "low"
-    ),
+    Metric("mse", "x^2", "The mean squared quantization error.", "mean((x - d)^2)", _SUMS, OPERAND_ROLES, "low"),
     Metric(
         "sqnr_db",
         "dB",
@@ -190,7 +186,7 @@ _METRICS = (
         "p5_col_sqnr_db",
         "dB",
         "SQNR that 95% of the columns exceed: sees an outlier channel.",
-        "5th percentile over columns, each column's sums taken over all microbatches",
+        "5th percentile over columns, each column's sums over the sampled rows of all microbatches",
         _SQNR_HISTOGRAM,
         OPERAND_ROLES,
         "above 20",

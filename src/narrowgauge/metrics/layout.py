@@ -97,9 +97,7 @@ class Layout:
 
     def columns(self, law: str) -> tuple[int, ...]:
         """Positions in the vector that merge by `law`."""
-        return tuple(
-            self.offsets[slot.name] + i for slot in self.slots if slot.law == law for i in range(slot.width)
-        )
+        return tuple(self.offsets[slot.name] + i for slot in self.slots if slot.law == law for i in range(slot.width))
 
     def empty(self, *shape: int) -> npt.NDArray[np.float64]:
         """Neutral vectors, [*shape, width]."""

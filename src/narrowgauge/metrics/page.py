@@ -26,8 +26,7 @@ NaN. A perfect copy has an SQNR of infinity. `std` is the population's; `kurtosi
 def render() -> str:
     """The whole of docs/metrics.md."""
     rows = "".join(
-        f"| [`{m.name}`](#{m.name}) | {m.unit or '-'} | {_where(m)} | {m.healthy or '-'} |\n"
-        for m in CATALOG.values()
+        f"| [`{m.name}`](#{m.name}) | {m.unit or '-'} | {_where(m)} | {m.healthy or '-'} |\n" for m in CATALOG.values()
     )
     return _OPENING + rows + "".join(_section(m) for m in CATALOG.values())
 

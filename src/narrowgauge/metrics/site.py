@@ -60,7 +60,6 @@ class Site:
         module, colon, role = text.rpartition(":")
         if not colon:
             raise UsageError(
-                f"{text!r} is not a site; write module:role, for example layers.0.w2:input"
-                f" (roles: {', '.join(ROLES)})"
+                f"{text!r} is not a site; write module:role, for example layers.0.w2:input (roles: {', '.join(ROLES)})"
             )
         return cls(module, role)

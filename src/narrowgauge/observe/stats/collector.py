@@ -5,8 +5,8 @@
     end_step()         merge them by law, pack all sites into ONE tensor, start ONE copy to the host
     later              the copy is there: moments -> metrics in numpy -> writer.add_tensors
 
-A device is never waited for: the copy goes to pinned memory and an event tells, at a later step, that it has arrived. On
-the CPU it is there at once.
+A device is never waited for: the copy goes to pinned memory and an event tells, at a later step, that it has arrived.
+On the CPU it is there at once.
 
 Watching never ends a training run: whatever goes wrong is logged once, left in the run as an event, and the numbers
 concerned are missing.
@@ -68,8 +68,8 @@ class Collector:
         every: watch the steps that this divides; 1 watches all.
 
     Attributes:
-        seconds: what watching cost so far: the host's time in here, or a GPU's where that is longer (which is known once
-            the step's numbers have arrived).
+        seconds: what watching cost so far: the host's time in here, or a GPU's where that is longer (known once the
+            step's numbers have arrived).
         failures: how often something went wrong and numbers are missing for it.
 
     >>> collector = Collector(writer, every=10)  # doctest: +SKIP

@@ -1,6 +1,6 @@
 """Counting into fixed bins on any device, without reading anything back.
 
-    |x| = 1.m * 2^(f - 127)            f = the exponent field of a float32: 0 for zeros and subnormals, 255 for inf and NaN
+    |x| = 1.m * 2^(f - 127)            f = a float32's exponent field; 0: zeros and subnormals, 255: inf, NaN
 
 A histogram over the 256 exponent fields costs one shift and one count; folding it into the stored bins happens once per
 step, for all tensors together.
@@ -40,7 +40,7 @@ def count_fields(magnitude_bits: Tensor) -> Tensor:
 
 
 def fold_exponents(fields: Tensor, zeros: Tensor) -> Tensor:
-    """[..., 256] counts per field, of which [...] are zeros -> [..., EXPONENT_BINS], as `metrics.bins` lays them out."""
+    """[..., 256] counts per field, of which [...] are zeros -> [..., EXPONENT_BINS], laid out as in `metrics.bins`."""
     first = EXPONENT_LOW + BIAS  # the field of bin 1
     last = first + EXPONENT_BINS - 2
     below = fields[..., : first + 1].sum(-1) - zeros
@@ -50,7 +50,7 @@ def fold_exponents(fields: Tensor, zeros: Tensor) -> Tensor:
 
 
 def fold_ranges(fields: Tensor) -> Tensor:
-    """[..., 256] counts per field of block amax / |x| (at least 1) -> [..., RANGE_BINS]; infinite ratios are zeros' and go."""
+    """[..., 256] counts per field of block amax / |x|, at least 1 -> [..., RANGE_BINS]; infinite ratios (zeros) go."""
     last = BIAS + RANGE_BINS - 1
     return torch.cat((fields[..., BIAS:last], fields[..., last : FIELDS - 1].sum(-1, keepdim=True)), -1)
 

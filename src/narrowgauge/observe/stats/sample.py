@@ -110,8 +110,8 @@ def _whole(x_RK: np.ndarray, bits_RK: np.ndarray) -> Sample:
                 ratio = blocks.max(-1, keepdims=True) / blocks
                 ranges += _fields(ratio.view(np.int32) & MAGNITUDE)
     zeros = float(bits.size - np.count_nonzero(bits))
-    counts = (torch.from_numpy(c) for c in (_fields(bits), ranges))
-    return Sample(values, *counts, torch.tensor(zeros, dtype=torch.float64))
+    exponents = torch.from_numpy(_fields(bits))
+    return Sample(values, exponents, torch.from_numpy(ranges), torch.tensor(zeros, dtype=torch.float64))
 
 
 def _fields(bits: np.ndarray) -> np.ndarray:

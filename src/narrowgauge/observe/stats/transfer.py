@@ -77,4 +77,4 @@ class Transfer:
 
     def device_seconds(self) -> float:
         """How long the device worked for the watch, as far as events tell; 0 on the CPU. Only once arrived."""
-        return sum(begin.elapsed_time(end) for begin, end in self.marks) / 1e3
+        return float(sum(begin.elapsed_time(end) for begin, end in self.marks)) / 1e3
