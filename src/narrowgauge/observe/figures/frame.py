@@ -1,7 +1,7 @@
 """What all pictures share: type, grid, hover, and the escape from Bokeh's own markup.
 
-Bokeh reads `$$...$$` in a label as TeX and then fetches MathJax from the network; module names and commands are
-the user's, so every such string passes `plain` first. Tooltips escape HTML themselves.
+Bokeh reads `$$...$$` in a label as TeX, for which it then looks for MathJax; module names and commands are the user's,
+so every such string passes `plain` first. Tooltips escape HTML themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shorten(name: str, width: int = 26) -> str:
     """A module name cut in its middle to at most `width` characters; both ends carry the meaning.
 
     >>> shorten("model.layers.11.feed_forward.down_proj", 20)
-    'model.lay…down_proj'
+    'model.lay….down_proj'
     """
     if len(name) <= width:
         return name

@@ -75,9 +75,9 @@ def heatmap(
 ) -> Any:
     """One metric over layers and steps.
 
-    `layers` [L] module names in forward order; `steps` [T], at least one; `grids` [L, T] by key, usually "variant|role", NaN where
-    nothing was recorded; `shown`: the key drawn first. The figure's tags hold a `CustomJS` named "swap:COLUMN":
-    executed with {key} it shows another grid.
+    `layers` [L] module names in forward order; `steps` [T], at least one; `grids` [L, T] by key, usually
+    "variant|role", NaN where nothing was recorded; `shown`: the key drawn first. The figure's tags hold a `CustomJS`
+    named "swap:COLUMN": executed with {key} it shows another grid.
     """
     n_layers = len(layers)
     columns, spacing, left = _columns(steps)

@@ -60,7 +60,7 @@ def html(verdict: Verdict | None, runs: Mapping[str, Run], out: Path) -> Path:
 
 def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     """The page as text."""
-    names = list(dict.fromkeys([*runs, *(v.name for v in verdict.variants)] if verdict else runs))
+    names = list(dict.fromkeys([*runs, *_named(verdict)]))
     colors = variant_colors(names)
     drawn = Pictures()
     pictures.losses(drawn, runs, colors, verdict)
@@ -113,6 +113,13 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             data=Markup(drawn.to_json()),
         )
     )
+
+
+def _named(verdict: Verdict | None) -> list[str]:
+    """Every run that a verdict speaks of, whether or not it left anything."""
+    if verdict is None:
+        return []
+    return [run.name for run in (verdict.baseline, verdict.noise, *verdict.variants) if run is not None]
 
 
 def _opened(names: Sequence[str], judged: Mapping[str, VariantVerdict]) -> str:

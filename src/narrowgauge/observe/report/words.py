@@ -104,7 +104,7 @@ def command_line(command: Any) -> str:
     return str(command or "")
 
 
-_PATH = re.compile(r"(?<![\w:/.…~-])(?:~|/|[A-Za-z]:\\)(?:[^\s'\"<>|:,;()\\/]+[\\/])+(?=[^\s'\"<>|:,;()\\/])")
+_PATH = re.compile(r"(?<![\w:/.…~-])(?:~?/|[A-Za-z]:\\)(?:[^\s'\"<>|:,;()\\/]+[\\/])+(?=[^\s'\"<>|:,;()\\/])")
 
 
 def scrub(text: str) -> str:
