@@ -1,0 +1,134 @@
+"""The page in a real browser, offline: every picture is painted, selectors switch, nothing is requested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from narrowgauge.observe.report import html
+from narrowgauge.observe.store import open_run
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+EVIL = "layers.0.<img src=x onerror=window.hit=1><script>window.hit=2</script>$$x^2$$"
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no {CHROMIUM}: apt-get install chromium"),
+]
+
+# A canvas that holds more than one colour was painted. BokehJS draws inside shadow roots.
+PAINTED = """place => {
+  const canvases = [];
+  const walk = node => {
+    if (node.tagName === "CANVAS") canvases.push(node);
+    for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) walk(child);
+  };
+  walk(document.getElementById(place));
+  return canvases.some(canvas => canvas.width > 100 && new Set(new Uint32Array(
+    canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size > 1);
+}"""
+IMAGE = """() => {
+  for (const document of Bokeh.documents) for (const root of document.roots()) for (const swap of root.tags ?? [])
+    if (swap.name === "swap:gain") return Math.min(...[...root.renderers[0].data_source.data.image[0]]);
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as driver:
+        context = driver.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"),
+            executable_path=str(CHROMIUM),
+            args=ARGUMENTS,
+            viewport={"width": 1280, "height": 900},
+            offline=True,
+        )
+        yield context
+        context.close()
+
+
+def opened(browser, path: Path):
+    """The page in a tab that notes every request and every problem."""
+    tab = browser.new_page()
+    tab.requested, tab.problems = [], []
+    tab.on("request", lambda request: tab.requested.append(request.url))
+    tab.on("pageerror", lambda error: tab.problems.append(str(error)))
+    tab.on("console", lambda message: message.type == "error" and tab.problems.append(message.text))
+    tab.goto(path.as_uri())
+    tab.wait_for_selector("html[data-drawn=yes]", timeout=60_000)
+    return tab
+
+
+@pytest.fixture(scope="module")
+def page(browser, report_file: Path):
+    return opened(browser, report_file)
+
+
+def test_nothing_but_the_file_is_requested(page):
+    assert page.requested == [page.url]
+    assert page.problems == []
+
+
+def test_every_visible_picture_is_painted(page):
+    places = page.eval_on_selector_all(".figure", "all => all.filter(e => e.offsetWidth).map(e => e.id)")
+    assert {"loss", "gap", "gradients", "heat-gain", "scale-input"} <= set(places)
+    page.wait_for_function(f"places => places.every({PAINTED})", arg=places, timeout=30_000)
+
+
+def test_switching_the_variant_switches_the_pictures(page):
+    page.check("input[value=delayed]", force=True)
+    assert page.evaluate(IMAGE) < 0.9
+    page.check("input[value=current]", force=True)
+    assert page.evaluate(IMAGE) > 0.99
+    assert page.is_visible('[data-variant="current"]')
+    assert not page.is_visible('[data-variant="delayed"]')
+    place = page.eval_on_selector('[data-variant="current"] .figure', "e => e.id")
+    page.wait_for_function(PAINTED, arg=place, timeout=30_000)
+
+
+def test_nothing_overflows_sideways(page):
+    for width in (900, 1600, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_dark_page_is_redrawn_in_its_own_colours(page):
+    page.check("input[value=current]", force=True)
+    page.emulate_media(color_scheme="dark")
+    drawn_in = "Bokeh.documents.map(d => d.roots()[0].below[0].major_label_text_color).join()"
+    page.wait_for_function(f"{drawn_in} === '#b3afa6'", timeout=30_000)
+    assert page.evaluate("getComputedStyle(document.querySelector('main')).getPropertyValue('--c0072b2')") == "#4aa8e0"
+    page.wait_for_function(PAINTED, arg="loss", timeout=30_000)
+    page.wait_for_function(f"({IMAGE})() > 0.99", timeout=10_000)  # redrawn as it was chosen, not as it was opened
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function(f"{drawn_in} === '#55524c'", timeout=30_000)
+    assert page.problems == []
+
+
+def test_names_are_never_markup_nor_tex(browser, tmp_path: Path):
+    names = [EVIL + str(i) for i in range(7)]
+    run = synthetic.write_run(tmp_path / "current", "current", steps=10, layers=1, names=names)
+    page = opened(browser, html(None, {"current": open_run(run)}, tmp_path / "report.html"))
+    picture = page.locator("#heat-sqnr_db")
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 50)
+    page.wait_for_function("document.body.textContent.includes('x^2')", timeout=10_000)
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hit") is None
+    assert page.requested == [page.url]
+    assert page.problems == []

@@ -1,0 +1,254 @@
+"""The page: self-contained, escaped, the verdict first, honest about what is missing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.report import html
+from narrowgauge.observe.report.gather import layers, merge_columns
+from narrowgauge.observe.report.layout import script_json
+from narrowgauge.observe.store import RunWriter, open_run
+
+EVIL = "layers.0.<script>window.hit=1</script>$$x$$"
+
+
+class Page(HTMLParser):
+    """What a browser would load and show: addresses, and text outside of scripts and styles."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self._silent = 0
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
+        self._silent += tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self._silent -= tag in ("script", "style")
+
+    def handle_data(self, data):
+        if not self._silent:
+            self.text += " " + " ".join(data.split())
+
+
+@pytest.fixture(scope="module")
+def source(report_file: Path) -> str:
+    return report_file.read_text()
+
+
+@pytest.fixture(scope="module")
+def page(source: str) -> Page:
+    return Page(source)
+
+
+def test_nothing_is_loaded_from_anywhere(page: Page, source: str):
+    assert page.addresses == []
+    own = source.replace(source[source.index("/* BEGIN bokeh") : source.index('<script type="application/json"')], "")
+    assert not re.findall(r"url\(|@import|https?://", own)
+    assert not {"link", "iframe", "img", "object", "embed"} & set(page.tags)
+
+
+def test_the_file_is_small_enough_to_send(source: str):
+    assert len(source.encode()) < 4e6
+
+
+def test_the_verdict_comes_first(page: Page):
+    first = page.text.index("is safe;")
+    assert first < page.text.index("Training loss") < page.text.rindex("At the same weights")
+    assert (
+        page.text.rindex("At the same weights")
+        < page.text.index("Inside the FP8 tensors")
+        < page.text.index("The runs")
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Not known yet: the loss gap of +0.11% is inside the noise band",
+        "Run 1,200 steps or more",
+        "inside the noise band",
+        "outside the noise band",
+        "emulated, no speed verdict",
+        "+1.37 %",
+        "±0.24 %",
+        "0.99468",
+        "87.3 %",
+        "15,000",
+        "1.31 GiB",
+        "The program calls torch.compile; it ran eager in every variant.",
+        "layers.2.mlp.down:grad_output",
+        "lm_head stays high by default",
+        "never called",
+        "5d0c9a7e11f2b360",
+        "every 10 steps, 3.21 s",
+        "train.py --steps 300 --size demo",
+        "layers.0–3.mlp.down",
+    ],
+)
+def test_the_page_says(page: Page, said: str):
+    assert said in page.text
+
+
+def test_one_colour_per_variant(source: str):
+    for name, color in (("current", "0072b2"), ("delayed", "d55e00"), ("blockwise", "009e73")):
+        assert f'style="--run:var(--c{color})">{name}</b>' in source
+        assert f"--c{color}: #{color}" in source
+
+
+def test_the_selector_opens_on_the_variant_in_trouble(source: str):
+    assert re.search(r'value="delayed" data-place="\w+" checked', source)
+    assert source.count(" checked>") == 2
+
+
+def test_no_path_of_this_machine(source: str, synthetic_paths: dict[str, Path]):
+    assert str(next(iter(synthetic_paths.values())).parent) not in source
+    assert str(Path.home()) + "/" not in source
+
+
+def test_strings_are_text(tmp_path: Path):
+    names = [EVIL + str(i) for i in range(7)]
+    path = synthetic.write_run(
+        tmp_path / "current",
+        "current",
+        steps=10,
+        layers=1,
+        names=names,
+        command=["t.py", "</script><b>x"],
+        notes=["</script><img src=x onerror=alert(1)>", "see /home/ada/data/corpus.txt"],
+        error="boom </style>",
+    )
+    text = html(None, {"<i>current": open_run(path)}, tmp_path / "report.html").read_text()
+    shown = Page(text)
+    assert "img" not in shown.tags
+    assert "i" not in shown.tags
+    assert shown.tags.count("script") == 3
+    assert shown.tags.count("style") == 1
+    assert EVIL in shown.text
+    assert "</script><b>x" in shown.text
+    assert "…/corpus.txt" in shown.text
+    assert "home/ada" not in text
+
+
+def test_json_in_a_script_cannot_end_it():
+    assert "<" not in script_json({"a": "</script><!--", "b": "\u2028"})
+
+
+def test_a_run_that_left_nothing(tmp_path: Path):
+    RunWriter(tmp_path / "current", {"recipe": "current"}).close("failed")
+    crashed = synthetic.variant(
+        "current",
+        0,
+        outcome="fail",
+        safe="no",
+        gap_pct=None,
+        window=None,
+        same_weights=(),
+        worst=(),
+        conversion=(),
+        exit_code=1,
+        error="RuntimeError: '/home/ada/model.py' exploded",
+        sentence="Not safe: it ended with an error.",
+        step_seconds=None,
+        tokens_per_second=None,
+        peak_memory_bytes=None,
+        eval_name="",
+        eval_gap_pct=None,
+    )
+    verdict = synthetic.verdict(0, variants=(crashed,), noise=None, notes=())
+    text = Page(html(verdict, {"current": open_run(tmp_path / "current")}, tmp_path / "r.html").read_text()).text
+    for said in (
+        "No finite loss was recorded",
+        "No tensor statistics were recorded",
+        "No conversion was recorded",
+        "RuntimeError: '…/model.py' exploded",
+        "not evaluated",
+        "at step 0",
+        "exit code 1",
+    ):
+        assert said in text
+
+
+def test_no_run_left_anything(tmp_path: Path):
+    verdict = synthetic.verdict(0, judged=False, why_not="The baseline run ended with an error.", variants=())
+    text = Page(html(verdict, {}, tmp_path / "r.html").read_text()).text
+    assert "No FP8 variant was run." in text
+    assert "The baseline run ended with an error." in text
+
+
+def test_sick_runs_are_shown_as_they_are(tmp_path: Path, synthetic_paths: dict[str, Path]):
+    loss = synthetic.losses("delayed", 60)
+    sick = loss.copy()
+    sick[30:] = np.nan
+    paths = {
+        "baseline": synthetic_paths["baseline"],
+        "current": synthetic.write_run(
+            tmp_path / "current", "current", loss=loss[:20], status="stopped", tensors=False
+        ),
+        "delayed": synthetic.write_run(tmp_path / "delayed", "delayed", loss=sick, tensors=False),
+    }
+    verdict = synthetic.verdict(
+        60,
+        noise=None,
+        judged=False,
+        why_not="The runs saw different data.",
+        variants=(
+            synthetic.variant(
+                "current", 20, outcome="unjudged", band_pct=None, same_weights=(), same_weights_note="Why not."
+            ),
+            synthetic.variant("delayed", 60, outcome="fail", nan_steps=30),
+        ),
+    )
+    text = Page(html(verdict, {n: open_run(p) for n, p in paths.items()}, tmp_path / "r.html").read_text()).text
+    for said in (
+        "Nothing was judged.",
+        "The runs saw different data.",
+        "stopped early, as asked",
+        "There was no noise twin",
+        "step 31 and 29 more",
+        "Why not.",
+        "not judged",
+        "No histogram was recorded",
+    ):
+        assert said in " ".join(text.split())
+
+
+def test_errors_say_what_to_do(tmp_path: Path, synthetic_runs):
+    with pytest.raises(RunError, match="There is no run to report on; expected at least one run folder"):
+        html(None, {}, tmp_path / "r.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"cannot be written .* Choose another file with -o"):
+        html(synthetic.verdict(variants=()), {}, tmp_path / "file" / "r.html")
+
+
+def test_long_runs_keep_their_worst_cell():
+    grid = np.array([[1.0, 9.0, np.nan, 2.0, np.nan]])
+    assert merge_columns(grid, 2, "underflow_pct").tolist()[0][:2] == [9.0, 2.0]
+    assert np.isnan(merge_columns(grid, 2, "underflow_pct")[0, 2])
+    assert merge_columns(grid, 2, "sqnr_db")[0, 0] == 1.0
+    assert merge_columns(np.array([[1.1, 0.7]]), 2, "gain")[0, 0] == 0.7
+
+
+def test_layers_come_in_forward_order_and_grids_agree(synthetic_runs):
+    runs = {name: run for name, run in synthetic_runs.items() if run.metrics}
+    found = layers(runs, synthetic.modules())
+    assert list(found.names) == synthetic.modules()
+    assert found.variants == ("current", "delayed", "blockwise")
+    row, column = found.names.index(synthetic.SICK), list(found.steps).index(200)
+    steps, values = runs["delayed"].series(f"{synthetic.SICK}:grad_output", "gain")
+    assert found.grids["gain"]["delayed|grad_output"][row, column] == pytest.approx(
+        values[list(steps).index(200)], rel=1e-3
+    )
+    assert layers({}).names == ()
