@@ -94,17 +94,32 @@ def test_a_roll_up_answers_like_the_rows(copied, monkeypatch, keep, role):
     np.testing.assert_allclose(rolled[2], direct[2], rtol=1e-12)
 
 
-def test_heatmaps_come_from_the_roll_up(copied, monkeypatch):
+def test_heatmaps_come_from_the_roll_up(copied):
     compact(copied)
-    seen = []
+    plans = []
+
+    class Spy:
+        def __init__(self, db):
+            self.db = db
+
+        def execute(self, query, *parameters):
+            plans.append(query)
+            return self.db.execute(query, *parameters)
+
     run = open_run(copied)
-    ask = run._columns
-    monkeypatch.setattr(run, "_columns", lambda query, *rest: (seen.append(query), ask(query, *rest))[1])
+    ask = run._source.ask
+    run._source.ask = lambda question: ask(lambda db: question(Spy(db)))
     run.heatmap("amax")
-    assert "rollups/rank0-00000000-" in seen[-1]
+    assert "rollups/rank0-00000000-" in " ".join(plans)
+    plans.clear()
     shutil.rmtree(copied / "rollups")
     run.heatmap("amax")
-    assert "rollups" not in seen[-1]
+    assert "rollups" not in " ".join(plans)
+
+
+def test_a_heatmap_of_histograms_is_refused(long_run):
+    with pytest.raises(RunError, match=r"'h' is a histogram, which a heatmap can't show; read it by series\(site"):
+        open_run(long_run).heatmap("h")
 
 
 def test_one_spike_in_6000_steps_is_seen(long_run):
@@ -152,11 +167,11 @@ def test_interrupted_between_two_parts(copied, monkeypatch):
     monkeypatch.setattr(compaction, "PART_BYTES", 50_000)
     write, written = compaction.copy_aside, []
 
-    def fail_at_third(db, select, target):
+    def fail_at_third(db, select, target, *row_group):
         written.append(target)
         if len(written) == 3:
             raise OSError(28, "No space left on device")
-        write(db, select, target)
+        write(db, select, target, *row_group)
 
     monkeypatch.setattr(compaction, "copy_aside", fail_at_third)
     with pytest.raises(RunError, match=r"No space left on device.*The run is as readable as before"):

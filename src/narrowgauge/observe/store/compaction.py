@@ -23,7 +23,7 @@ from narrowgauge.errors import RunError
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.rollup import roll_up
 from narrowgauge.observe.store.schema import KINDS, ROLLUPS, SORTED_BY, Kind, Segment
-from narrowgauge.observe.store.segments import copy_aside, literal
+from narrowgauge.observe.store.segments import COMPACTED_ROW_GROUP, copy_aside, literal
 from narrowgauge.observe.store.source import parquet, segments_in
 
 FAN_IN = 16
@@ -100,7 +100,7 @@ def _compact(db: duckdb.DuckDBPyConnection, folder: Path, kind: Kind, segments: 
         merged = [Segment(rank, first, last, part, len(cuts)) for part in range(len(cuts))]
         for segment, cut in zip(merged, cuts, strict=True):
             select = f"SELECT * FROM {parquet(files)} WHERE {cut} ORDER BY {SORTED_BY[kind]}"
-            copy_aside(db, select, directory / str(segment))
+            copy_aside(db, select, directory / str(segment), COMPACTED_ROW_GROUP)
         kept = [directory / str(segment) for segment in merged]
         (copied,) = _one(db, f"SELECT count(*) FROM {parquet(kept)}")
         if copied != rows:

@@ -13,10 +13,11 @@ Legend: S = sites, T = steps (or bins of steps), B = bins of a histogram.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import duckdb
 import numpy as np
 import numpy.typing as npt
 
@@ -170,10 +171,13 @@ class Run:
         the lowest and highest of every stretch. Errors: RunError for an unknown metric or site.
         """
         (name,) = self._known([metric])
-        found = self._columns(
-            f"SELECT step, {quoted(name)} AS value FROM tensors "
-            f"WHERE site = ? AND rank = ? AND {quoted(name)} IS NOT NULL ORDER BY step",
-            [site, rank],
+        value = quoted(name)
+        found = self._fetched(
+            lambda db: db.execute(
+                f"SELECT step, {value} AS value FROM {self._source.tensors_of(rank)} "
+                f"WHERE site = ? AND {value} IS NOT NULL ORDER BY step",
+                [site],
+            )
         )
         steps, values = found["step"], found["value"]
         if not len(steps) and site not in self.sites:
@@ -197,33 +201,12 @@ class Run:
         Only sites that have the metric. A run that spans more than `max_steps` steps is binned: `steps` are
         then the first steps of the bins, and a cell is its bin's minimum, maximum or mean, or ("extreme")
         whichever of minimum and maximum lies farther from what is usual at that site. Errors: RunError for
-        an unknown metric.
+        an unknown metric or a histogram.
         """
         (name,) = self._known([metric])
-        span = self._rows("SELECT min(step), max(step) FROM tensors WHERE rank = ?", [rank])[0]
-        if span[0] is None:
-            return (), np.empty(0, np.int64), np.empty((0, 0))
-        width = bin_width(span[0], span[1], max_steps)
-        files = self._source.rollup(rank) if width > 1 and max_steps == HEATMAP_STEPS else []
-        if files:
-            low, high, mean = (quoted(f"{each}:{name}") for each in ("min", "max", "mean"))
-            rows = f"FROM {parquet(files)} WHERE {low} IS NOT NULL"
-            cells = f"SELECT site, step, {low}::DOUBLE AS low, {high}::DOUBLE AS high, {mean} AS mean {rows}"
-        else:
-            value, step = quoted(name), f"step - (step - {span[0]}) % {width}"
-            rows = f"FROM tensors WHERE rank = {int(rank)} AND {value} IS NOT NULL"
-            cells = (
-                f"SELECT site, {step} AS step, min({value})::DOUBLE AS low, max({value})::DOUBLE AS high, "
-                f"avg({value}) AS mean {rows} GROUP BY ALL"
-            )
-        recorded = (row[0] for row in self._rows(f"SELECT DISTINCT site {rows} ORDER BY site"))
-        sites = tuple(site for site in recorded if role is None or role_of(site) == role)
-        # Sites travel as numbers: a Python string per cell would cost more than the query.
-        found = self._columns(
-            "WITH wanted AS (SELECT unnest(?::VARCHAR[]) AS site, unnest(range(?)) AS place) "
-            f"SELECT place, step, low, high, mean FROM ({cells}) JOIN wanted USING (site)",
-            [list(sites), len(sites)],
-        )
+        if name in self._source.histograms:
+            raise RunError(f"{name!r} is a histogram, which a heatmap can't show; read it by series(site, {name!r}).")
+        sites, found = self._source.ask(lambda db: self._cells(db, name, role, rank, max_steps))
         steps, columns = np.unique(found["step"], return_inverse=True)
         low_ST, high_ST, mean_ST = (np.full((len(sites), len(steps)), np.nan) for _ in range(3))
         for values_ST, key in ((low_ST, "low"), (high_ST, "high"), (mean_ST, "mean")):
@@ -234,6 +217,34 @@ class Run:
     def sql(self, query: str, parameters: Sequence[Any] | None = None) -> Table:
         """Any DuckDB query over the views `tensors`, `scalars` and `events`. Errors: RunError."""
         return Table(self._columns(query, parameters))
+
+    def _cells(
+        self, db: duckdb.DuckDBPyConnection, metric: str, role: str | None, rank: int, max_steps: int
+    ) -> tuple[tuple[str, ...], dict[str, Array]]:
+        """The sites of a heatmap, and per cell its site's place, its (first) step, minimum, maximum and mean."""
+        rollup = self._source.rollup(rank) if max_steps == HEATMAP_STEPS else []
+        if rollup:
+            low, high, mean = (quoted(f"{each}:{metric}") for each in ("min", "max", "mean"))
+            picks = f"site, step, {low}::DOUBLE AS low, {high}::DOUBLE AS high, {mean} AS mean"
+            cells = f"SELECT {picks} FROM {parquet(rollup)} WHERE {low} IS NOT NULL"
+        else:
+            rows, value = self._source.tensors_of(rank), quoted(metric)
+            span = db.execute(f"SELECT min(step), max(step) FROM {rows}").fetchone()
+            first, last = span if span and span[0] is not None else (0, 0)
+            picks = f"min({value})::DOUBLE AS low, max({value})::DOUBLE AS high, avg({value}) AS mean"
+            bin_start = f"step - (step - {first}) % {bin_width(first, last, max_steps)}"
+            cells = f"SELECT site, {bin_start} AS step, {picks} FROM {rows} WHERE {value} IS NOT NULL GROUP BY ALL"
+        db.execute(f"CREATE OR REPLACE TEMP TABLE cells AS {cells}")
+        found = db.execute("SELECT DISTINCT site FROM cells ORDER BY site").fetchall()
+        sites = tuple(site for (site,) in found if role is None or role_of(site) == role)
+        # Sites travel as numbers: a Python string per cell would cost more than the query.
+        fetched = db.execute(
+            "WITH wanted AS (SELECT unnest(?::VARCHAR[]) AS site, unnest(range(?)) AS place) "
+            "SELECT place, step, low, high, mean FROM cells JOIN wanted USING (site)",
+            [list(sites), len(sites)],
+        ).fetchnumpy()
+        db.execute("DROP TABLE cells")
+        return sites, {name: plain_column(values) for name, values in fetched.items()}
 
     def _known(self, names: Iterable[str]) -> list[str]:
         metrics = self.metrics
@@ -248,7 +259,10 @@ class Run:
 
     def _columns(self, query: str, parameters: Iterable[Any] | None = None) -> dict[str, Array]:
         given = list(parameters or ())
-        fetched = self._source.ask(lambda db: db.execute(query, given).fetchnumpy())
+        return self._fetched(lambda db: db.execute(query, given))
+
+    def _fetched(self, query: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyConnection]) -> dict[str, Array]:
+        fetched = self._source.ask(lambda db: query(db).fetchnumpy())
         return {name: plain_column(values) for name, values in fetched.items()}
 
 

@@ -26,8 +26,10 @@ from narrowgauge.observe.store.schema import KEYS, SORTED_BY, Kind, Segment
 
 Array = npt.NDArray[Any]
 
-# 16384 rows: small enough that one series reads little beside itself, large enough to compress well.
-PARQUET = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2, ROW_GROUP_SIZE 16384"
+# Rows of a row group: small ones let a series skip what it does not need, but every one adds to the footers that
+# the first question has to parse. Compacted, a site's rows lie together and large ones cost nothing.
+ROW_GROUP, COMPACTED_ROW_GROUP = 32_768, 122_880
+PARQUET = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2"
 
 
 def quoted(name: str) -> str:
@@ -233,12 +235,12 @@ class SegmentWriter:
         self.written.append((kind, index))
 
 
-def copy_aside(db: duckdb.DuckDBPyConnection, select: str, target: Path) -> None:
+def copy_aside(db: duckdb.DuckDBPyConnection, select: str, target: Path, row_group: int = ROW_GROUP) -> None:
     """Write a query's result as Parquet so that `target` appears whole and durable, or not at all."""
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(exist_ok=True)
-        db.execute(f"COPY ({select}) TO {literal(aside)} ({PARQUET})")
+        db.execute(f"COPY ({select}) TO {literal(aside)} ({PARQUET}, ROW_GROUP_SIZE {row_group})")
         with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.replace(target)

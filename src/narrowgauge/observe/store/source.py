@@ -8,6 +8,7 @@ attempt(row) < a and step(row) >= first step of attempt a.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -21,6 +22,8 @@ from narrowgauge.errors import RunError
 from narrowgauge.observe.store.schema import KEYS, KINDS, ROLLUPS, Kind, Segment, live
 from narrowgauge.observe.store.segments import literal
 
+MANY = 16  # groups of segments with the same columns; beyond, DuckDB unites them itself
+
 Result = TypeVar("Result")
 
 # What DuckDB raises for a query that is wrong in itself; anything else may come from a file.
@@ -33,10 +36,14 @@ def segments_in(directory: Path) -> list[Segment]:
     return live(segment for segment in map(Segment.parse, entries) if segment is not None)
 
 
-def parquet(files: Iterable[Path]) -> str:
-    """The DuckDB table function that reads these files as one table, columns matched by name."""
+def parquet(files: Iterable[Path], *, by_name: bool = True) -> str:
+    """The DuckDB table function that reads these files as one table.
+
+    `by_name` opens every file to unite their columns before the query is planned; files known to have the same
+    columns do without.
+    """
     names = ", ".join(literal(file) for file in files)
-    return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false)"
+    return f"read_parquet([{names}], union_by_name = {by_name}, hive_partitioning = false)"
 
 
 class Source:
@@ -47,8 +54,14 @@ class Source:
         self._skip_corrupt = skip_corrupt
         self._skipped: set[Path] = set()
         self._seen: dict[Kind, list[Path]] = {}
-        self.metrics: tuple[str, ...] = ()  # of the segments that the last question saw
+        self._columns_of: dict[Path, tuple[str, ...]] = {}
+        self._counts = "true"  # the condition under which a row counts
+        # Of the segments that the last question saw: metric columns in order, and those that are histograms.
+        self.metrics: tuple[str, ...] = ()
+        self.histograms: frozenset[str] = frozenset()
         self._db = duckdb.connect()
+        with contextlib.suppress(duckdb.Error):  # segments never change, so what was parsed once stays true
+            self._db.execute("SET parquet_metadata_cache = true")
 
     def ask(self, question: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
         """The answer to a question put to the current segments.
@@ -93,33 +106,58 @@ class Source:
             return
         self._seen = {}
         for kind, files in now.items():
-            if files:
-                source = f"SELECT * FROM {parquet(files)}"
-            else:
-                columns = ", ".join(f"NULL::{sql} AS {name}" for name, sql in KEYS[kind].items())
-                source = f"SELECT {columns} LIMIT 0"
-            self._db.execute(f"CREATE OR REPLACE VIEW all_{kind} AS {source}")
-        counts = self._not_superseded()
+            self._db.execute(f"CREATE OR REPLACE VIEW all_{kind} AS {self._union(kind, files)}")
+        self._counts = self._not_superseded()
         for kind in KINDS:
-            where = "true" if kind == "events" else counts  # what happened before a resume did happen
+            where = "true" if kind == "events" else self._counts  # what happened before a resume did happen
             self._db.execute(f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM all_{kind} WHERE {where}")
-        described = self._db.execute("DESCRIBE tensors").fetchall()
-        self.metrics = tuple(row[0] for row in described if row[0] not in KEYS["tensors"])
+        described = [row[:2] for row in self._db.execute("DESCRIBE tensors").fetchall()]
+        self.metrics = tuple(name for name, _ in described if name not in KEYS["tensors"])
+        self.histograms = frozenset(name for name, sql_type in described if sql_type.endswith("[]"))
         self._seen = now
 
+    def tensors_of(self, rank: int) -> str:
+        """A FROM item for one rank's tensor rows; for use within `ask`. Reading no other file beats any filter."""
+        files = [file for file in self._seen.get("tensors", []) if _rank(file) == rank]
+        return f"(SELECT * FROM ({self._union('tensors', files)}) WHERE {self._counts})"
+
+    def _union(self, kind: Kind, files: list[Path]) -> str:
+        """A query for all rows of these segments, whose columns may differ."""
+        if not files:
+            columns = ", ".join(f"NULL::{sql} AS {name}" for name, sql in KEYS[kind].items())
+            return f"SELECT {columns} LIMIT 0"
+        self._learn_columns(files)
+        groups: dict[tuple[str, ...], list[Path]] = {}
+        for file in files:
+            groups.setdefault(self._columns_of.get(file, ()), []).append(file)
+        if len(groups) > MANY or () in groups:
+            return f"SELECT * FROM {parquet(files)}"
+        return " UNION ALL BY NAME ".join(f"SELECT * FROM {parquet(same, by_name=False)}" for same in groups.values())
+
+    def _learn_columns(self, files: list[Path]) -> None:
+        """Names and types of the columns of segments not seen before, in one query."""
+        new = [file for file in files if file not in self._columns_of]
+        if not new:
+            return
+        names = ", ".join(literal(file) for file in new)
+        found: dict[str, list[str]] = {}
+        rows = self._db.execute(
+            f"SELECT file_name, concat_ws(' ', name, type, num_children, converted_type) FROM parquet_schema([{names}])"
+        )
+        for file, column in rows.fetchall():
+            found.setdefault(file, []).append(column)
+        self._columns_of |= {Path(file): tuple(columns) for file, columns in found.items()}
+
     def _not_superseded(self) -> str:
-        """The condition under which a row of tensors or scalars counts."""
+        """The condition under which a row of tensors or scalars counts, as SQL."""
         if not self._resumed():
             return "true"
         starts = self._db.execute(
             "SELECT attempt, min(step) FROM (SELECT attempt, step FROM all_tensors UNION ALL "
             "SELECT attempt, step FROM all_scalars) WHERE attempt > 0 GROUP BY attempt ORDER BY attempt"
         ).fetchall()
-        return (
-            "true"
-            if not starts
-            else " AND ".join(f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts)
-        )
+        clauses = [f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts]
+        return " AND ".join(clauses) or "true"
 
     def _resumed(self) -> bool:
         """Whether any rank was; a damaged or missing manifest leaves the question to the rows."""
@@ -148,6 +186,11 @@ class Source:
             ) from error
         self._skipped |= set(damaged)
         warnings.warn(f"{self.folder}: going on without {names}, which cannot be read ({cause}).", stacklevel=6)
+
+
+def _rank(file: Path) -> int:
+    segment = Segment.parse(file.name)
+    return -1 if segment is None else segment.rank
 
 
 def _damage(file: Path) -> str:
