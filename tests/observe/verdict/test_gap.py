@@ -37,13 +37,29 @@ def test_no_common_step_has_no_gap_and_no_band():
     assert noise_band(series([1.0]), series([1.0], first=5)) is None
 
 
-def test_the_band_is_the_widest_window_of_the_last_half_and_unsigned():
+def test_the_band_is_student_s_t_times_the_rms_of_the_last_half_s_windows():
     baseline = series([1.0] * 16)
+    assert noise_band(series([0.98] * 16), baseline) == pytest.approx(3.18 * 2.0)
+    # Windows of 4 that end at 8 ... 16: means of 0, 1/4, 2/4, 3/4, 1, 3/4, 2/4, 1/4 and 0 times 2%.
     noise = series([1.0] * 8 + [0.98] * 4 + [1.0] * 4)
-    assert noise_band(noise, baseline) == pytest.approx(2.0)
+    rms = 2.0 * np.sqrt((2 * (1 + 4 + 9) / 16 + 1) / 9)
+    assert noise_band(noise, baseline) == pytest.approx(3.18 * rms)
 
 
-def test_the_band_ignores_the_first_half_beyond_a_window():
+def test_a_harmless_change_leaves_the_band_in_about_one_of_twenty_comparisons():
+    rng = np.random.default_rng(0)
+    left = 0
+    for _ in range(400):
+        # Losses that drift apart and decorrelate over a quarter of the run, as two trainings do.
+        shared, twin, variant = (np.convolve(rng.normal(size=400), np.ones(60) / 60, "valid")[:240] for _ in range(3))
+        baseline = series(2.0 + 0.1 * shared)
+        gap = paired_gap(series(2.0 + 0.1 * variant), baseline)
+        band = noise_band(series(2.0 + 0.1 * twin), baseline)
+        left += abs(gap.pct) > band
+    assert 0.0 < left / 400 < 0.12
+
+
+def test_the_band_ignores_what_came_before_the_last_half_s_windows():
     baseline = series([1.0] * 16)
     noise = series([2.0] * 4 + [1.0] * 12)
     assert noise_band(noise, baseline) == 0.0

@@ -10,8 +10,9 @@ from narrowgauge.observe.verdict import SameWeights, Verdict, judge
 FLAT = [2.0] * 40
 
 
-def wave(amplitude):
-    return [2.0 * (1 + amplitude / 100 * (1 if i % 20 < 10 else -1)) for i in range(40)]
+def wave(band):
+    """A noise twin whose band is `band` percent."""
+    return [2.0 * (1 + band / 3.18 / 100)] * 40
 
 
 def shifted(pct):
@@ -30,7 +31,7 @@ def same_weights(loss_gap=0.01, cosine=0.999):
 
 @pytest.mark.parametrize(
     ("pct", "outcome", "safe"),
-    [(0.3, "inconclusive", "unknown"), (0.8, "watch", "unknown"), (3.0, "fail", "no"), (-3.0, "fail", "no")],
+    [(0.3, "inconclusive", "unknown"), (0.8, "watch", "unknown"), (3.0, "fail", "no"), (-3.0, "watch", "unknown")],
 )
 def test_the_gap_decides_beside_the_band(pct, outcome, safe):
     verdict, variant = judge_one(evidence("current", shifted(pct)))
@@ -41,7 +42,7 @@ def test_the_gap_decides_beside_the_band(pct, outcome, safe):
 
 
 def test_a_narrow_band_and_a_small_gap_pass():
-    _, variant = judge_one(evidence("current", shifted(0.05)), noise=evidence("noise", shifted(0.1)))
+    _, variant = judge_one(evidence("current", shifted(0.05)), noise=evidence("noise", wave(0.1)))
     assert (variant.outcome, variant.safe) == ("pass", "yes")
     assert variant.sentence.startswith("Safe over these 40 steps: the loss is +0.05% against the baseline")
 
@@ -51,6 +52,14 @@ def test_inconclusive_says_at_how_many_steps_and_what_the_same_weights_show():
     assert "inconclusive at 40 steps" in variant.sentence
     assert "At the same weights and batch the loss differs by +0.012% at most" in variant.sentence
     assert "0.9987" in variant.sentence
+
+
+def test_a_lower_loss_is_undecided_where_one_batch_shows_no_fault_and_to_be_watched_where_it_does():
+    _, variant = judge_one(evidence("current", shifted(-3.0)), same=same_weights(0.01, 0.999))
+    assert variant.outcome == "inconclusive"
+    assert "A lower loss is no harm" in variant.sentence
+    _, variant = judge_one(evidence("current", shifted(-3.0)), same=same_weights(0.6, 0.999))
+    assert variant.outcome == "watch"
 
 
 @pytest.mark.parametrize("same", [same_weights(loss_gap=1.5), same_weights(loss_gap=-1.5), same_weights(cosine=0.5)])

@@ -1,11 +1,15 @@
 """The paired loss gap, and the band of chance that it must leave to count.
 
     gap(v, b)  = 100 * mean_t(v_t - b_t) / mean_t(b_t)         t over the last quarter of the common steps, in %
-    band(n, b) = max over windows of a quarter's length that end in the last half of |gap(n, b) in that window|
+    band(n, b) = 3.18 * rms over windows of a quarter's length that end in the last half of gap(n, b) in that window
 
 v is a variant's loss, b the baseline's, n the noise twin's (the baseline again, initial weights perturbed by 1e-6).
 Pairing step by step removes what the data does to the loss; what is left is the variant's effect and chance. Two runs
 of the *same* precision differ by chance alone, and a gap no larger than theirs says nothing about FP8.
+
+One noise twin gives few independent looks at chance: the windows of half a run are worth about three. 3.18 is
+Student's t for 95% and three degrees of freedom; with the plain size of the twin's gap as the band, every second
+harmless recipe would leave it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from narrowgauge.observe.verdict.types import Outcome
 PASS_PCT = 0.25
 WATCH_PCT = 1.0
 QUARTER = 4
+STUDENT_T = 3.18  # 95%, three degrees of freedom
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +75,8 @@ def noise_band(noise: Series, baseline: Series) -> float | None:
     difference = noise.at(steps) - base
     length = max(1, steps.size // QUARTER)
     ends = range(max(length, steps.size // 2), steps.size + 1)
-    return max(abs(_relative(difference[e - length : e], base[e - length : e])) for e in ends)
+    gaps = np.array([_relative(difference[e - length : e], base[e - length : e]) for e in ends])
+    return STUDENT_T * float(np.sqrt(np.mean(gaps**2)))
 
 
 def outcome_of(gap_pct: float, band_pct: float | None) -> Outcome:

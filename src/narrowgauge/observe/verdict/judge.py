@@ -16,7 +16,7 @@ import numpy as np
 
 from narrowgauge.observe.verdict import words
 from narrowgauge.observe.verdict.evidence import Evidence, first_difference
-from narrowgauge.observe.verdict.gap import Gap, noise_band, outcome_of, paired_gap
+from narrowgauge.observe.verdict.gap import PASS_PCT, STUDENT_T, Gap, noise_band, outcome_of, paired_gap
 from narrowgauge.observe.verdict.types import (
     Answer,
     Outcome,
@@ -31,7 +31,7 @@ SAFE: dict[Outcome, Answer] = {"pass": "yes", "fail": "no"}
 # A speed-up below this is not worth a change of precision; above the second it is.
 NOT_WORTH, WORTH = 1.02, 1.05
 # At the same weights: a forward loss off by more than this is a bug; gradients less alike than this are not the same.
-SAME_LOSS_PCT, SAME_COSINE = 1.0, 0.9
+SAME_LOSS_PCT, SAME_COSINE, CLEAN_COSINE = 1.0, 0.9, 0.98
 
 
 def judge(
@@ -144,14 +144,28 @@ def _outcome(
         # An inconclusive evaluation is no reason to doubt a conclusive training loss.
         if on_eval != "inconclusive" and SEVERITY[on_eval] > SEVERITY[outcome]:
             outcome = on_eval
-    if same and outcome in ("pass", "inconclusive"):
-        loss, cosine = max(abs(s.loss_gap_pct) for s in same), min(s.grad_cosine for s in same)
-        outcome = "watch" if loss > SAME_LOSS_PCT or cosine < SAME_COSINE else outcome
+    if outcome in ("watch", "fail") and _lower(gap.pct, eval_gap):
+        # A lower loss does no harm, but chance or a wrong scale made it: the same weights tell which.
+        outcome = "inconclusive" if same and _clean(same) else "watch"
+    if same and outcome in ("pass", "inconclusive") and not _plausible(same):
+        outcome = "watch"
     return outcome
 
 
+def _lower(gap_pct: float, eval_gap: float | None) -> bool:
+    return gap_pct < 0 and (eval_gap is None or eval_gap < PASS_PCT)
+
+
+def _plausible(same: tuple[SameWeights, ...]) -> bool:
+    return all(abs(s.loss_gap_pct) <= SAME_LOSS_PCT and s.grad_cosine >= SAME_COSINE for s in same)
+
+
+def _clean(same: tuple[SameWeights, ...]) -> bool:
+    return all(abs(s.loss_gap_pct) <= PASS_PCT and s.grad_cosine >= CLEAN_COSINE for s in same)
+
+
 def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tuple[float | None, float | None]:
-    """The last common evaluation's gap, and the noise twin's largest over the second half of the evaluations."""
+    """The last common evaluation's gap, and the band from the noise twin's second half of evaluations."""
     base = baseline.series("eval_loss")
     steps = np.intersect1d(base.steps, run.series("eval_loss").steps)
     if steps.size == 0:
@@ -165,7 +179,8 @@ def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tu
     shared = shared[shared.size // 2 :]
     if shared.size == 0:
         return gap, None
-    return gap, 100.0 * float(np.max(np.abs(twin.at(shared) - base.at(shared)) / np.abs(base.at(shared))))
+    relative = (twin.at(shared) - base.at(shared)) / np.abs(base.at(shared))
+    return gap, 100.0 * STUDENT_T * float(np.sqrt(np.mean(relative**2)))
 
 
 def _speedup(run: Evidence, baseline: Evidence) -> float | None:

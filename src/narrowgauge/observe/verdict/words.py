@@ -44,12 +44,17 @@ def _safe(v: VariantVerdict) -> str:
     if v.outcome == "pass":
         return f"Safe over these {v.steps} steps: {gap}{band}.{_same(v)}"
     if v.outcome == "inconclusive":
-        return f"Not known yet, inconclusive at {v.steps} steps: {gap}{band}.{_same(v)}"
+        lower = " A lower loss is no harm, and one batch shows no fault." if _outside(v) else ""
+        return f"Not known yet, inconclusive at {v.steps} steps: {gap}{band}.{lower}{_same(v)}"
     grade = "Watch it" if v.outcome == "watch" else "Not safe"
     if v.outcome == "watch" and v.gap_pct < 0:
-        return f"{grade}: {gap}{band}; a *lower* loss than the baseline's is as suspicious as a higher one.{_same(v)}"
+        return f"{grade}: {gap}{band}; a loss lower than the baseline's is as suspicious as a higher one.{_same(v)}"
     reason = _evaluation_reason(v)
     return f"{grade}: {gap}{band}.{reason}{_same(v)}"
+
+
+def _outside(v: VariantVerdict) -> bool:
+    return v.gap_pct is not None and v.band_pct is not None and abs(v.gap_pct) > v.band_pct
 
 
 def _evaluation_reason(v: VariantVerdict) -> str:
@@ -89,11 +94,13 @@ def next_step(v: VariantVerdict, why_not: str) -> str:
     if v.exit_code:
         return "Read the end of this run's output.log."
     remedy = next((w for w in v.worst if w.remedy != NOTHING), None)
-    help_worst = f"{remedy.site}: {remedy.remedy}" if remedy else "keep the last blocks in high precision (last=2)"
+    help_worst = (
+        f"For {remedy.site}, try {remedy.remedy}." if remedy else "Keep the last blocks in high precision (last = 2)."
+    )
     if v.nan_steps or v.outcome == "fail":
-        return f"Try {help_worst}."
+        return help_worst
     if v.outcome == "watch":
-        return f"Run longer before you trust it, and try {help_worst}."
+        return f"Run longer before you trust it. {help_worst}"
     if v.outcome == "inconclusive":
         return f"Run longer (some {4 * max(v.steps, 1)} steps): the band of chance narrows as the run grows."
     if v.speedup is None:
