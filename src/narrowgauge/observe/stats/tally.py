@@ -83,20 +83,20 @@ def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = ALL) -> 
     taken = sample(x[rows], bits[rows], finite[rows])
     values.update(taken.values)
 
+    flushed = (codes == 0) & (x != 0) & scaled
+    d = torch.where(compared, times(codes, q.scale, q.granularity), 0.0)
     # A scale from elsewhere may make d far larger than x, and its square must fit as well.
-    largest = torch.maximum(amax, torch.where(q.scale.isfinite(), q.scale, 0.0).amax() * q.fmt.max)
-    unit = unit_of(largest)
+    unit = unit_of(torch.maximum(amax, d.abs().amax()))
     back = 1.0 / unit.double()
     v = x * unit
     square = v * v
     mean, m2 = center(v, finite)
     values["mean"], values["m2"] = mean * back, m2 * back**2
-    flushed = (codes == 0) & (x != 0) & scaled
     values["flushed"] = flushed.sum().double()
     values["flushed_xx"] = total(torch.where(flushed, square, 0.0).sum(1)) * back**2
     values["scaled_xx"] = total(torch.where(scaled, square, 0.0).sum(1)) * back**2
 
-    d = torch.where(compared, times(codes, q.scale * unit, q.granularity), 0.0)
+    d = d * unit
     v, square = torch.where(compared, v, 0.0), torch.where(compared, square, 0.0)
     values["xd"] = total((v * d).sum(1)) * back**2
     values["dd"] = total((d * d).sum(1)) * back**2

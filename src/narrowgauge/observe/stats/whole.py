@@ -49,8 +49,8 @@ def tally_whole(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = AL
     low, high = (int(t) for t in torch.aminmax(bits))
     values = scale_values(q.scale)
     amax = _float(high)
-    largest = max(amax, float(values["scale_max"]) * q.fmt.max)
-    if high >= INFINITY or values["scale_n"] != q.scale.numel() or not SMALLEST <= largest <= LARGEST:
+    largest = max(amax, float(values["scale_max"]) * q.fmt.max)  # of x and of its codes' values
+    if high >= INFINITY or values["scale_n"] != q.scale.numel() or amax < SMALLEST or largest > LARGEST:
         return None
     taken = sample(x[rows], bits[rows])
     has_zeros = low == 0

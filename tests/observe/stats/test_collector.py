@@ -1,0 +1,250 @@
+"""The Collector: what it watches, what it writes, and that nothing it does can end a training run."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.compute.nn import GemmSample, convert, set_observer
+from narrowgauge.compute.quant import quantize
+from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED
+from narrowgauge.formats import E4M3FN
+from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, finalize
+from narrowgauge.observe.stats import Collector, measure, moments
+from narrowgauge.observe.store import RunWriter, open_run
+
+
+class Notebook:
+    """A writer that only remembers."""
+
+    def __init__(self):
+        self.rows, self.events = {}, []
+
+    def add_tensors(self, step, sites, columns):
+        for i, site in enumerate(sites):
+            self.rows[step, site] = {name: column[i] for name, column in columns.items()}
+
+    def add_event(self, step, kind, message, site=None, **data):
+        self.events.append((step, kind, message, site))
+
+
+@pytest.fixture
+def book():
+    return Notebook()
+
+
+def show(collector, x, module="m", role="input", **options):
+    q = quantize(x, E4M3FN)
+    collector.operand(module, role, x, q, **options)
+    return q
+
+
+def test_an_operand_becomes_a_row_with_every_column(book):
+    collector = Collector(book)
+    assert collector.begin_step(3)
+    x = torch.randn(40, 64)
+    q = show(collector, x, amax_ratio=torch.tensor(1.25))
+    collector.end_step()
+    row, wanted = book.rows[3, "m:input"], measure(x, q, amax_ratio=1.25)
+    assert tuple(row) == OPERAND_COLUMNS
+    for name in OPERAND_COLUMNS:
+        assert row[name] == pytest.approx(np.array(wanted[name]), rel=1e-4, abs=1e-7, nan_ok=True), name
+
+
+def test_a_result_becomes_a_row_with_its_moments_and_the_check(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    y, want = torch.randn(40, 64), torch.randn(4, 64)
+    collector.result("m", "output", y, GemmSample(want * 1.5, want))
+    collector.result("m", "grad_weight", y, None)
+    collector.end_step()
+    row = book.rows[0, "m:output"]
+    assert tuple(row) == RESULT_COLUMNS
+    assert row["gemm_gain"] == pytest.approx(1.5)
+    assert row["std"] == pytest.approx(y.std(correction=0).item(), rel=1e-5)
+    assert np.isnan(book.rows[0, "m:grad_weight"]["gemm_gain"])
+
+
+def test_microbatches_of_a_step_are_one_row(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    parts = torch.randn(3, 40, 64)
+    for part in parts:
+        q = quantize(part, E4M3FN, scale=0.01)
+        collector.operand("m", "input", part, q, amax_ratio=part.amax())
+        collector.result("m", "output", part, None)
+    collector.end_step()
+    whole = parts.reshape(120, 64)
+    wanted = measure(whole, quantize(whole, E4M3FN, scale=0.01), amax_ratio=parts.amax().item())
+    for name in OPERAND_COLUMNS:
+        assert book.rows[0, "m:input"][name] == pytest.approx(np.array(wanted[name]), rel=1e-4, abs=1e-7), name
+    assert book.rows[0, "m:output"]["numel"] == whole.numel()
+    assert len(book.rows) == 2
+
+
+def test_only_every_nth_step_is_watched(book):
+    collector = Collector(book, every=3)
+    watched = []
+    for step in range(7):
+        assert collector.begin_step(step) == collector.wants("m")
+        watched.append(collector.wants("m"))
+        show(collector, torch.randn(4, 16))
+        collector.end_step()
+        assert not collector.wants("m")
+    assert watched == [True, False, False, True, False, False, True]
+    assert sorted(step for step, _ in book.rows) == [0, 3, 6]
+
+
+def test_layers_may_appear_in_some_steps_only(book):
+    collector = Collector(book)
+    for step, modules in enumerate((["a"], ["a", "b"], [], ["b"])):
+        collector.begin_step(step)
+        for module in modules:
+            show(collector, torch.randn(4, 16), module)
+        collector.end_step()
+    assert set(book.rows) == {(0, "a:input"), (1, "a:input"), (1, "b:input"), (3, "b:input")}
+
+
+def test_a_step_left_open_ends_with_the_next_and_with_flush(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    show(collector, torch.randn(4, 16))
+    collector.begin_step(1)
+    show(collector, torch.randn(4, 16))
+    collector.flush()
+    collector.flush()
+    assert set(book.rows) == {(0, "m:input"), (1, "m:input")}
+
+
+def test_nothing_is_looked_at_between_steps(book):
+    collector = Collector(book)
+    show(collector, torch.randn(4, 16))
+    collector.result("m", "output", torch.randn(4, 16), None)
+    collector.end_step()
+    assert book.rows == {}
+    assert collector.seconds == 0
+
+
+def test_empty_tensors_leave_no_row(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    show(collector, torch.zeros(0, 16))
+    collector.result("m", "output", torch.zeros(0, 16), None)
+    collector.end_step()
+    assert book.rows == {}
+    assert collector.failures == 0
+
+
+def test_moments_that_the_quantizer_made_are_taken_as_they_are(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    x, other = torch.randn(8, 32), torch.randn(8, 32)
+    packed = moments(other, quantize(other, E4M3FN))
+    show(collector, x, moments=packed)
+    collector.end_step()
+    wanted = finalize(packed[None].numpy())
+    assert book.rows[0, "m:input"]["amax"] == wanted["amax"][0]
+    assert book.rows[0, "m:input"]["p5_col_sqnr_db"] == wanted["p5_col_sqnr_db"][0]
+
+
+def test_it_states_its_own_cost(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    show(collector, torch.randn(200, 256))
+    first = collector.seconds
+    assert first > 0
+    collector.end_step()
+    assert collector.seconds > first
+
+
+def test_a_failure_is_one_warning_one_event_and_never_an_exception(book, caplog):
+    collector = Collector(book)
+    with caplog.at_level(logging.WARNING):
+        collector.begin_step(5)
+        x = torch.randn(4, 16)
+        collector.operand("bad", "input", x, quantize(torch.randn(3, 16), E4M3FN))
+        collector.operand("bad", "inputs", x, quantize(x, E4M3FN))
+        collector.result("bad", "output", torch.randn(4, 16), GemmSample(x, x[:2]))
+        show(collector, x, "good")
+        collector.end_step()
+    assert collector.failures == 3
+    assert set(book.rows) == {(5, "good:input")}
+    assert len(caplog.records) == 1
+    assert "watching bad:input failed at step 5: ShapeError: the tensor is [4, 16]" in caplog.text
+    assert "Training goes on" in caplog.text
+    assert [(step, kind, site) for step, kind, _, site in book.events] == [(5, "watch_failed", "bad:input")]
+
+
+def test_a_writer_that_fails_does_not_end_training(caplog):
+    class Broken:
+        def add_tensors(self, *args):
+            raise OSError("no space left on device")
+
+        add_event = add_tensors
+
+    collector = Collector(Broken())
+    for step in range(3):
+        collector.begin_step(step)
+        show(collector, torch.randn(4, 16))
+        collector.end_step()
+    collector.flush()
+    assert collector.failures == 3
+    assert len(caplog.records) == 1
+    assert "no space left on device" in caplog.text
+
+
+def train(recipe, collector, steps=2, microbatches=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 32))
+    model, _ = convert(model, recipe)
+    set_observer(model, collector)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    g = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        collector.begin_step(step)
+        for _ in range(microbatches):
+            model(torch.randn(40, 64, generator=g)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    collector.flush()
+    return model
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, BLOCKWISE], ids=lambda recipe: recipe.name)
+def test_a_converted_model_is_watched_through_the_one_door(recipe, book):
+    collector = Collector(book)
+    train(recipe, collector)
+    assert collector.failures == 0
+    assert {step for step, _ in book.rows} == {0, 1}
+    last = {site: row for (step, site), row in book.rows.items() if step == 1}
+    assert {"0:input", "0:weight", "4:grad_output", "2:grad_input", "0:grad_weight", "4:output"} <= set(last)
+    assert "0:grad_input" not in last  # nobody asked for the gradient of the data
+    assert last["0:input"]["numel"] == 2 * 40 * 64
+    assert last["0:input"]["sqnr_db"] == pytest.approx(31.5, abs=0.6)
+    assert last["2:output"]["gemm_gain"] == pytest.approx(1, abs=0.02)
+    assert last["2:grad_weight"]["gemm_sqnr_db"] > 20
+    assert np.isnan(last["0:input"]["amax_ratio"]) == (recipe is not DELAYED)
+
+
+def test_watching_changes_no_number_of_the_training(book):
+    class Nobody(Collector):
+        def wants(self, module):
+            return False
+
+    watched, alone = train(DELAYED, Collector(book)), train(DELAYED, Nobody(book))
+    for a, b in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_folder_holds_what_was_watched(tmp_path):
+    with RunWriter(tmp_path / "run", {}) as writer:
+        collector = Collector(writer, every=2)
+        train(CURRENT, collector, steps=3)
+    run = open_run(tmp_path / "run")
+    table = run.tensors(sites=["2:input", "2:output"])
+    assert sorted(set(table["step"].tolist())) == [0, 2]
+    assert run.series("2:input", "sqnr_db")
+    assert collector.failures == 0
+    assert collector.seconds > 0

@@ -1,0 +1,100 @@
+"""Microbatches and ranks: what is seen in parts equals what is seen at once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowgauge.compute.quant import BLOCK_1x128, PerTensor, quantize
+from narrowgauge.formats import E4M3FN, E5M2
+from narrowgauge.metrics import MOMENTS, OPERAND_COLUMNS, finalize
+from narrowgauge.metrics import merge as oracle
+from narrowgauge.observe.stats import merge, moments
+from narrowgauge.observe.stats.merging import empty
+from narrowgauge.observe.stats.moments import tallies_of
+from narrowgauge.observe.stats.packing import Packer
+
+
+def gathered(*tensors, fmt=E4M3FN, granularity=PerTensor(), scale=0.01):  # noqa: B008
+    packer = Packer()
+    for x in tensors:
+        packer.add("a", tallies_of(x, quantize(x, fmt, granularity, scale=scale), None))
+    sites, packed = packer.pack()
+    assert sites == ["a"]
+    return finalize(packed.numpy())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.sampled_from([E4M3FN, E5M2]),
+    st.sampled_from([PerTensor(), BLOCK_1x128]),
+    st.integers(0, 2**31),
+)
+def test_two_microbatches_equal_their_concatenation(M1, M2, fmt, granularity, seed):
+    # Check 7, for every column: the p5s and the histograms are no exception.
+    g = torch.Generator().manual_seed(seed)
+    parts = [3 * torch.randn(M1, 140, generator=g) + 1, torch.randn(M2, 140, generator=g)]
+    parts[0][:, 3] *= 100
+    apart = gathered(*parts, fmt=fmt, granularity=granularity)
+    at_once = gathered(torch.cat(parts), fmt=fmt, granularity=granularity)
+    for name in OPERAND_COLUMNS:
+        assert apart[name] == pytest.approx(at_once[name], rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_a_column_is_bad_only_if_its_sums_over_all_microbatches_are():
+    """Two half-steps whose own p5 columns differ from that of the whole: percentiles cannot be averaged."""
+    g = torch.Generator().manual_seed(0)
+    quiet, loud = torch.randn(64, 40, generator=g), torch.randn(64, 40, generator=g)
+    quiet[:, :4] *= 1e-8  # flushed here, fine there
+    both, alone = gathered(quiet, loud), gathered(quiet)
+    assert alone["p5_col_sqnr_db"][0] < 1
+    assert both["p5_col_sqnr_db"][0] > 25
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
+def test_the_device_merges_as_the_oracle_does(parts, sites, seed):
+    rng = np.random.default_rng(seed)
+    table = MOMENTS.empty(parts, sites)
+    for i in range(parts):
+        for j in range(sites):
+            if rng.random() < 0.8:
+                x = torch.from_numpy(rng.normal(rng.normal() * 5, 1, (3, 4)).astype(np.float32))
+                table[i, j] = moments(x, quantize(x, E4M3FN)).numpy()
+    for width in (MOMENTS.width, MOMENTS.head_width):
+        wanted = oracle(table)[..., :width]
+        found = merge(torch.from_numpy(table[..., :width])).numpy()
+        assert np.allclose(found, wanted, rtol=1e-12, atol=1e-300, equal_nan=True)
+
+
+def test_a_rank_without_data_changes_nothing():
+    x = torch.randn(8, 16)
+    one = moments(x, quantize(x, E4M3FN))
+    assert torch.equal(merge(torch.stack([one, empty(one.device)])), one)
+    assert torch.equal(moments(x[:0], quantize(x[:0], E4M3FN)), empty(one.device))
+
+
+def test_very_many_microbatches_are_folded_on_the_way(monkeypatch):
+    monkeypatch.setattr("narrowgauge.observe.stats.packing.PENDING", 3)
+    parts = torch.randn(10, 8, 40, generator=torch.Generator().manual_seed(0))
+    folded, at_once = gathered(*parts), gathered(parts.reshape(80, 40))
+    for name in OPERAND_COLUMNS:
+        assert folded[name] == pytest.approx(at_once[name], rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_microbatches_of_another_width_keep_their_columns():
+    row = gathered(torch.randn(16, 40), torch.randn(16, 24))
+    assert row["numel"][0] == 16 * 64
+    assert row["p5_col_sqnr_db"][0] > 25
+
+
+def test_moments_packed_by_someone_else_join_in():
+    parts = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    packer = Packer()
+    packer.add("a", tallies_of(parts[0], quantize(parts[0], E4M3FN, scale=0.01), None))
+    packer.add_packed("a", moments(parts[1], quantize(parts[1], E4M3FN, scale=0.01)))
+    found, wanted = finalize(packer.pack()[1].numpy()), gathered(*parts)
+    for name in set(OPERAND_COLUMNS) - {"p5_col_sqnr_db"}:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-6, abs=1e-9, nan_ok=True), name
