@@ -281,6 +281,21 @@ def test_a_forked_child_never_writes(tmp_path):
     assert (run.status, run.meta) == ("complete", {})
 
 
+def test_a_long_query_draws_nothing_into_the_terminal(tmp_path):
+    """DuckDB's progress bar goes to the standard output of the training program; a query of 3 s would show it."""
+    program = """
+        import sys
+        from pathlib import Path
+        from narrowgauge.observe.store import RunWriter, open_run
+        with RunWriter(sys.argv[1]) as writer:
+            assert not writer._segments.db.execute("SELECT current_setting('enable_progress_bar')").fetchone()[0]
+        run = open_run(sys.argv[1])
+        assert not run.sql("SELECT current_setting('enable_progress_bar') AS bar")["bar"][0]
+        """
+    done = run_python(program, tmp_path / "run")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 # -- two writers, resuming -----------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ import duckdb
 
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import manifest as manifests
+from narrowgauge.observe.store.database import connect
 from narrowgauge.observe.store.rollup import roll_up
 from narrowgauge.observe.store.schema import KINDS, ROLLUPS, SORTED_BY, Kind, Segment
 from narrowgauge.observe.store.segments import COMPACTED_ROW_GROUP, copy_aside, literal
@@ -55,7 +56,7 @@ def compact(path: str | os.PathLike[str], *, force: bool = False) -> Compaction:
     before = _sizes(folder)
     rows = 0
     try:
-        with duckdb.connect(config={"temp_directory": str(folder / ".spill")}) as db:
+        with connect(folder / ".spill") as db:
             for kind in KINDS:
                 segments = segments_in(folder / kind)
                 for rank in sorted({segment.rank for segment in segments}):

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.errors import ShapeError
+from narrowgauge.observe.store.database import connect
 from narrowgauge.observe.store.schema import KEYS, SORTED_BY, Kind, Segment
 
 Array = npt.NDArray[Any]
@@ -116,7 +117,7 @@ class SegmentWriter:
         self._codes_of: dict[tuple[str, ...], Array] = {}
         self._mixed: dict[str, set[str]] = {}
         # One thread: compressing must not take the cores that train.
-        self.db = duckdb.connect(config={"threads": 1, "temp_directory": str(folder / ".spill")})
+        self.db = connect(folder / ".spill", threads=1)
         self.db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
         self.written: list[tuple[Kind, int]] = []  # segments not yet looked at for merging
 

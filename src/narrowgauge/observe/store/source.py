@@ -8,9 +8,9 @@ attempt(row) < a and step(row) >= first step of attempt a.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,9 +19,11 @@ from typing import TypeVar
 import duckdb
 
 from narrowgauge.errors import RunError
+from narrowgauge.observe.store.database import connect
 from narrowgauge.observe.store.schema import KEYS, KINDS, ROLLUPS, Kind, Segment, live
 from narrowgauge.observe.store.segments import literal
 
+SPILL = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getpid()}"  # the run itself may be read-only
 MANY = 16  # groups of segments with the same columns; beyond, DuckDB unites them itself
 
 Result = TypeVar("Result")
@@ -59,9 +61,7 @@ class Source:
         # Of the segments that the last question saw: metric columns in order, and those that are histograms.
         self.metrics: tuple[str, ...] = ()
         self.histograms: frozenset[str] = frozenset()
-        self._db = duckdb.connect()
-        with contextlib.suppress(duckdb.Error):  # segments never change, so what was parsed once stays true
-            self._db.execute("SET parquet_metadata_cache = true")
+        self._db = connect(SPILL)
 
     def ask(self, question: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
         """The answer to a question put to the current segments.
@@ -196,7 +196,7 @@ def _rank(file: Path) -> int:
 def _damage(file: Path) -> str:
     """Why a segment cannot be read to its end; "" if it can, or if it is no longer there."""
     try:
-        with duckdb.connect() as db:
+        with connect(SPILL) as db:
             db.execute(f"SELECT bit_xor(hash(COLUMNS(*))) FROM {parquet([file])}").fetchall()
     except duckdb.Error as error:
         return _one_line(error) if file.exists() else ""
