@@ -127,6 +127,7 @@ def _gap_range(gaps: Sequence[Trace], means: Sequence[float]) -> Range1d:
         late = gap.values[len(gap.values) // 10 :]
         late = late[np.isfinite(late)]
         if len(late):
-            low = min(low, float(np.quantile(late, 0.01)) * 1.1)
-            high = max(high, float(np.quantile(late, 0.99)) * 1.1)
+            most = 0.01 if len(late) >= 200 else 0.0  # in a long run a spike may leave the picture
+            low = min(low, float(np.quantile(late, most)) * 1.1)
+            high = max(high, float(np.quantile(late, 1 - most)) * 1.1)
     return Range1d(max(low, -20.0), min(high, 60.0))

@@ -45,7 +45,8 @@ def gradient_errors(layers: Mapping[str, LayerErrors], colors: Mapping[str, str]
         x_range=(max(min(smallest) / 1.6, 1e-9), max(values) * 1.6),
     )
     p.ygrid.grid_line_color = GRID
-    marks = [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
+    wide = max(values) / max(min(smallest), 1e-9) > 12
+    marks = [m * 10.0**k for k in range(-9, 4) for m in ((1, 2, 5) if wide else (1, 1.5, 2, 3, 4, 5, 7))]
     p.xaxis.ticker = FixedTicker(ticks=marks)
     p.xaxis.major_label_overrides = {m: f"{m:g}" for m in marks}
     p.yaxis.major_label_text_font_size = "11.5px"

@@ -40,7 +40,10 @@ class Layers:
 
 @dataclass(frozen=True)
 class Histogram:
-    """One tensor's exponents at one step, and the scale that it was quantized with."""
+    """One tensor's exponents at one step, and the (largest) scale that it was quantized with.
+
+    `many_scales`: its scales differ by a power of two or more, so that one shift does not place all of them.
+    """
 
     step: int
     counts: Array  # [B], zeros left out
@@ -125,5 +128,5 @@ def histogram(run: Run, site: str) -> Histogram | None:
     zero = 100 * all_counts[0] / total if total else 0.0
     good = math.isfinite(scale) and scale > 0
     return Histogram(
-        int(steps[-1]), all_counts[1:], exponents[1:], 1 / scale if good else 1.0, float(zero), smallest < scale
+        int(steps[-1]), all_counts[1:], exponents[1:], 1 / scale if good else 1.0, float(zero), 2 * smallest <= scale
     )

@@ -48,7 +48,11 @@ def losses(pictures: Pictures, runs: Mapping[str, Run], colors: Mapping[str, str
         return
     judged = {v.name: v for v in verdict.variants} if verdict and verdict.judged else {}
     band = next((v.band_pct for v in judged.values() if v.band_pct is not None), None)
-    means = {name: (v.window, v.gap_pct) for name, v in judged.items() if v.window and v.gap_pct is not None}
+    means = {
+        name: (v.window, v.gap_pct)
+        for name, v in judged.items()
+        if v.window and v.gap_pct is not None and v.outcome != "unjudged"
+    }
     pictures.add(
         "gap", figures.loss_gap(baseline, others, x_range, noise=traces.get("noise"), band_pct=band, means=means)
     )
