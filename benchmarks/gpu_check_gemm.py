@@ -37,9 +37,7 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 
 def sqnr_db(exact: Tensor, got: Tensor) -> float:
-    return float(
-        10 * torch.log10(exact.double().square().sum() / (exact.double() - got.double()).square().sum())
-    )
+    return float(10 * torch.log10(exact.double().square().sum() / (exact.double() - got.double()).square().sum()))
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 20) -> float:
@@ -137,9 +135,7 @@ def check_layer(recipe: Recipe, backend: str, tokens: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write every row to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -162,9 +158,7 @@ def main() -> int:
             continue
         cases = [row for shape in SHAPES_MNK for row in check_gemms(recipe, shape)]
         cases.append(check_poison(recipe))
-        cases += [
-            check_layer(recipe, backend, m) for backend in ("scaled_mm", "reference") for m in (512, 333)
-        ]
+        cases += [check_layer(recipe, backend, m) for backend in ("scaled_mm", "reference") for m in (512, 333)]
         for row in cases:
             bad = "error" in row or row.get("calc_diff", 0.0) > 1e-4 or row.get("ok") is False
             print("BAD " if bad else "    ", row)

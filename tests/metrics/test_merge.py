@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.metrics import MOMENTS, finalize, merge
@@ -27,6 +27,7 @@ def test_chunks_of_two_normals_merge_to_the_known_spread():
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
+@settings(max_examples=40, deadline=None)
 @given(shapes, st.floats(-100, 100), st.integers(0, 2**32 - 1))
 def test_parts_equal_the_whole(heights, centre, seed):
     rng = np.random.default_rng(seed)

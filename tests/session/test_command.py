@@ -54,3 +54,9 @@ def test_wrong_commands_are_told_why(script, tmp_path, command, says):
     with pytest.raises(UsageError) as raised:
         parse(command)
     assert says in str(raised.value)
+
+
+def test_the_packaged_script_is_named_without_a_path():
+    from narrowgauge.cli.compare import demo_command
+
+    assert parse([*demo_command(), "--steps", "5"]).line() == "python narrowgauge/scripts/gpt.py --steps 5"

@@ -1,12 +1,12 @@
 """The six formats narrowgauge knows.
 
-    name        e m bias      max   min normal  min subnormal   used for
-    E4M3FN      4 3    7      448        2^-6           2^-9    activations, weights, finely scaled gradients
-    E5M2        5 2   15    57344       2^-14          2^-16    gradients with one scale per tensor
-    E4M3FNUZ    4 3    8      240        2^-7          2^-10    AMD MI300; a byte means half of its FN value
-    E5M2FNUZ    5 2   16    57344       2^-15          2^-17    AMD MI300; likewise
-    E8M0        8 0  127    2^127      2^-127         2^-127    the scale of a microscaling block
-    E2M1        2 1    1        6           1            0.5    the element of MXFP4 and NVFP4
+name        e m bias      max   min normal  min subnormal   used for
+E4M3FN      4 3    7      448        2^-6           2^-9    activations, weights, finely scaled gradients
+E5M2        5 2   15    57344       2^-14          2^-16    gradients with one scale per tensor
+E4M3FNUZ    4 3    8      240        2^-7          2^-10    AMD MI300; a byte means half of its FN value
+E5M2FNUZ    5 2   16    57344       2^-15          2^-17    AMD MI300; likewise
+E8M0        8 0  127    2^127      2^-127         2^-127    the scale of a microscaling block
+E2M1        2 1    1        6           1            0.5    the element of MXFP4 and NVFP4
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from narrowgauge.errors import UsageError
 
 PYTHON = re.compile(r"^(python|pypy)[\d.]*$")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun")
+PACKAGED = Path(__file__).resolve().parents[1] / "scripts"
 # Interpreter flags that take their value as the next argument.
 FLAGS_WITH_VALUE = ("-W", "-X")
 
@@ -42,7 +43,10 @@ class Program:
 
     def line(self) -> str:
         """The command as a person would type it."""
-        head = ("-m", self.target) if self.is_module else (self.target,)
+        # The packaged script lies wherever this machine keeps its packages; nobody types that.
+        packaged = Path(self.target).resolve().is_relative_to(PACKAGED)
+        shown = f"narrowgauge/scripts/{Path(self.target).name}" if packaged else self.target
+        head = ("-m", self.target) if self.is_module else (shown,)
         return " ".join(("python", *self.flags, *head, *self.args))
 
 

@@ -33,7 +33,14 @@ def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, q
     program = parse(plan.command)
     path = plan.write()
     (plan.folder / STATUS_FILE).unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONHASHSEED": str(plan.seed % 2**32), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        # Threads that spin while they wait make every step many times slower as soon as anything else runs on the
+        # machine, and a comparison is long enough for that. Whoever sets a policy keeps it.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "PYTHONHASHSEED": str(plan.seed % 2**32),
+        "PYTHONUNBUFFERED": "1",
+    }
     argv = [program.python, *program.flags, "-m", "narrowgauge.session.boot", str(path)]
     began = time.perf_counter()
     if not quiet:

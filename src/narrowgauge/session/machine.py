@@ -24,8 +24,10 @@ def machine_facts() -> dict[str, Any]:
 
 
 def native_fp8() -> bool:
-    """Whether this process would run FP8 products on FP8 hardware (compute capability 8.9 or newer)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    """Whether this process has NVIDIA FP8 hardware (compute capability 8.9 or newer)."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def hardware() -> str:

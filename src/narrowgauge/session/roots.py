@@ -14,6 +14,7 @@ from narrowgauge.compute.nn import ConversionReport, convert, set_observer
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.session.fingerprint import weights_hash
+from narrowgauge.session.machine import native_fp8
 from narrowgauge.session.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,13 +116,17 @@ class Roots:
     def facts(self) -> dict[str, Any]:
         """What is known about the models, for the run's metadata."""
         root = next(iter(self._roots.values()), None)
+        rows = [row for report in self._reports for row in report.to_dict()["rows"]]
+        # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
+        backends = {row["backend"] for row in rows if row["recipe"]}
         return {
+            **({"emulated": not native_fp8() or "reference" in backends} if backends else {}),
             "models": len(self._roots),
             "parameters": sum(p.numel() for r in self._roots.values() for p in r.module.parameters()),
             "device": str(root.device) if root else "",
             "baseline_dtype": self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
-            "conversion": [row for report in self._reports for row in report.to_dict()["rows"]],
+            "conversion": rows,
             "conversion_summary": [
                 {k: v for k, v in report.to_dict().items() if k != "rows"} for report in self._reports
             ],

@@ -109,6 +109,15 @@ def _in_place(m, x, y):
     return total
 
 
+def _assigned(m, x, y):
+    logits = m[0](x)
+    losses = torch.zeros(2)
+    losses[0] = F.cross_entropy(logits, y)
+    logits[:, 1] = 0.25 * logits[:, 2]
+    losses[1] = logits.square().mean()
+    return losses.sum()
+
+
 def _list(m, x, y):
     losses = [F.cross_entropy(m[0](part), target) for part, target in zip(x.chunk(2), y.chunk(2), strict=True)]
     return sum(losses) / len(losses)
@@ -194,6 +203,7 @@ CASES = {
     "loss inside, dict": lambda: Case([WithLoss(dict)], lambda m, x, y: m[0](x=x, labels=y)["loss"]),
     "loss inside, tuple": lambda: Case([WithLoss(tuple)], lambda m, x, y: m[0](x, y)[0]),
     "in place": lambda: Case([mlp()], _in_place),
+    "assigned": lambda: Case([mlp()], _assigned),
     "several calls": lambda: Case([mlp(0.2)], _list),
     "item": lambda: Case([mlp()], _item),
     "encoder and decoder": lambda: Case([mlp(0.1), nn.Sequential(nn.Linear(16, 16))], _encoder_decoder),

@@ -56,9 +56,7 @@ def quantize(
     if amax is None:
         amax = granularity.amax(x_MK)
     elif tuple(amax.shape) != scale_shape:
-        raise ShapeError(
-            f"{granularity} of {list(shape)} needs amax of {list(scale_shape)}, found {list(amax.shape)}."
-        )
+        raise ShapeError(f"{granularity} of {list(shape)} needs amax of {list(scale_shape)}, found {list(amax.shape)}.")
     healthy = amax < torch.inf  # False for NaN too
     if scale is None:
         inv_scale = inv_scale_from_amax(amax, fmt, scaling, margin)

@@ -22,8 +22,8 @@ from narrowgauge.session.same_weights.plan import NotMeasurable, Plan
 from narrowgauge.session.same_weights.replay import Gradients, check_inputs, replay, untouched
 from narrowgauge.session.same_weights.variant import State, Variant
 
-# A CPU repeats itself to the bit. CUDA kernels that add atomically do not: the backward of attention over 4096 positions
-# differed by 1.4e-4 to 2.8e-4 from itself (H200, BF16; flash, efficient and cuDNN kernels).
+# A CPU repeats itself to the bit. CUDA kernels that add atomically do not: the backward of attention over 4096
+# positions differed by 1.4e-4 to 2.8e-4 from itself (H200, BF16; flash, efficient and cuDNN kernels).
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = {"cpu": 1e-5, "cuda": 5e-3}
 # (parameter's name, parameter, its .grad before the backward pass)
