@@ -26,18 +26,20 @@ class Net(nn.Module):
         return self.lm_head(self.down(F.gelu(self.up(x))))
 
 
-def batches(n: int) -> list[tuple[Tensor, Tensor]]:
+def batches(n: int, growth: float = 1.3) -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(4)
     # Growing inputs, so that a scale of the step before is visibly not this step's own.
-    return [(torch.randn(24, 32, generator=g) * 1.3**i, torch.randint(16, (24,), generator=g)) for i in range(n)]
+    return [(torch.randn(24, 32, generator=g) * growth**i, torch.randint(16, (24,), generator=g)) for i in range(n)]
 
 
-def train(probe: SameWeightsProbe | None, steps: int, model: nn.Module, scaler: Any = None) -> list[nn.Module]:
+def train(
+    probe: SameWeightsProbe | None, steps: int, model: nn.Module, scaler: Any = None, growth: float = 1.3
+) -> list[nn.Module]:
     """A copy of the model before each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     kept = []
     with watched(probe, model):
-        for step, (x, y) in enumerate(batches(steps), start=1):
+        for step, (x, y) in enumerate(batches(steps, growth), start=1):
             kept.append(copy.deepcopy(model))
             if probe is not None:
                 probe.armed(step)
@@ -59,7 +61,9 @@ def loss_and_grad(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).double()
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, BLOCKWISE, DELAYED, STATIC], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [CURRENT, BLOCKWISE, DELAYED, DELAYED.with_(name="one", initial="one"), STATIC], ids=lambda r: r.name
+)
 def test_the_numbers_are_those_of_the_recipe(recipe: Any) -> None:
     torch.manual_seed(1)
     probe = SameWeightsProbe({"it": recipe}, (4,))
@@ -90,15 +94,16 @@ def test_the_numbers_are_those_of_the_recipe(recipe: Any) -> None:
     assert 0.9 < row.grad_cosine < 1.0
 
 
-def test_delayed_scales_come_from_the_steps_before() -> None:
+def test_delayed_scales_come_from_as_many_steps_as_the_recipe_remembers() -> None:
     torch.manual_seed(1)
-    one = SameWeightsProbe({"fresh": DELAYED.with_(history=1), "long": DELAYED}, (2, 6))
-    train(one, 6, Net())
-    assert one.notes == []
-    rows = {(name, row.step): row for name, row in one.results}
-    # A history of one forgets step 2 by step 5; the long one keeps the maximum of all that it was shown.
-    assert rows["fresh", 2].loss_gap_pct == rows["long", 2].loss_gap_pct
-    assert len(rows) == 4
+    recipes = {f"{n}": DELAYED.with_(history=n) for n in (1, 4, 1024)}
+    probe = SameWeightsProbe(recipes, (2, 7))
+    train(probe, 7, Net(), growth=0.7)
+    assert probe.notes == []
+    gaps = {(name, row.step): row.loss_gap_pct for name, row in probe.results}
+    assert gaps["1", 2] == gaps["4", 2] == gaps["1024", 2]
+    # At step 7, four steps back is step 3: only the longest remembers steps 1 and 2, with their larger inputs.
+    assert gaps["1", 7] == gaps["4", 7] != gaps["1024", 7]
 
 
 def test_without_the_step_before_there_is_no_delayed_number() -> None:

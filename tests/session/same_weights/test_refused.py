@@ -90,6 +90,14 @@ def _hidden_path(model, x, y):
     (F.cross_entropy(model(x), y) + early).backward()
 
 
+def _shared_memory(model, x, y):
+    running = torch.zeros(2)
+    first = running[:1]
+    loss = F.cross_entropy(model(x), y)
+    running += loss.detach()
+    (loss * (1 + first.sum())).backward()
+
+
 def _mode(model, x, y):
     with Mode():
         F.cross_entropy(model(x), y).backward()
@@ -144,6 +152,10 @@ REFUSED = {
     "hidden path": (
         _hidden_path,
         "the loss depends on a tensor with gradients that was computed where it cannot be seen",
+    ),
+    "shared memory": (
+        _shared_memory,
+        "the loss depends on a tensor that shares memory with one that the script wrote to",
     ),
     "function mode": (_mode, "the script runs under a torch function mode of its own (Mode)"),
     "hidden state": (_hidden_state, "computing the loss again gives another value"),

@@ -169,7 +169,7 @@ class Tape(TorchFunctionMode):
         if func == _SET_DATA and any(id(t) in self._slots for t in inputs):
             self.fail("the script assigns to .data of a tensor on the way to its loss")
         grad = torch.is_grad_enabled()
-        if not any(id(t) in self._slots or (grad and t.requires_grad) for t in inputs) and not self._has_number(args):
+        if not (any(self._concerns(t, grad) for t in inputs) or self._has_number(args)):
             return None
         target = _in_place_target(name, args, kwargs)
         if target is not None and id(target) not in self._slots:
@@ -183,6 +183,12 @@ class Tape(TorchFunctionMode):
         self._versions = [(t, t._version) for t in inputs if id(t) in self._slots and not t.is_inference()]
         self._target = target
         return entry
+
+    def _concerns(self, tensor: Tensor, grad: bool) -> bool:
+        """Whether a value that is computed from `tensor` may be another one in a replay."""
+        if id(tensor) in self._slots or (grad and tensor.requires_grad):
+            return True
+        return bool(self._written) and _storage(tensor) in self._written
 
     def _has_number(self, args: Any) -> bool:
         return any(type(x) is float and id(x) in self._slots for x in args)
