@@ -4,8 +4,8 @@
     fp8         the same model converted
     watched     converted, and every metric of every site recorded
 
-Limits that the project set itself: watched <= 4 x bf16, and watching (watched - fp8) <= 30% of the watched step. The three
-take turns in one process, so a machine whose speed drifts does not tilt them; medians over the rounds.
+Limits that the project set itself: watched <= 4 x bf16, and watching (watched - fp8) <= 30% of the watched step. The
+three take turns in one process, so a machine whose speed drifts does not tilt them; medians over the rounds.
 
     python benchmarks/bench_watched_step.py [--rounds 15] [--size tiny]
 """

@@ -26,6 +26,9 @@ class Writer:
     def add_tensors(self, step, sites, columns):
         self.tensors.append((step, list(sites), columns))
 
+    def update_meta(self, **facts):
+        pass
+
     def add_event(self, step, kind, message, site=None, **data):
         self.events.append((step, kind, message))
 

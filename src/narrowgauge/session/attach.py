@@ -77,6 +77,7 @@ class Session:
         if in_backward() or not torch.is_grad_enabled() or not self.roots.owns_trained(module, self.optimizers):
             return
         root = self.roots.take(module)
+        self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
         root.follow(self.root_begins, self.root_ended)
         self.root_begins(root, args, {})  # its own hook is there from the next call on
 

@@ -124,6 +124,19 @@ def test_any_failure_to_write_is_told_once_and_never_raised(tmp_path, monkeypatc
     assert run.lost == {"tensors": 4 * len(SITES), "scalars": 4, "events": 4}
 
 
+def test_a_segment_that_cannot_be_made_durable_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    writer = RunWriter(tmp_path / "run")
+    monkeypatch.setattr("narrowgauge.observe.store.segments.os.fsync", fail)
+    record(writer, 0)
+    assert not writer.flush()
+    writer.close()
+    assert "Input/output error" in warnings_of(caplog)[0]
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file()) == ["run.json"]
+
+
 def test_a_folder_that_vanishes(tmp_path, caplog):
     writer = RunWriter(tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
@@ -282,6 +295,35 @@ def test_a_forked_child_never_writes(tmp_path):
     assert run.steps.tolist() == list(range(200))
     assert run.events().rows == 0
     assert (run.status, run.meta) == ("complete", {})
+
+
+def test_a_child_forked_while_the_writer_holds_its_lock_does_not_hang(tmp_path):
+    program = """
+        import os, signal, sys, threading, time, numpy
+        from narrowgauge.observe.store import RunWriter
+        writer = RunWriter(sys.argv[1])
+        held = threading.Event()
+        def hold():
+            with writer._changed:
+                held.set()
+                time.sleep(1)
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            writer.add_tensors(0, ["a:input"], {"amax": numpy.array([9.0])})
+            writer.add_scalars(0, loss=9.0)
+            writer.add_event(0, "nan", "from the child")
+            writer.update_meta(child=True)
+            writer.flush()
+            writer.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        writer.close()
+        """
+    done = run_python(program, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_long_query_draws_nothing_into_the_terminal(tmp_path):

@@ -174,3 +174,11 @@ def test_a_model_without_a_layer_to_convert_is_noted_once() -> None:
     assert probe.results == []
     assert len(probe.notes) == 1
     assert "ConversionError: Sequential has no linear layer to convert" in probe.notes[0]
+
+
+def test_attention_flops_count_query_heads_whatever_they_share() -> None:
+    from narrowgauge.session.same_weights.flops import attention_backward_flops, attention_flops
+
+    q, shared = (2, 4, 16, 8), (2, 2, 12, 8)
+    assert attention_flops(q, shared, shared) == 2 * 2 * (2 * 4) * 16 * 12 * 8
+    assert attention_backward_flops(q, q, shared, shared) == 5 * 2 * (2 * 4) * 16 * 12 * 8

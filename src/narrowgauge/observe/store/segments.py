@@ -194,6 +194,7 @@ class SegmentWriter:
                 source = f"[{', '.join(places)}]"
             else:
                 arrays[column] = values
+                # DuckDB takes a NaN in a numpy array for NULL already; the files must not depend on that.
                 source = f"CASE WHEN isnan({column}) THEN NULL ELSE {column} END" if dtype[1] == "f" else column
                 if len(self._mixed[name]) > 1:
                     source = f"CAST({source} AS DOUBLE)"  # a float32 could not hold the integers of other segments

@@ -69,7 +69,8 @@ def _comparable(baseline: Evidence, other: Evidence | None) -> str:
     """Why two runs may not be compared; "" if they may."""
     if other is None or other.run is None or not other.steps:
         return ""
-    if baseline.meta.get("weights_hash") != other.meta.get("weights_hash"):
+    ours, theirs = baseline.meta.get("weights_hash"), other.meta.get("weights_hash")
+    if ours and theirs and ours != theirs:  # a run that was killed early may have left none
         return words.other_weights(other.name)
     step = first_difference(baseline, other)
     return words.other_data(other.name, step) if step is not None else ""

@@ -19,13 +19,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v)
-    ),
+Shape = tuple[int, ...]
+
+
+def attention_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """2 matmuls of every query head: q BHSD, k and v BGTD with G heads shared by groups of query heads.
+
+    torch's own formula refuses G != H, and has no entry for the CPU's kernel.
+    """
+    scores = 2 * q[0] * q[1] * q[2] * k[2]
+    return scores * (q[3] + v[3])
+
+
+def attention_backward_flops(dy: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """5 matmuls: the scores once more, and the gradients of scores, v, q and k."""
+    scores = 2 * q[0] * q[1] * q[2] * k[2]
+    return scores * (3 * q[3] + 2 * v[3])
+
+
+_KERNELS = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+_ATTENTION = {
+    **{getattr(torch.ops.aten, name): attention_flops for name in _KERNELS},
+    **{getattr(torch.ops.aten, f"{name}_backward"): attention_backward_flops for name in _KERNELS},
 }
 
 
@@ -40,7 +62,7 @@ def counted(names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
             _count(linear, names.get(id(module), type(module).__name__), module, args[0], output)
 
     handle = register_module_forward_hook(forward)
-    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
     try:
         with counter:
             yield result
