@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.record import record
 from torch import nn
 
 import narrowgauge as ng
-from benchmarks.record import record
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.moments import tallies_of

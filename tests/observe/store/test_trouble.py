@@ -365,6 +365,18 @@ def test_two_writers_at_the_same_moment(tmp_path, monkeypatch):
         RunWriter(tmp_path)
 
 
+def test_resuming_clears_what_was_half_written(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        record(writer, 0)
+    half = tmp_path / "tensors" / ".rank0-00000001-00000001.parquet.4321"
+    other = tmp_path / "tensors" / ".rank1-00000001-00000001.parquet.4321"  # its writer may be at work
+    for path in (half, other):
+        path.write_bytes(b"PAR1")
+    RunWriter(tmp_path, resume=True).close()
+    assert not half.exists()
+    assert other.exists()
+
+
 def test_steps_recorded_again_by_a_resumed_run_replace_the_first_ones(tmp_path):
     with RunWriter(tmp_path, {"command": "a", "seed": 1}) as writer:
         for step in range(6):
