@@ -242,6 +242,19 @@ def test_files_that_vanish_between_listing_and_reading(copied, monkeypatch):
     assert run.sql("SELECT count(*) AS n FROM tensors")["n"].tolist() == [18_006]
 
 
+def test_files_that_vanish_between_listing_and_opening(copied, monkeypatch):
+    learn, vanished = reader.Source._learn_columns, []
+
+    def lose_then_learn(self, files):
+        if not vanished:
+            vanished.append(True)
+            compact(copied)
+        learn(self, files)
+
+    monkeypatch.setattr(reader.Source, "_learn_columns", lose_then_learn)
+    assert open_run(copied).sql("SELECT count(*) AS n FROM tensors")["n"].tolist() == [18_006]
+
+
 def test_half_a_compacted_span_is_not_read():
     small = [Segment(0, index, index) for index in range(4)]
     parts = [Segment(0, 0, 3, part, 3) for part in range(3)]

@@ -55,7 +55,8 @@ class Source:
         self.folder = folder
         self._skip_corrupt = skip_corrupt
         self._skipped: set[Path] = set()
-        self._seen: dict[Kind, list[Path]] = {}
+        self._listed: dict[Kind, list[Path]] = {}
+        self._seen: dict[Kind, list[Path]] = {}  # what the views show
         self._columns_of: dict[Path, tuple[str, ...]] = {}
         self._counts = "true"  # the condition under which a row counts
         # Of the segments that the last question saw: metric columns in order, and those that are histograms.
@@ -101,7 +102,7 @@ class Source:
 
     def _refresh(self) -> None:
         """Point the views at the segments that are there now."""
-        now = {kind: self.files(kind) for kind in KINDS}
+        self._listed = now = {kind: self.files(kind) for kind in KINDS}
         if now == self._seen:
             return
         self._seen = {}
@@ -169,13 +170,11 @@ class Source:
 
     def _handle(self, error: duckdb.Error) -> None:
         """Return if asking again makes sense; otherwise raise what the user needs to know."""
-        before, self._seen = self._seen, {}
-        if before and before != {kind: self.files(kind) for kind in KINDS}:
-            return
+        self._seen = {}
+        if self._listed != {kind: self.files(kind) for kind in KINDS}:
+            return  # segments were merged while we read
         damaged = {file: cause for kind in KINDS for file in self.files(kind) if (cause := _damage(file))}
         if not damaged:
-            if any(not file.exists() for files in before.values() for file in files):
-                return
             raise RunError(f"reading {self.folder} failed: {_one_line(error)}") from error
         names = ", ".join(str(file.relative_to(self.folder)) for file in damaged)
         cause = next(iter(damaged.values()))
