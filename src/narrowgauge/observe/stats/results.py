@@ -39,7 +39,7 @@ def result_values(y: Tensor) -> list[dict[str, Number]]:
 
 def _whole(y_MN: Tensor) -> dict[str, Number] | None:
     """The values on the CPU, from few passes; None if something is not finite or its squares may not fit."""
-    y = y_MN if y_MN.dtype == torch.float32 else scratch(*y_MN.shape)[0].copy_(y_MN)
+    y = y_MN if y_MN.dtype == torch.float32 else scratch(*y_MN.shape).a.copy_(y_MN)
     low, high = torch.aminmax(y)
     amax = max(-float(low), float(high))
     if not SMALLEST <= amax <= LARGEST:  # nor is NaN

@@ -7,25 +7,37 @@ arithmetic that fills them.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 SHAPES = 64  # views that are kept
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.float16, torch.uint8)
 
 _kept = threading.local()
 
 
-def scratch(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three float32 matrices and a half-precision one [rows, columns], to be used before the next call only."""
+@dataclass(frozen=True)
+class Scratch:
+    """Matrices of one shape: three of float32, one of half precision, one of bytes."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    half: Tensor
+    byte: Tensor
+
+
+def scratch(rows: int, columns: int) -> Scratch:
+    """This thread's memory as matrices [rows, columns], to be used before the next call only."""
     size = rows * columns
     if size > getattr(_kept, "size", -1):
         _kept.size, _kept.views = size, {}
-        _kept.buffers = (*(torch.empty(size) for _ in range(3)), torch.empty(size, dtype=torch.float16))
-    views: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = _kept.views
+        _kept.buffers = tuple(torch.empty(size, dtype=dtype) for dtype in DTYPES)
+    views: dict[tuple[int, int], Scratch] = _kept.views
     if (rows, columns) not in views:
         if len(views) >= SHAPES:
             views.clear()
-        a, b, c, half = (buffer[:size].view(rows, columns) for buffer in _kept.buffers)
-        views[rows, columns] = (a, b, c, half)
+        views[rows, columns] = Scratch(*(buffer[:size].view(rows, columns) for buffer in _kept.buffers))
     return views[rows, columns]

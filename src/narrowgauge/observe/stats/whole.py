@@ -29,56 +29,78 @@ from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.observe.stats.centering import ALIKE, center
 from narrowgauge.observe.stats.sample import sample
 from narrowgauge.observe.stats.scales import scale_values, times
-from narrowgauge.observe.stats.scratch import scratch
+from narrowgauge.observe.stats.scratch import Scratch, scratch
 from narrowgauge.observe.stats.tally import ALL, INFINITY, MAGNITUDE, MARGIN, Tally
 
 SMALLEST, LARGEST = 2.0**-10, 2.0**45  # of the largest number: float32 holds the squares of all that matter
 NOT_FINITE = {E4M3FN: 0x7F, E5M2: 0x7C}  # the smallest byte, its sign bit cleared, that is Inf or NaN
+NEAR = 1e-2  # share of sum x^2 that sum d^2 must exceed
 FEW = 1 / 8  # share of the rows below which flushed elements are looked for in their rows alone
 
 
 def tally_whole(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = ALL) -> Tally | None:
     """Count everything of a CPU tensor, as `tally` does; None if it is not whole. Arguments as for `tally`."""
-    a_MK, b_MK, c_MK, half_MK = scratch(*x_MK.shape)
-    x = x_MK.detach()
+    free = scratch(x_MK.shape[0], x_MK.shape[1])
+    x = x_MK.detach().contiguous()
+    low, high, smallest = _extremes(x, free)
     if x.dtype != torch.float32:
-        x = a_MK.copy_(x)
-    elif not x.is_contiguous():
-        x = x.contiguous()
-    bits = torch.bitwise_and(x.view(torch.int32), MAGNITUDE, out=b_MK.view(torch.int32))
-    low, high = (int(t) for t in torch.aminmax(bits))
+        x = free.a.copy_(x)
     values = scale_values(q.scale)
     amax = _float(high)
     largest = max(amax, float(values["scale_max"]) * q.fmt.max)  # of x and of its codes' values
     if high >= INFINITY or values["scale_n"] != q.scale.numel() or amax < SMALLEST or largest > LARGEST:
         return None
-    taken = sample(x[rows], bits[rows])
+    taken = sample(x[rows], x[rows].view(torch.int32) & MAGNITUDE)
     has_zeros = low == 0
-    if has_zeros:  # one less, and a zero's bits are the largest there are
-        low = min(int(bits.sub_(1).bitwise_and_(MAGNITUDE).amin()) + 1, INFINITY)
-    values.update(taken.values, amax=amax, amin=_float(low), saturated=_saturated(x, q, amax))
+    values.update(taken.values, amax=amax, amin=_float(smallest), saturated=_saturated(x, q, amax))
 
-    codes = q.codes.contiguous()
-    factor = _decode(codes, q, half_MK, out=b_MK)
-    if factor is None:
+    codes = q.codes.contiguous().view(torch.uint8)
+    magnitudes = codes
+    if q.fmt in NOT_FINITE:  # the twins for AMD have one zero and one NaN only
+        magnitudes = torch.bitwise_and(codes, 0x7F, out=free.byte)
+    smallest_code, largest_code = (int(t) for t in torch.aminmax(magnitudes))
+    if q.fmt in NOT_FINITE and largest_code >= NOT_FINITE[q.fmt]:
         return None
-    values["flushed"], values["flushed_xx"] = _flushed(codes, b_MK, x, has_zeros, q, c_MK)
-    error, values["xd"], values["dd"] = _compared(x, b_MK, factor, q, out=c_MK)
-    if not math.isfinite(float(values["dd"])):
+    factor = _decode(codes, q, free.half, out=free.b)
+    values.update(flushed=0.0, flushed_xx=0.0)
+    if smallest_code == 0:
+        values["flushed"], values["flushed_xx"] = _flushed(magnitudes, x, has_zeros, free)
+    error, scale, dd = _error(x, free.b, factor, q, out=free.c)
+    if not math.isfinite(dd):
         return None
     row_signal, row_error = (squared(torch.linalg.vector_norm(t, dim=1)) for t in (x, error))
-    n, xx = float(x.numel()), float(row_signal.sum())
+    n, xx, ee = float(x.numel()), float(row_signal.sum()), float(row_error.sum())
+    if dd > NEAR * xx:  # from sum (x - d)^2 = xx - 2 xd + dd, which keeps its digits unless d is far smaller than x
+        values["xd"] = (xx + dd - ee) / 2
+    else:
+        values["xd"] = float(torch.dot(x.view(-1), free.b.view(-1))) * scale
     mean = float(x.sum(1).numpy().sum(dtype=np.float64)) / n
     m2 = xx - n * mean**2
-    if m2 <= ALIKE * xx:
-        values["mean"], values["m2"] = center(x)
-    else:
-        values["mean"], values["m2"] = mean, m2
-    values.update(numel=n, n=n, scaled=n, compared=n, scaled_xx=xx, xx=xx, ee=float(row_error.sum()))
-    part = b_MK[: len(range(*columns.indices(len(x))))]
+    values["mean"], values["m2"] = (mean, m2) if m2 > ALIKE * xx else center(x)
+    values.update(numel=n, n=n, scaled=n, compared=n, scaled_xx=xx, xx=xx, ee=ee, dd=dd)
+    part = free.b[: len(range(*columns.indices(len(x))))]
     col_signal, col_error = (torch.mul(t[columns], t[columns], out=part).sum(0) for t in (x, error))
     lines = (torch.from_numpy(row_signal), torch.from_numpy(row_error), col_signal, col_error)
     return Tally(values, *lines, taken)
+
+
+def _extremes(x: Tensor, free: Scratch) -> tuple[int, int, int]:
+    """The smallest, the largest and the smallest nonzero magnitude of x, as float32 bits; INFINITY if all are zero.
+
+    A float's bits without the sign are ordered as the magnitudes are, and bfloat16 is the upper half of float32.
+    """
+    if x.dtype == torch.bfloat16:
+        bits = torch.bitwise_and(x.view(torch.int16), MAGNITUDE >> 16, out=free.half.view(torch.int16))
+        shift = 16
+    else:
+        x = x if x.dtype == torch.float32 else free.a.copy_(x)
+        bits = torch.bitwise_and(x.view(torch.int32), MAGNITUDE, out=free.b.view(torch.int32))
+        shift = 0
+    low, high = (int(t) << shift for t in torch.aminmax(bits))
+    smallest = low
+    if low == 0:  # one less, and a zero's bits are the largest there are
+        smallest = min(int(bits.sub_(1).bitwise_and_(MAGNITUDE >> shift).amin()) + 1 << shift, INFINITY)
+    return low, high, smallest
 
 
 def _float(bits: int) -> float:
@@ -96,24 +118,24 @@ def _saturated(x: Tensor, q: QTensor, amax: float) -> float:
     limit = q.fmt.max * MARGIN
     # Rounding is monotone: where no granule's largest element exceeds the limit, no element does.
     if isinstance(q.granularity, PerTensor):
-        if np.float32(amax) * np.float32(q.inv_scale) <= limit:
-            return 0.0
+        # Its reciprocal overflows where the scale is subnormal; such a tensor goes the long way.
+        with np.errstate(over="ignore"):
+            if np.float32(amax) * (np.float32(1) / np.float32(q.scale)) <= limit:
+                return 0.0
     elif not bool((q.granularity.amax(x) * q.inv_scale > limit).any()):
         return 0.0
     return float(torch.count_nonzero(times(x.abs(), q.inv_scale, q.granularity) > limit))
 
 
-def _decode(codes: Tensor, q: QTensor, half: Tensor, out: Tensor) -> float | None:
-    """The codes' values divided by a factor, in `out`; the factor, or None if a value is seen not to be finite.
+def _decode(codes: Tensor, q: QTensor, half: Tensor, out: Tensor) -> float:
+    """The codes' values divided by a factor, in `out`; returns the factor.
 
     An E4M3 code's bits, one place down, are a half-precision number 256 times too small, and an E5M2 code is the
     upper byte of one (see compute.quant.decode). The factor goes with the scale instead of costing a pass.
     """
     if q.fmt not in NOT_FINITE:
-        out.copy_(codes)  # torch's cast; a NaN shows in the sums
+        out.copy_(q.codes)  # torch's cast; a NaN shows in the sums
         return 1.0
-    if int((codes.view(torch.uint8) & 0x7F).amax()) >= NOT_FINITE[q.fmt]:
-        return None
     bits = half.view(torch.int16).copy_(codes.view(torch.int8))
     if q.fmt is E5M2:
         bits.mul_(1 << 8)
@@ -123,33 +145,28 @@ def _decode(codes: Tensor, q: QTensor, half: Tensor, out: Tensor) -> float | Non
     return 1.0 if q.fmt is E5M2 else 256.0
 
 
-def _flushed(
-    codes: Tensor, decoded: Tensor, x: Tensor, has_zeros: bool, q: QTensor, out: Tensor
-) -> tuple[float, float]:
-    """How many elements that are not zero have the code +-0, and the sum of their squares."""
-    magnitudes = codes.view(torch.uint8)
-    if q.fmt in NOT_FINITE:  # +0 and -0 are two codes; the twins for AMD have one zero
-        magnitudes = magnitudes & 0x7F
-    with_zeros = (magnitudes.amin(1) == 0).nonzero().view(-1)
-    if not len(with_zeros):
-        return 0.0, 0.0
+def _flushed(magnitudes: Tensor, x: Tensor, has_zeros: bool, free: Scratch) -> tuple[float, float]:
+    """How many elements that are not zero have the code +-0, and the sum of their squares. free.b: the codes."""
+    with_zeros = np.flatnonzero(magnitudes.amin(1).numpy() == 0)
+    decoded, out = free.b, free.c
     if len(with_zeros) <= FEW * len(x):
-        x, decoded, out = x[with_zeros], decoded[with_zeros], out[: len(with_zeros)]
+        index = torch.from_numpy(with_zeros)
+        x, decoded, out = x[index], decoded[index], out[: len(index)]
     zero = torch.eq(decoded, 0.0, out=out)
     count = float(zero.sum())  # whole numbers below 2^24: exact
     flushed = zero.mul_(x).view(-1)
-    if count and has_zeros:
+    if has_zeros:
         count = float(torch.count_nonzero(flushed))
     return count, float(torch.dot(flushed, flushed))
 
 
-def _compared(x: Tensor, codes: Tensor, factor: float, q: QTensor, out: Tensor) -> tuple[Tensor, float, float]:
-    """The error x - d in `out`, and the sums of x d and d^2; `codes` is overwritten."""
+def _error(x: Tensor, codes: Tensor, factor: float, q: QTensor, out: Tensor) -> tuple[Tensor, float, float]:
+    """The error x - d in `out`, the scale with which `codes` now are d, and the sum of d^2."""
     scale = 1.0
     if isinstance(q.granularity, PerTensor):
         scale = float(q.scale) * factor
     else:
         times(codes, q.scale * factor, q.granularity)
     flat = codes.view(-1)
-    xd, dd = float(torch.dot(x.view(-1), flat)), float(torch.dot(flat, flat))
-    return torch.sub(x, codes, alpha=scale, out=out), xd * scale, dd * scale**2
+    dd = float(torch.dot(flat, flat)) * scale**2
+    return torch.sub(x, codes, alpha=scale, out=out), scale, dd
