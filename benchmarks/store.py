@@ -31,7 +31,7 @@ from typing import Any
 import duckdb
 import numpy as np
 
-from narrowgauge.observe.store import RunWriter, compact, open_run
+from narrowgauge.observe.store import Run, RunWriter, compact, open_run
 from narrowgauge.observe.store.segments import SegmentWriter
 
 RESULTS = Path(__file__).parent / "results"
@@ -127,7 +127,7 @@ def write_run(folder: Path, sites: int, steps: int) -> dict[str, Any]:
         columns = {name: counts[name] if name in COUNTS else row for name, row in zip(METRICS, block, strict=True)}
         writer.add_tensors(step, names, columns)
         writer.add_scalars(step, loss=1.0 / (step + 1), grad_norm=1.0, lr=1e-4, step_seconds=0.1)
-        while writer._waiting.nbytes > 20 << 20:  # segments of ordinary size, and no row lost
+        while writer._waiting.nbytes > 40 << 20:  # segments of ordinary size, and no row lost
             time.sleep(0.01)
     writer.close(timeout=600)
     seconds, values = time.perf_counter() - started, sites * steps * len(METRICS)
@@ -140,21 +140,35 @@ def write_run(folder: Path, sites: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_cost(folder: Path, sites: int) -> dict[str, Any]:
+def read_cost(folder: Path, sites: int) -> dict[str, dict[str, float]]:
+    """Wall and process CPU time of each kind of question, ms: the median of several, each about another site."""
     names = sites_of(sites)
     run = open_run(folder)
-    first = timed(lambda: run.series(names[sites // 2], "sqnr_db"))
-    others = [timed(lambda n=n: run.series(names[n * 31 % sites], METRICS[n % 20])) for n in range(1, 12)]
-    opened = [timed(lambda n=n: open_run(folder).series(names[n * 17 % sites], "gain")) for n in range(1, 6)]
-    return {
-        "series_first_ms": round(1e3 * first, 1),
-        "series_newly_opened_ms": round(1e3 * statistics.median(opened), 1),
-        "series_again_ms": milliseconds(others),
-        "series_thinned_to_2000_ms": round(1e3 * timed(lambda: run.series(names[0], "gain", max_points=2000)), 1),
-        "heatmap_ms": round(1e3 * timed(lambda: run.heatmap("underflow_pct")), 1),
-        "sites_ms": round(1e3 * timed(lambda: run.sites), 1),
-        "scalars_ms": round(1e3 * timed(lambda: run.scalars()), 1),
+    first = iter(range(1, 1000))
+
+    def series(of: Run, **options: Any) -> None:
+        number = next(first)
+        steps, _ = of.series(names[number * 31 % sites], METRICS[number % 20], **options)
+        assert len(steps)
+
+    questions: dict[str, tuple[int, Callable[[], Any]]] = {
+        "series, newly opened": (5, lambda: series(open_run(folder))),
+        "series": (15, lambda: series(run)),
+        "series thinned to 2,000 points": (5, lambda: series(run, max_points=2000)),
+        "heatmap of all sites": (3, lambda: run.heatmap("underflow_pct")),
+        "sites": (3, lambda: run.sites),
+        "steps": (3, lambda: run.steps),
+        "scalars": (3, lambda: run.scalars()),
     }
+    result = {}
+    for name, (times, ask) in questions.items():
+        cpu, wall = [], []
+        for _ in range(times):
+            used = time.process_time()
+            wall.append(timed(ask))
+            cpu.append(time.process_time() - used)
+        result[name] = {"wall": round(1e3 * statistics.median(wall), 1), "cpu": round(1e3 * statistics.median(cpu), 1)}
+    return result
 
 
 def machine() -> dict[str, Any]:
@@ -196,14 +210,13 @@ def markdown(result: dict[str, Any]) -> str:
         f"{write['seconds']} s to write, {write['million_values_per_second']} M values/s, "
         f"{write['bytes_per_value']} bytes per value, {write['megabytes']:,} MB in {write['files']} files; "
         f"compacted in {done['seconds']} s to {done['files']} files, {done['megabytes']:,} MB.",
-        "", "| reading, ms | as written | compacted |", "|---|---|---|",
+        "", "| reading, ms (CPU time of both threads) | as written | compacted |", "|---|---|---|",
     ]  # fmt: skip
     straight, compacted = result["read"]["as written"], result["read"]["compacted"]
-    for key in straight:
-        one, other = (
-            each[key]["median"] if isinstance(each[key], dict) else each[key] for each in (straight, compacted)
-        )
-        lines.append(f"| {key.removesuffix('_ms').replace('_', ' ')} | {one} | {other} |")
+    for name in straight:
+        cells = [f"{cost['wall']} ({cost['cpu']})" for cost in (straight[name], compacted[name])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"Load average of the machine's {host['cores']} cores while this ran: {result['load']}."]
     return "\n".join(lines) + "\n"
 
 
@@ -215,6 +228,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the runs are written and removed again")
     options = parser.parse_args()
     steps, pace = (options.steps // 20, 0.2) if options.quick else (options.steps, 1.0)
+    before = os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="store-", dir=options.folder))
     try:
         result: dict[str, Any] = {"machine": machine(), "add": {}, "stall": {}, "read": {}}
@@ -234,6 +248,7 @@ def main() -> None:
             "megabytes": round(done.bytes_after / 1e6),
         }  # fmt: skip
         result["read"]["compacted"] = read_cost(run, options.sites)
+        result["load"] = " to ".join(f"{load:.1f}" for load in sorted((before, os.getloadavg()[0])))
     finally:
         shutil.rmtree(folder)
     print(markdown(result))

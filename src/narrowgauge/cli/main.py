@@ -61,18 +61,19 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; errors raised on purpose become one message and exit code 2 (or the script's own)."""
     try:
-        cli.main(args=argv, prog_name="narrowgauge", standalone_mode=False)
+        # Outside of standalone mode click returns the code of an Exit instead of raising it.
+        code = cli.main(args=argv, prog_name="narrowgauge", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; what was recorded is kept.", err=True)
         sys.exit(130)
     except NarrowgaugeError as error:
         click.echo(f"narrowgauge: {error}", err=True)
         sys.exit(getattr(error, "code", 2))
+    if isinstance(code, int) and code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from narrowgauge.observe.stats.tally import Tally, tally
 from narrowgauge.observe.stats.whole import tally_whole
 
 CPU, ELSEWHERE = True, False
-RUN = {CPU: 1 << 19, ELSEWHERE: 1 << 26}  # elements looked at together; a GPU wants large launches
+RUN = {CPU: 1 << 19, ELSEWHERE: 1 << 24}  # elements looked at together; a GPU wants large launches
 SAMPLE = {CPU: 1 << 12, ELSEWHERE: 1 << 18}  # elements that histograms and higher moments come from, at least
 COLUMN_SAMPLE = {CPU: 1 << 15, ELSEWHERE: 1 << 62}  # elements that the sums along columns come from, at least
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,9 +34,19 @@ def head(values: dict[str, Number], device: torch.device) -> Tensor:
         for name, value in values.items():
             numbers[MOMENTS.offsets[name]] = float(value)
         return out
+    on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if on_device:
+        numbers_there = torch.stack([value.double() for value in on_device.values()])
+        out.index_copy_(0, _places(tuple(on_device), device), numbers_there)
     for name, value in values.items():
-        out[MOMENTS.offsets[name]] = value  # a fill or a copy on the device: nothing waits
+        if not isinstance(value, Tensor):
+            out[MOMENTS.offsets[name]].fill_(value)  # assigning the number instead would wait for the device
     return out
+
+
+@cache
+def _places(names: tuple[str, ...], device: torch.device) -> Tensor:
+    return torch.tensor([MOMENTS.offsets[name] for name in names], device=device)
 
 
 def stack_parts(sites: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -1,0 +1,107 @@
+"""The whole command, in processes of its own: from a script to a verdict, a page, and every way it can end early."""
+
+import json
+
+import pytest
+from tests.session import programs
+
+from narrowgauge.cli.main import main
+from narrowgauge.observe.store import open_run
+from narrowgauge.observe.verdict import Verdict
+from narrowgauge.session.compare import cadence
+
+
+def command(tmp_path, program, *flags, args=()):
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    return ["compare", "--out", str(tmp_path / "out"), *flags, "--", str(script), *args]
+
+
+def ends_with(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    said = capsys.readouterr()
+    return stop.value.code, said.out + said.err
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """One small comparison of two recipes; its folder."""
+    folder = tmp_path_factory.mktemp("compared")
+    main(command(folder, programs.COMPILED, "--recipes", "current,rowwise", args=("24",)))
+    return folder / "out"
+
+
+def test_the_verdict_compares_what_it_should(compared):
+    verdict = Verdict.from_dict(json.loads((compared / "verdict.json").read_text()))
+    assert verdict.judged
+    assert verdict.steps == 24
+    assert verdict.baseline.dtype == "float32"
+    assert [v.name for v in verdict.variants] == ["current", "rowwise"]
+    for variant in verdict.variants:
+        assert variant.gap_pct is not None
+        assert variant.band_pct is not None
+        assert len(variant.same_weights) == 4
+        assert all(s.grad_cosine > 0.9 for s in variant.same_weights)
+        assert variant.eval_name == "eval loss"
+        assert len(variant.worst) == 5
+        assert variant.flop_share_pct == pytest.approx(100.0)
+        assert variant.speedup is None
+    assert any("torch.compile" in note for note in verdict.notes)
+
+
+def test_the_twins_saw_the_same(compared):
+    runs = [open_run(compared / name) for name in ("noise", "baseline", "current", "rowwise")]
+    assert len({run.meta["weights_hash"] for run in runs}) == 1
+    digests = [tuple(run.scalars("data_digest")["data_digest"]) for run in runs]
+    assert len(set(digests)) == 1
+    assert len(digests[0]) == 24
+
+
+def test_probing_leaves_the_baseline_as_it_was(compared, tmp_path):
+    main(["run", "--out", str(tmp_path / "plain"), "--", str(compared.parent / "train.py"), "24"])
+    probed, plain = open_run(compared / "baseline"), open_run(tmp_path / "plain")
+    assert probed.scalars("loss")["loss"].tolist() == plain.scalars("loss")["loss"].tolist()
+
+
+def test_the_page_and_the_text(compared, capsys):
+    assert "<html" in (compared / "report.html").read_text()[:500]
+    main(["report", str(compared / "current"), "--text"])
+    assert "loss" in capsys.readouterr().out
+    main(["report", str(compared), "-o", str(compared / "again.html")])
+    assert (compared / "again.html").stat().st_size > 100_000
+
+
+def test_a_script_that_raises_ends_the_comparison_with_its_own_code(tmp_path, capsys):
+    code, text = ends_with(command(tmp_path, programs.EXITS), capsys)
+    assert code == 7
+    assert "the script ended with exit code 7 as written, before any FP8" in text
+    assert "step 8 eval" in text  # its own last lines
+    assert "Traceback" not in text
+    assert open_run(tmp_path / "out" / "noise").meta["steps"] == 8
+
+
+def test_a_run_s_exit_code_is_the_program_s(tmp_path, capfd):
+    (tmp_path / "train.py").write_text(programs.EXITS)
+    code, _ = ends_with(["run", "--out", str(tmp_path / "out"), "--", str(tmp_path / "train.py")], capfd)
+    assert code == 7
+
+
+def test_nothing_to_convert_is_one_message(tmp_path, capsys):
+    code, text = ends_with(command(tmp_path, programs.NO_LINEAR, "--recipes", "current"), capsys)
+    assert code == 2
+    assert "none of the recipes could be applied" in text
+    assert "no linear layer to convert" in text
+
+
+def test_other_data_in_every_run_is_not_judged(tmp_path):
+    main(command(tmp_path, programs.UNSEEDED_DATA, "--recipes", "current"))
+    verdict = Verdict.from_dict(json.loads((tmp_path / "out" / "verdict.json").read_text()))
+    assert not verdict.judged
+    assert "saw other data than the baseline" in verdict.why_not
+    assert verdict.variants[0].outcome == "unjudged"
+
+
+@pytest.mark.parametrize(("total", "expected"), [(None, 10), (1000, 10), (100, 5), (12, 1), (1, 1)])
+def test_short_runs_are_recorded_more_often(total, expected):
+    assert cadence(10, total) == expected
