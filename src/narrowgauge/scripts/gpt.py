@@ -1,6 +1,6 @@
 """Train a small Llama on the source code of Python's own standard library: plain PyTorch, one file.
 
-    python gpt.py                              200 steps of `tiny`, a minute or less on two CPU cores
+    python gpt.py                              150 steps of `tiny`, a minute or less on two CPU cores
     python gpt.py --size 1b --compile          one billion parameters, for one large GPU
     python gpt.py --corpus DIR --steps 1000    any folder of text instead of the standard library
 
@@ -331,7 +331,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; flags left out take the value of `--size`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="tiny", help="the model (default: tiny)")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: 200)")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
     parser.add_argument("--batch", type=int, help="sequences per microbatch")
     parser.add_argument("--seq", type=int, help="positions per sequence")
     parser.add_argument("--accum", type=int, default=2, help="microbatches per step (default: 2)")
