@@ -4,8 +4,8 @@
     bf16       linear forward and backward under autocast            fp8      the same, converted
     watched    converted, every tensor of every step recorded
 
-Each round takes every variant once, in turn; medians over the rounds. Times are CPU seconds of the process where
-`--cpu-time` asks for them, which other programs on the machine disturb less.
+Each round takes every variant once, in turn; the best of the rounds. With `--cpu-time` the process's CPU seconds, which
+other programs on the machine disturb less (use one thread: two spin while they wait for each other).
 
     python -m benchmarks.stats [--rounds 40] [--threads 2] [--cpu-time]
 """
@@ -13,7 +13,6 @@ Each round takes every variant once, in turn; medians over the rounds. Times are
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,14 +42,14 @@ class Nowhere:
         raise AssertionError(f"the watch failed: {args}")
 
 
-def medians(calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+def best(calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 3):
+    for _ in range(rounds):
         for name, call in calls.items():
             began = clock()
             call()
             seconds[name].append(clock() - began)
-    return {name: statistics.median(times[3:]) for name, times in seconds.items()}
+    return {name: min(times) for name, times in seconds.items()}
 
 
 def per_element(rounds: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
@@ -66,7 +65,7 @@ def per_element(rounds: int, clock: Callable[[], float]) -> list[dict[str, Any]]
                 sizes[f"operand {of} {name}"] = x.numel()
             calls[f"result {of}"] = lambda x=x: result_values(x)
             sizes[f"result {of}"] = x.numel()
-    found = medians(calls, rounds, clock)
+    found = best(calls, rounds, clock)
     return [{"what": name, "ns per element": round(1e9 * found[name] / sizes[name], 2)} for name in calls]
 
 
@@ -99,7 +98,7 @@ def beside_a_layer(rounds: int, clock: Callable[[], float]) -> list[dict[str, An
         model = ng.convert(layers(), recipe)[0]
         set_observer(model, collector)
         calls[f"{recipe} watched"] = stepper(model, collector)
-    found = medians(calls, rounds, clock)
+    found = best(calls, rounds, clock)
     return [
         {
             "what": f"{LAYERS} layers, {TOKENS}x{WIDTH}x{WIDTH}, {recipe}",
