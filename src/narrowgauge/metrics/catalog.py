@@ -62,7 +62,7 @@ _METRICS = (
     Metric(
         "numel",
         "elements",
-        "How many elements were seen, over all microbatches of the step.",
+        "How many elements were seen, over all microbatches of the step; a weight is seen once.",
         "n",
         "sum",
         ROLES,

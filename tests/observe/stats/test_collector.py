@@ -84,6 +84,16 @@ def test_microbatches_of_a_step_are_one_row(book):
     assert len(book.rows) == 2
 
 
+def test_a_weight_is_looked_at_once_a_step(book):
+    collector = Collector(book)
+    for step in range(2):
+        collector.begin_step(step)
+        for _ in range(3):
+            show(collector, torch.randn(8, 16), role="weight")
+        collector.end_step()
+    assert [book.rows[step, "m:weight"]["numel"] for step in range(2)] == [128, 128]
+
+
 def test_only_every_nth_step_is_watched(book):
     collector = Collector(book, every=3)
     watched = []

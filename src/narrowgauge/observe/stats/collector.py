@@ -1,7 +1,7 @@
 """The Collector looks at a step's tensors where they are and hands their metrics to a run, one step at a time.
 
     begin_step(7)      is it one of the watched steps (7 % every == 0)?
-    operand, result    tallies stay on the device, one set per microbatch
+    operand, result    tallies stay on the device, one set per microbatch (of a weight, the first)
     end_step()         merge them by law, pack all sites into ONE tensor, start ONE copy to the host
     later              the copy is there: moments -> metrics in numpy -> writer.add_tensors
 
@@ -57,6 +57,7 @@ class _Held:
 
     operands: Packer = field(default_factory=Packer)
     results: dict[str, list[Tensor]] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
     marks: Marks = field(default_factory=list)
 
 
@@ -115,6 +116,10 @@ class Collector:
             return
         with self._guarded(f"{module}:{role}"), self._marked(x.device) as held:
             site = str(Site(module, role))
+            if role == "weight":  # the same in every microbatch: one look says it all
+                if site in held.weights:
+                    return
+                held.weights.add(site)
             if moments is not None:
                 with self._lock:
                     held.operands.add_packed(site, moments)
