@@ -177,3 +177,20 @@ def test_evaluation_and_no_grad_forwards_write_nothing(gpt, run_steps):
     with torch.no_grad():
         model(torch.arange(40)[None])
     assert all(torch.equal(before[key], value) for key, value in scaling_state(model).items())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_model_trains_like_an_uncompiled_one(gpt, run_steps, compiled_first):
+    model, plain = gpt(), gpt()
+    if compiled_first:
+        compiled = torch.compile(model, backend="eager")
+        convert(compiled, DELAYED)
+    else:
+        compiled = torch.compile(convert(model, DELAYED)[0], backend="eager")
+    convert(plain, DELAYED)
+    losses = run_steps(compiled, torch.optim.AdamW(model.parameters(), lr=1e-2), 3)
+    assert losses == run_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 3)
+    found, expected = scaling_state(compiled), scaling_state(plain)
+    assert expected
+    assert all(torch.equal(found[key], value) for key, value in expected.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
@@ -74,6 +75,9 @@ class Fp8Linear(nn.Linear):
         del module._fp8
         module.__class__ = nn.Linear  # type: ignore[assignment]
 
+    # Scales and the clock are read and written as Python objects, which no graph may bake in: under torch.compile the
+    # graph breaks here. This is torch.compiler.disable without its import at load time, which takes seconds.
+    @_disable_dynamo
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
         """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""
         state = self._fp8
