@@ -1,5 +1,7 @@
 """One FP8 linear layer against float64: values, gradients, dtypes, what is saved, what is refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,6 +142,16 @@ def test_autocast_leaves_float64_alone():
     x = torch.randn(8, 64, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == plain(x).dtype == torch.float64
+
+
+def test_autocast_refuses_a_float64_bias_as_linear_does():
+    plain = nn.Linear(64, 48)
+    plain.bias.data = plain.bias.data.double()
+    layer, x = adopt(copy.deepcopy(plain)), torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        for module in (plain, layer):
+            with pytest.raises(RuntimeError, match="must have the same dtype"):
+                module(x)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, ROWWISE, BLOCKWISE], ids=lambda r: r.name)
@@ -297,6 +309,15 @@ def test_differentiating_twice_is_an_error_and_not_a_wrong_number():
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+def test_a_constant_upstream_gradient_does_not_hide_that_it_depends_on_the_weight():
+    layer, x = small(), torch.randn(8, 64, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    assert dx.requires_grad
+    penalty = (dx.norm() - 1).square() + layer(x).sum()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        penalty.backward()
 
 
 def test_vmap_is_an_error():

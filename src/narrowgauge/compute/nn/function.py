@@ -128,8 +128,13 @@ class _Fp8Linear(torch.autograd.Function):
         return y_MN.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        # With create_graph, dx depends on w and dw on x even where dy is a constant: differentiating them must fail.
+        return _Fp8Linear._once(ctx, dy.detach().requires_grad_() if torch.is_grad_enabled() else dy)
+
+    @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def _once(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, state, recipe = ctx.call, ctx.call.state, ctx.call.state.recipe
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         codes_xT, scale_xT, codes_wT, scale_wT = ctx.saved_tensors
@@ -233,10 +238,10 @@ def _compute_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtyp
     if not (x.is_floating_point() and weight.is_floating_point()):
         return None
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and torch.float64 not in (x.dtype, weight.dtype):
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if torch.is_autocast_enabled(device_type) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device_type)
-    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
-    return x.dtype if same else None
+    return x.dtype if len(dtypes) == 1 else None
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
