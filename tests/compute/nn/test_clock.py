@@ -62,6 +62,15 @@ def test_accumulation_is_one_step(model):
     assert clock_of(model).step == 1
 
 
+def test_a_layer_without_tokens_keeps_its_history(model):
+    optimizer = sgd(model)
+    for tokens in (4, 0, 0, 0, 0):
+        model(torch.full((tokens, 16), 2.0)).sum().backward()
+        optimizer.step()
+    assert history(model) == [2, 0, 0, 0]  # input of the first layer
+    assert history(model, 5) == [1, 0, 0, 0]  # grad_output of the last
+
+
 def test_two_optimizers_roll_once(model):
     weights = torch.optim.SGD([p for p in model.parameters() if p.dim() == 2], lr=0.0)
     biases = torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=0.0)

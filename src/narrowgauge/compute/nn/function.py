@@ -201,7 +201,8 @@ def _with_given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tu
     scale, inv_scale = state.table.scale_of(row, rule, amax, write=call.mode == "write")
     if call.mode == "note":
         call.tell(partial(state.table.scale_of, row, rule, amax, write=True))
-    call.tell(partial(state.table.record, row, amax))
+    if x_MK.numel():  # an expert without tokens has no data, and pushes nothing out of its history
+        call.tell(partial(state.table.record, row, amax))
     q = quantize(x_MK, rule.fmt, rule.granularity, scale=scale, inv_scale=inv_scale, amax=amax)
     return q, amax_ratio(amax, scale, rule)
 
