@@ -96,3 +96,32 @@ def test_saving_in_the_middle_of_an_accumulation_keeps_the_running_amax(gpt, run
     other, _ = make(gpt, DELAYED, seed=7)
     load_scaling_state(other, state)
     assert all(torch.equal(state[key], value) for key, value in scaling_state(other).items())
+
+
+def test_saving_between_the_backward_pass_and_the_step_loses_no_step(gpt, run_steps):
+    model, optimizer = make(gpt, DELAYED)
+    run_steps(model, optimizer, 2)
+    model(torch.arange(16)[None]).square().sum().backward()
+    other, other_optimizer = make(gpt, DELAYED, seed=7)
+    other.load_state_dict(model.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, other_optimizer):
+        each.step()
+    expected = scaling_state(model)
+    assert all(torch.equal(expected[key], value) for key, value in scaling_state(other).items())
+
+
+def test_saving_ends_the_step_of_an_optimizer_that_stepped_inside_the_backward_pass(gpt):
+    model, _ = make(gpt, DELAYED)
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    model(torch.arange(16)[None]).square().sum().backward()
+    saved_before = scaling_state(model)
+    saved_inside = model.state_dict()._metadata["blocks.0.up"]["narrowgauge"]
+    model(torch.arange(16)[None])
+    assert saved_before["narrowgauge.blocks.0.up.steps"] == saved_inside["steps"] == 1
+    assert (saved_before["narrowgauge.blocks.0.up.amax_now"] == -1).all()
+    assert (saved_before["narrowgauge.blocks.0.up.history"][:, 0] > 0).all()

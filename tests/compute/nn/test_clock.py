@@ -168,6 +168,20 @@ def test_an_optimizer_inside_the_backward_pass_ends_the_step_after_it(model):
     assert history(model, 5) == [1, 1, 1, 0]  # grad_output of the last layer
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_ends_the_step_that_an_optimizer_ended_inside_the_backward_pass(model, copied):
+    optimizers = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
+    handles = [p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in model.parameters()]
+    backward(model, 2.0)
+    for handle in handles:
+        handle.remove()
+    twin = copied(model)
+    twin(torch.full((4, 16), 8.0))
+    twin.table.fold()
+    assert history(twin) == [2, 0, 0, 0]
+    assert twin.table.amax_now[0] == 8
+
+
 def test_frozen_layers_follow_the_model_that_is_trained(model):
     for p in model[0].parameters():
         p.requires_grad_(False)

@@ -57,9 +57,9 @@ class StepClock:
         """Call `listener(optimizer)` once, when the first step after conversion ends."""
         self._first = listener
 
-    def before_forward(self) -> None:
-        """Catch up with an optimizer that stepped inside a backward; every forward outside of one asks."""
-        if self._ended_inside_backward:
+    def catch_up(self) -> None:
+        """End the step of an optimizer that stepped inside a backward, once that is over; forwards and saving ask."""
+        if self._ended_inside_backward and not inside_backward():
             self._end_step()
 
     def saw_data(self) -> None:
@@ -101,9 +101,9 @@ class StepClock:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepClock:
         """A copy that follows the copied modules. Listeners subscribe again by themselves."""
-        twin = StepClock()
+        twin = object.__new__(StepClock)
         memo[id(self)] = twin
-        twin.step, twin._has_data = self.step, self._has_data
+        twin.__setstate__(self.__getstate__())
         for module in self._modules:
             copied = memo.get(id(module))
             if isinstance(copied, nn.Module):
@@ -112,11 +112,11 @@ class StepClock:
 
     def __getstate__(self) -> dict[str, Any]:
         """Numbers only: a pickled clock finds its modules again as they run."""
-        return {"step": self.step, "has_data": self._has_data}
+        return {"step": self.step, "has_data": self._has_data, "ended": self._ended_inside_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         StepClock.__init__(self)
-        self.step, self._has_data = state["step"], state["has_data"]
+        self.step, self._has_data, self._ended_inside_backward = state["step"], state["has_data"], state["ended"]
 
 
 def inside_backward() -> bool:

@@ -24,7 +24,7 @@ from narrowgauge.compute.nn.resume_warnings import steps_taken, warn_fresh_after
 from narrowgauge.compute.nn.rule_checks import some
 from narrowgauge.compute.nn.rules import O2, Rule
 from narrowgauge.compute.nn.scale_table import ScaleTable
-from narrowgauge.compute.nn.state_io import take_pending
+from narrowgauge.compute.nn.state_io import restore_to, take_pending
 from narrowgauge.compute.nn.structure import Layer, clean, is_wrapper, survey
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
@@ -143,8 +143,8 @@ def _adopt_one(plan: Plan, table: ScaleTable, clock: StepClock) -> LayerState | 
         module, name=plan.layer.name, recipe=plan.recipe, backend=plan.backend, table=table, clock=clock
     )
     loaded = take_pending(module)
-    if state.table is not None and loaded is not None:
-        state.table.load(state.name, loaded)
+    if loaded is not None:
+        restore_to(state, loaded)
     return state
 
 

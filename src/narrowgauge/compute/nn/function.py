@@ -89,7 +89,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState
     mode: Literal["read", "write", "note"] = "read"
     recomputed = inside_backward()
     if not recomputed:
-        state.clock.before_forward()
+        state.clock.catch_up()
     if torch.is_grad_enabled():
         mode = "note" if recomputed else "write"
         state.rows_seen = math.prod(x.shape[:-1])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.compute.nn.state_io import KEY
+from narrowgauge.compute.nn.state_io import KEY, restore_to, saved_from
 from narrowgauge.compute.nn.structure import clean, is_wrapper
 from narrowgauge.errors import ConversionError, nearest
 
@@ -28,8 +28,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{KEY}.{name}.{field}": value
         for name, state in _stateful(model).items()
-        if state.table is not None
-        for field, value in state.table.state(state.name).items()
+        for field, value in saved_from(state).items()
     }
 
 
@@ -66,7 +65,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             layer.table.check(layer.name, saved[name])
     for name, layer in layers.items():
         if layer.table is not None:
-            layer.table.load(layer.name, saved[name])
+            restore_to(layer, saved[name])
             layer.table.lost = ""
 
 

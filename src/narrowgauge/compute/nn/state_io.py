@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.errors import ShapeError
 
@@ -32,13 +33,28 @@ class Stateful(Protocol):
 
     name: str
     table: ScaleTable | None
+    clock: StepClock
+
+
+def saved_from(state: Stateful) -> dict[str, Tensor]:
+    """What is saved of a layer; empty without scales of its own. A step that is over is ended first."""
+    state.clock.catch_up()
+    return {} if state.table is None else state.table.state(state.name)
+
+
+def restore_to(state: Stateful, saved: dict[str, Tensor]) -> None:
+    """Load what `saved_from` gave; ShapeError if it does not fit. The step that was running goes on."""
+    if state.table is not None:
+        state.table.load(state.name, saved)
+        if (saved["amax_now"] >= 0).any():
+            state.clock.saw_data()
 
 
 def save_into(destination: Any, prefix: str, state: Stateful) -> None:
     """Put the layer's scaling state into the metadata of a state_dict being made."""
     metadata = getattr(destination, "_metadata", None)
     if state.table is not None and metadata is not None:
-        metadata.setdefault(prefix[:-1], {})[KEY] = state.table.state(state.name)
+        metadata.setdefault(prefix[:-1], {})[KEY] = saved_from(state)
 
 
 def load_from(state: Stateful, metadata: dict[str, Any], has_weight: bool, errors: list[str]) -> None:
@@ -48,7 +64,7 @@ def load_from(state: Stateful, metadata: dict[str, Any], has_weight: bool, error
     saved = metadata.get(KEY)
     if saved is not None:
         try:
-            state.table.load(state.name, saved)
+            restore_to(state, saved)
         except ShapeError as error:
             errors.append(f"{error} Loading dict(state_dict) drops it.")
     elif has_weight:
