@@ -14,6 +14,7 @@ from narrowgauge.compute.nn import clock as clock_module
 from narrowgauge.compute.nn.convert import convert
 from narrowgauge.compute.nn.linear import clock_of
 from narrowgauge.compute.recipes import CURRENT, DELAYED
+from narrowgauge.errors import NarrowgaugeWarning
 
 RECIPE = DELAYED.with_(history=4)
 
@@ -152,6 +153,26 @@ def test_someone_elses_optimizer_does_not_count(model):
     assert clock_of(model).step == 0
     optimizer.add_param_group({"params": list(model.parameters())})
     optimizer.step()
+    assert clock_of(model).step == 1
+
+
+def test_scales_that_wait_for_an_optimizer_in_vain_are_told_once(model):
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.0)
+    for _ in range(7):
+        backward(model)
+        optimizer.step()
+    with pytest.warns(NarrowgaugeWarning, match=r"took 8 steps, none of which owned a parameter of the converted"):
+        optimizer.step()
+    optimizer.step()  # told once
+
+
+def test_a_strange_optimizer_is_not_told_of_once_the_models_own_has_stepped(model):
+    other = nn.Linear(4, 4)
+    for optimizer in [sgd(model)] + [sgd(other)] * 10:
+        backward(model)
+        other(torch.ones(4)).sum().backward()
+        optimizer.step()
     assert clock_of(model).step == 1
 
 

@@ -22,6 +22,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from narrowgauge.compute.nn.resume_warnings import warn_unowned
+
+_PATIENCE = 8  # steps by optimizers that own nothing, before the first that does
+
 
 class StepClock:
     """Counts the optimizer steps of the models it follows, and tells listeners when one has ended.
@@ -33,6 +37,7 @@ class StepClock:
         self.step = 0
         self._has_data = False
         self._ended_inside_backward = False
+        self._strange_steps = 0
         self._listeners: list[Callable[[], None]] = []
         self._first: Callable[[Optimizer], None] | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -73,7 +78,10 @@ class StepClock:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """End the step if it has data and `optimizer` owns parameters of a followed module."""
-        if not self._has_data or not self._owns(optimizer):
+        if not self._has_data:
+            return
+        if not self._owns(optimizer):
+            self._stepped_by_a_stranger()
             return
         if self._first is not None:
             listener, self._first = self._first, None
@@ -88,6 +96,13 @@ class StepClock:
         self.step += 1
         for listener in self._listeners:
             listener()
+
+    def _stepped_by_a_stranger(self) -> None:
+        # A discriminator's optimizer, perhaps; but an optimizer of master copies looks the same, for ever.
+        if self._listeners and self.step == 0:
+            self._strange_steps += 1
+            if self._strange_steps == _PATIENCE:
+                warn_unowned(_PATIENCE)
 
     def _owns(self, optimizer: Optimizer) -> bool:
         # Only a yes is remembered: a parameter group may be added later.

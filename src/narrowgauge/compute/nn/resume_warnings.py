@@ -1,7 +1,8 @@
-"""What is said, once, when training goes on with new scales although the model is not new.
+"""What is said, once, when training goes on with scales that it should not have: new ones, or for ever the first.
 
 Scales that start afresh do no lasting harm (a delayed history fills again in its own length), but a run
-resumed without them is no longer the same run, bit for bit, and nobody would notice.
+resumed without them is no longer the same run, bit for bit, and nobody would notice. Scales that never advance
+saturate as soon as amaxes have grown.
 """
 
 from __future__ import annotations
@@ -31,6 +32,17 @@ def warn_fresh_after(steps: int) -> None:
         f"the optimizer has already taken {steps} steps, but the model's scales are new. If this resumes an "
         "FP8 run, its scaling state was not loaded: convert the model before load_state_dict, or call "
         "narrowgauge.load_scaling_state(model, checkpoint). If training switches to FP8 here, all is well.",
+        NarrowgaugeWarning,
+        stacklevel=2,
+    )
+
+
+def warn_unowned(steps: int) -> None:
+    """Say that optimizers step, but never one that owns a parameter of the model whose scales wait for it."""
+    warnings.warn(
+        f"optimizers took {steps} steps, none of which owned a parameter of the converted model, so its scales do not "
+        "advance. If it is trained through master copies of its parameters, or is frozen and only passes gradients "
+        "on, use a recipe that keeps no scales between steps: 'current', 'rowwise' or 'blockwise'.",
         NarrowgaugeWarning,
         stacklevel=2,
     )
