@@ -6,6 +6,7 @@ from tests.compute.nn.layers import Seen, adopt
 from torch import nn
 
 from narrowgauge.compute.nn.scale_table import ScaleTable, amax_ratio
+from narrowgauge.compute.quant import quantize
 from narrowgauge.compute.recipes import CURRENT, DELAYED, STATIC
 from narrowgauge.errors import ConversionError, ShapeError
 
@@ -120,6 +121,12 @@ def test_static_keeps_its_scales_and_refreshes_on_time():
     table = table_of(STATIC.with_(scales={"a:input": 0.25}))
     assert [step(table, amax) for amax in (2, 4, 8)] == [4, 4, 4]
     assert table.scale_of(1, INPUT, torch.tensor(2.0), write=True)[0].item() == pytest.approx(2 / 448)
+
+
+def test_the_least_scale_that_another_run_can_have_used_makes_no_nan():
+    least = quantize(torch.full((1, 16), 1e-42), INPUT.fmt).scale
+    layer = adopt(nn.Linear(16, 16), STATIC.with_(scales={"layer:input": float(least)}))
+    assert layer(torch.zeros(1, 16)).isfinite().all()
 
 
 def test_scales_for_sites_that_do_not_exist_are_an_error():

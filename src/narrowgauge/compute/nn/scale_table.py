@@ -26,6 +26,7 @@ from torch import Tensor
 
 from narrowgauge.compute.nn.resume_warnings import warn_lost
 from narrowgauge.compute.quant import inv_scale_from_amax
+from narrowgauge.compute.quant.scaling import FLOAT32_MAX
 from narrowgauge.compute.recipes import ROLES, Operand, Recipe
 from narrowgauge.errors import ConversionError, ShapeError, nearest
 
@@ -74,7 +75,8 @@ class ScaleTable:
         self.history = history
         fresh = torch.tensor(scales, dtype=torch.float32, device=device)
         self.scale = torch.cat([self.scale, fresh])
-        self.inv_scale = torch.cat([self.inv_scale, torch.where(fresh > 0, fresh.reciprocal(), NOT_YET)])
+        inv_scale = fresh.reciprocal().clamp(max=FLOAT32_MAX)  # that of the least scale rounds up to Inf
+        self.inv_scale = torch.cat([self.inv_scale, torch.where(fresh > 0, inv_scale, NOT_YET)])
         self.amax_now = torch.cat([self.amax_now, torch.full((3,), NO_DATA, device=device)])
         self.sites += sites
         self._waiting |= {first + i for i, scale in enumerate(scales) if scale == NOT_YET}

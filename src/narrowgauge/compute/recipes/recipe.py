@@ -31,6 +31,8 @@ from narrowgauge.compute.quant import (
     PerTensor,
     Scaling,
 )
+from narrowgauge.compute.quant.quantize import SCALE_MIN
+from narrowgauge.compute.quant.scaling import FLOAT32_MAX
 from narrowgauge.errors import FormatError, RecipeError, nearest
 from narrowgauge.formats import CATALOG as FORMATS
 from narrowgauge.formats import Format
@@ -117,8 +119,11 @@ class Recipe:
                 f"recipe {self.name!r}: a table of scales needs state='static', found state={self.state!r}."
             )
         for site, scale in self.scales:
-            if not 0 < scale < float("inf"):
-                raise RecipeError(f"recipe {self.name!r}: the scale of {site!r} is {scale}; expected a number above 0.")
+            if not SCALE_MIN <= scale <= FLOAT32_MAX:
+                raise RecipeError(
+                    f"recipe {self.name!r}: the scale of {site!r} is {scale}; expected a number from "
+                    f"{SCALE_MIN:.3g} to {FLOAT32_MAX:.3g}."
+                )
         for role in ROLES:
             for operand in self.uses(role):
                 self._check_operand(role, operand)
