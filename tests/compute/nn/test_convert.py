@@ -171,6 +171,15 @@ def test_integer_weights_stay_high(gpt):
     assert "its weight is int8" in reasons(convert(model, "current")[1])["blocks.0.up"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_left_alone(gpt):
+    model = gpt()
+    model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(32, 32)))
+    _, report = convert(model, "current")
+    assert [row.name for row in report.converted] == ["blocks.0.up", "blocks.0.down", "blocks.2.up", "blocks.2.down"]
+    model(torch.arange(8)[None]).sum().backward()
+
+
 def test_attention_and_gpt2_layers_count_as_linear_layers_that_stayed_high():
     class Conv1D(nn.Module):
         def __init__(self, outputs, inputs):

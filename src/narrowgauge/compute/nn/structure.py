@@ -86,6 +86,8 @@ def is_wrapper(model: nn.Module) -> bool:
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     """(N, K) of a module that multiplies by a weight matrix, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # compiled already, whatever it is: nothing in it can be exchanged
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     weight = module._parameters.get("weight")
@@ -102,6 +104,8 @@ def survey(model: nn.Module) -> list[Layer]:
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for raw, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(clean(raw, wrapped=wrapped))
 
