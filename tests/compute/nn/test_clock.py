@@ -162,9 +162,20 @@ def test_scales_that_wait_for_an_optimizer_in_vain_are_told_once(model):
     for _ in range(7):
         backward(model)
         optimizer.step()
+    backward(model)
     with pytest.warns(NarrowgaugeWarning, match=r"took 8 steps, none of which owned a parameter of the converted"):
         optimizer.step()
+    backward(model)
     optimizer.step()  # told once
+
+
+def test_a_model_that_ran_once_does_not_complain_of_other_peoples_training(model):
+    backward(model)
+    other = nn.Linear(4, 4)
+    optimizer = sgd(other)
+    for _ in range(10):
+        other(torch.ones(4)).sum().backward()
+        optimizer.step()
 
 
 def test_a_strange_optimizer_is_not_told_of_once_the_models_own_has_stepped(model):

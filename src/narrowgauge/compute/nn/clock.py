@@ -38,6 +38,7 @@ class StepClock:
         self._has_data = False
         self._ended_inside_backward = False
         self._strange_steps = 0
+        self._new_to_strangers = False
         self._listeners: list[Callable[[], None]] = []
         self._first: Callable[[Optimizer], None] | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -69,7 +70,7 @@ class StepClock:
 
     def saw_data(self) -> None:
         """Note that the running step recorded something: it is worth ending."""
-        self._has_data = True
+        self._has_data = self._new_to_strangers = True
 
     @property
     def has_data(self) -> bool:
@@ -99,7 +100,8 @@ class StepClock:
 
     def _stepped_by_a_stranger(self) -> None:
         # A discriminator's optimizer, perhaps; but an optimizer of master copies looks the same, for ever.
-        if self._listeners and self.step == 0:
+        if self._listeners and self.step == 0 and self._new_to_strangers:
+            self._new_to_strangers = False  # a model that ran once and is left lying there is none of their business
             self._strange_steps += 1
             if self._strange_steps == _PATIENCE:
                 warn_unowned(_PATIENCE)
