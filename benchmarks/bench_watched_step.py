@@ -4,16 +4,18 @@
     fp8         the same model converted
     watched     converted, and every metric of every site recorded
 
-Limits that the project set itself: watched <= 4 x bf16, and watching (watched - fp8) <= 30% of the watched step. The
-three take turns in one process, so a machine whose speed drifts does not tilt them; medians over the rounds.
+Limits that the project set itself: watched <= 4 x bf16, and watching (watched - fp8) <= 30% of the watched step. All
+take turns in one process, so a machine whose speed drifts does not tilt them. Where a model's memory happens to lie
+makes some percent of difference too, so every variant is built anew several times; medians over all steps.
 
-    python benchmarks/bench_watched_step.py [--rounds 15] [--size tiny]
+    python benchmarks/bench_watched_step.py [--rounds 8] [--builds 4] [--size tiny]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import tempfile
 import time
@@ -59,13 +61,9 @@ def stepper(model: nn.Module, size: gpt.Size, collector: Collector | None) -> Ca
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--size", default="tiny", choices=gpt.SIZES)
-    args = parser.parse_args()
-    size = gpt.SIZES[args.size]
-    torch.manual_seed(0)
+def variants(size: gpt.Size, seed: int) -> dict[str, Callable[[], float]]:
+    """A step function for every variant, in an order of its own for every seed."""
+    torch.manual_seed(seed)
     plain = gpt.Llama(size)
     steps = {"bf16": stepper(plain, size, None)}
     for recipe in RECIPES:
@@ -76,11 +74,27 @@ def main() -> None:
                 collector = Collector(RunWriter(tempfile.mkdtemp(), {}), every=1)
                 set_observer(model, collector)
             steps[f"{recipe}{' watched' if watched else ''}"] = stepper(model, size, collector)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.rounds + 2):
-        for name, step in steps.items():
-            seconds[name].append(step())
-    medians = {name: statistics.median(times[2:]) for name, times in seconds.items()}
+    names = list(steps)
+    random.Random(seed).shuffle(names)
+    return {name: steps[name] for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--builds", type=int, default=4)
+    parser.add_argument("--size", default="tiny", choices=gpt.SIZES)
+    args = parser.parse_args()
+    size = gpt.SIZES[args.size]
+    seconds: dict[str, list[float]] = {}
+    for build in range(args.builds):
+        steps = variants(size, build)
+        for round_ in range(args.rounds + 2):
+            for name, step in steps.items():
+                took = step()
+                if round_ >= 2:
+                    seconds.setdefault(name, []).append(took)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     rows = []
     for recipe in RECIPES:
         fp8, watched = medians[recipe], medians[f"{recipe} watched"]
@@ -92,7 +106,11 @@ def main() -> None:
                 "watching, % of the watched step": round(100 * (watched - fp8) / watched, 1),
             }
         )
-    record("watched_step", {"size": args.size, "threads": torch.get_num_threads(), "rounds": args.rounds}, rows)
+    record(
+        "watched_step",
+        {"size": args.size, "threads": torch.get_num_threads(), "rounds": args.rounds, "builds": args.builds},
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import narrowgauge as ng
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.moments import tallies_of
-from narrowgauge.observe.stats.results import result_values
+from narrowgauge.observe.stats.results import result_head
 
 TOKENS, WIDTH, LAYERS = 2048, 256, 4
 OPERANDS = {"per tensor": ng.PerTensor(), "1x128": ng.Block(1, 128), "128x128": ng.Block(128, 128)}
@@ -63,7 +63,7 @@ def per_element(rounds: int, clock: Callable[[], float]) -> list[dict[str, Any]]
                 q = ng.quantize(x, ng.formats.E4M3FN, granularity)
                 calls[f"operand {of} {name}"] = lambda x=x, q=q: tallies_of(x, q, 3)
                 sizes[f"operand {of} {name}"] = x.numel()
-            calls[f"result {of}"] = lambda x=x: result_values(x)
+            calls[f"result {of}"] = lambda x=x: result_head(x)
             sizes[f"result {of}"] = x.numel()
     found = best(calls, rounds, clock)
     return [{"what": name, "ns per element": round(1e9 * found[name] / sizes[name], 2)} for name in calls]

@@ -101,8 +101,11 @@ class Layout:
 
     def empty(self, *shape: int) -> npt.NDArray[np.float64]:
         """Neutral vectors, [*shape, width]."""
-        one = np.concatenate([np.full(slot.width, slot.neutral) for slot in self.slots])
-        return np.broadcast_to(one, (*shape, self.width)).copy()
+        return np.broadcast_to(self._neutral, (*shape, self.width)).copy() if shape else self._neutral.copy()
+
+    @cached_property
+    def _neutral(self) -> npt.NDArray[np.float64]:
+        return np.concatenate([np.full(slot.width, slot.neutral) for slot in self.slots])
 
 
 MOMENTS = Layout(

@@ -12,10 +12,19 @@ from narrowgauge.compute.recipes import CATALOG, CURRENT, ROWWISE
 M, K, N = 40, 64, 48
 
 
-def watched(recipe=CURRENT, **kwargs):
+RESULTS = ("output", "grad_input", "grad_weight")
+
+
+def turn_of(layer, role):
+    """Make it the turn of a result to be checked in the next step."""
+    layer._fp8.check = (-1, RESULTS.index(role) + 2)
+
+
+def watched(recipe=CURRENT, *, checked="output", **kwargs):
     torch.manual_seed(0)
     layer, seen = adopt(nn.Linear(K, N), recipe, **kwargs), Seen()
     set_observer(layer, seen)
+    turn_of(layer, checked)
     x = torch.randn(2, M // 2, K, requires_grad=True)
     y = layer(x)
     dy = torch.randn_like(y)
@@ -36,31 +45,61 @@ def test_each_operand_is_shown_once_with_the_copy_that_is_multiplied(recipe):
         assert (ratio is None) == (recipe.state == "none")
 
 
+@pytest.mark.parametrize("role", RESULTS)
 @pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)
-def test_each_result_is_shown_with_a_part_recomputed_exactly(recipe):
-    layer, seen, x, y, dy = watched(recipe)
+def test_each_result_is_shown_and_one_with_a_part_recomputed_exactly(recipe, role):
+    layer, seen, x, y, dy = watched(recipe, checked=role)
     x_MK, dy_MN, w_NK = x.detach().reshape(M, K), dy.reshape(M, N), layer.weight.detach()
     exact = {
         "output": x_MK @ w_NK.T + layer.bias.detach(),
         "grad_input": dy_MN @ w_NK,
         "grad_weight": dy_MN.T @ x_MK,
     }
-    found = {"output": y, "grad_input": x.grad, "grad_weight": layer.weight.grad}
-    shape = {"output": (4, N), "grad_input": (4, K), "grad_weight": (N, 4)}
-    for role, want in exact.items():
-        [(result, check)] = seen.results["layer", role]
-        assert torch.equal(result, found[role].reshape(want.shape))
-        assert check.got.shape == check.want.shape == shape[role]
-        assert {check.got.dtype, check.want.dtype} == {torch.float32}
-        pieces = spread(M, 4, 0) if role != "grad_weight" else spread(K, 4, 0)
-        part = want[:, pieces] if role == "grad_weight" else want[pieces]
-        torch.testing.assert_close(check.want, part, rtol=1e-5, atol=1e-5)
-        assert 1e-5 < calc_diff(check.want, check.got) < 3e-3
+    for other, found in {"output": y, "grad_input": x.grad, "grad_weight": layer.weight.grad}.items():
+        [(result, check)] = seen.results["layer", other]
+        assert torch.equal(result, found.reshape(exact[other].shape))
+        assert (check is not None) == (other == role)
+    [(_, check)] = seen.results["layer", role]
+    assert check.got.shape == check.want.shape == {"output": (4, N), "grad_input": (4, K), "grad_weight": (N, 4)}[role]
+    assert {check.got.dtype, check.want.dtype} == {torch.float32}
+    want = exact[role]
+    part = want[:, spread(K, 4, 0)] if role == "grad_weight" else want[spread(M, 4, 0)]
+    torch.testing.assert_close(check.want, part, rtol=1e-5, atol=1e-5)
+    assert 1e-5 < calc_diff(check.want, check.got) < 3e-3
+
+
+def test_results_are_checked_in_turn_and_layers_begin_elsewhere():
+    first = set()
+    for name in "abcdef":
+        layer, seen = adopt(nn.Linear(K, N), name=name), Seen()
+        set_observer(layer, seen)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        for _ in range(6):
+            for _ in range(2):
+                layer(torch.randn(M, K, requires_grad=True)).sum().backward()
+            optimizer.step()
+        turns = [[check is not None for _, check in seen.results[name, role]] for role in RESULTS]
+        assert [sum(checks) for checks in zip(*turns, strict=True)] == [1] * 12  # one a step, in all its microbatches
+        assert all(checks[:6] == checks[6:] for checks in turns)
+        first.add([checks[0] for checks in turns].index(True))
+    assert len(first) > 1
+
+
+def test_of_a_wide_layer_some_rows_of_its_gradient_are_checked():
+    layer, seen = adopt(nn.Linear(K, 256)), Seen()
+    set_observer(layer, seen)
+    turn_of(layer, "grad_weight")
+    x, dy = torch.randn(M, K), torch.randn(M, 256)
+    layer(x).backward(dy)
+    [(dw, check)] = seen.results["layer", "grad_weight"]
+    rows, columns = spread(256, 64, 0), spread(K, 4, 0)
+    assert torch.equal(check.got, dw[rows][:, columns])
+    torch.testing.assert_close(check.want, (dy.T @ x)[rows][:, columns], rtol=1e-5, atol=1e-5)
 
 
 def test_a_wrong_gain_shows_in_the_check():
-    _, seen, *_ = watched(backend=Counting(gain=2.0))
-    for role in ("output", "grad_input", "grad_weight"):
+    for role in RESULTS:
+        _, seen, *_ = watched(backend=Counting(gain=2.0), checked=role)
         [(_, check)] = seen.results["layer", role]
         gain = (check.got * check.want).sum() / check.want.square().sum()
         assert gain.item() == pytest.approx(2.0, rel=0.02)

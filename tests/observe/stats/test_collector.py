@@ -225,16 +225,20 @@ def train(recipe, collector, steps=2, microbatches=2):
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED, BLOCKWISE], ids=lambda recipe: recipe.name)
 def test_a_converted_model_is_watched_through_the_one_door(recipe, book):
     collector = Collector(book)
-    train(recipe, collector)
+    train(recipe, collector, steps=3)
     assert collector.failures == 0
-    assert {step for step, _ in book.rows} == {0, 1}
-    last = {site: row for (step, site), row in book.rows.items() if step == 1}
+    assert {step for step, _ in book.rows} == {0, 1, 2}
+    last = {site: row for (step, site), row in book.rows.items() if step == 2}
     assert {"0:input", "0:weight", "4:grad_output", "2:grad_input", "0:grad_weight", "4:output"} <= set(last)
     assert "0:grad_input" not in last  # nobody asked for the gradient of the data
     assert last["0:input"]["numel"] == 2 * 40 * 64
     assert last["0:input"]["sqnr_db"] == pytest.approx(31.5, abs=0.6)
-    assert last["2:output"]["gemm_gain"] == pytest.approx(1, abs=0.02)
-    assert last["2:grad_weight"]["gemm_sqnr_db"] > 20
+    for role in ("output", "grad_input", "grad_weight"):  # each was checked once in three steps
+        checked = [book.rows[step, f"2:{role}"] for step in range(3)]
+        assert [row["gemm_gain"] for row in checked if row["gemm_gain"] == row["gemm_gain"]] == [
+            pytest.approx(1, abs=0.02)
+        ]
+        assert max(row["gemm_sqnr_db"] for row in checked if row["gemm_sqnr_db"] == row["gemm_sqnr_db"]) > 20
     assert np.isnan(last["0:input"]["amax_ratio"]) == (recipe is not DELAYED)
 
 

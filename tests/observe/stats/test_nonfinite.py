@@ -12,6 +12,8 @@ from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import finalize
 from narrowgauge.observe.stats import measure, moments
 
+pytestmark = pytest.mark.usefixtures("way")
+
 GRANULARITIES = [PerTensor(), PerRow(), PerColumn(), BLOCK_1x32, BLOCK_1x128, BLOCK_128x128]
 
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.compute.nn.clock import inside_backward
-from narrowgauge.compute.nn.observer import GemmSample, sample_rows, spread
+from narrowgauge.compute.nn.observer import GemmSample, ResultRole, picked, sample_rows
 from narrowgauge.compute.nn.scale_table import amax_ratio
 from narrowgauge.compute.quant import QTensor, quantize
 from narrowgauge.compute.recipes import ROLES, Operand
@@ -49,6 +49,9 @@ from narrowgauge.errors import ShapeError
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn.layer_state import LayerState
+
+
+_Samples = tuple[Tensor, Tensor, Tensor] | None
 
 
 @dataclass
@@ -60,6 +63,7 @@ class _Call:
     mode: Literal["read", "write", "note"]
     watched: bool
     turn: int
+    checked: ResultRole | None
     notes: list[Callable[[], object]] = field(default_factory=list)
 
     def tell(self, note: Callable[[], object]) -> None:
@@ -94,7 +98,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState
         mode = "note" if recomputed else "write"
         state.rows_seen = math.prod(x.shape[:-1])
     watched = mode != "read" and state.observer is not None and state.observer.wants(state.name)
-    call = _Call(state, compute_dtype, mode, watched, state.clock.step)
+    turn = state.clock.step
+    call = _Call(state, compute_dtype, mode, watched, turn, state.result_to_check(turn) if watched else None)
     y: Tensor = _Fp8Linear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
     return y
 
@@ -210,27 +215,38 @@ def _with_given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tu
 def _show_output(call: _Call, y_MN: Tensor, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None) -> None:
     state = call.state
     if state.observer is not None:
-        check = sample_rows(y_MN, x_MK, w_NK, bias, state.sample_rows, call.turn)
+        check = None
+        if call.checked == "output":
+            check = sample_rows(y_MN, x_MK, w_NK, bias, state.sample_rows, call.turn)
         state.observer.result(state.name, "output", y_MN, check)
 
 
-def _keep_samples(call: _Call, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _keep_samples(call: _Call, x_MK: Tensor, w_NK: Tensor) -> _Samples:
     """What the gradients' checks need of the high-precision operands: some columns of x, and w itself."""
-    columns = torch.tensor(spread(x_MK.shape[1], call.state.sample_columns, call.turn), device=x_MK.device)
+    if call.checked == "output":
+        return None
+    columns = picked(x_MK.shape[1], call.state.sample_columns, call.turn, x_MK.device)
     return columns, x_MK[:, columns], w_NK
 
 
-def _show_grad_input(call: _Call, dx_MK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]) -> None:
-    state, w_NK = call.state, samples[2]
+def _show_grad_input(call: _Call, dx_MK: Tensor, dy_MN: Tensor, samples: _Samples) -> None:
+    state = call.state
     if state.observer is not None:
-        check = sample_rows(dx_MK, dy_MN, w_NK.T, None, state.sample_rows, call.turn)
+        check = None
+        if call.checked == "grad_input" and samples is not None:
+            check = sample_rows(dx_MK, dy_MN, samples[2].T, None, state.sample_rows, call.turn)
         state.observer.result(state.name, "grad_input", dx_MK, check)
 
 
-def _show_grad_weight(call: _Call, dw_NK: Tensor, dy_MN: Tensor, samples: tuple[Tensor, Tensor, Tensor]) -> None:
-    state, (columns, x_MC, _) = call.state, samples
+def _show_grad_weight(call: _Call, dw_NK: Tensor, dy_MN: Tensor, samples: _Samples) -> None:
+    state = call.state
     if state.observer is not None:
-        check = GemmSample(got=dw_NK[:, columns].float(), want=dy_MN.float().T @ x_MC.float())
+        check = None
+        if call.checked == "grad_weight" and samples is not None:
+            columns, x_MC, _ = samples
+            # All rows of dw would read all of dy once more, in float32.
+            rows = picked(dw_NK.shape[0], state.sample_outputs, call.turn, dw_NK.device)
+            check = GemmSample(got=dw_NK[rows][:, columns].float(), want=dy_MN[:, rows].float().T @ x_MC.float())
         state.observer.result(state.name, "grad_weight", dw_NK, check)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.observer import Observer, ResultRole
 from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.compute.recipes import Recipe
+
+RESULT_ROLES: tuple[ResultRole, ...] = get_args(ResultRole)
 
 
 @dataclass(eq=False)
@@ -18,8 +21,9 @@ class LayerState:
     """What an Fp8Linear knows beside its parameters.
 
     `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed
-    ones included; `rows_seen` is M of the last forward with grad. `sample_rows` and `sample_columns` are how
-    much of a result the gemm check recomputes.
+    ones included; `rows_seen` is M of the last forward with grad. How much of a result the gemm check
+    recomputes: `sample_rows` of output and grad_input, `sample_outputs` rows by `sample_columns` of grad_weight;
+    `check` is the last watched step and whose turn it was.
     """
 
     name: str
@@ -32,7 +36,16 @@ class LayerState:
     calls: int = 0
     rows_seen: int = 0
     sample_rows: int = 4
+    sample_outputs: int = 64
     sample_columns: int = 4
+    check: tuple[int, int] = (-1, -1)
+
+    def result_to_check(self, step: int) -> ResultRole:
+        """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere."""
+        before, turn = self.check
+        if step != before:
+            self.check = step, (turn if turn >= 0 else zlib.crc32(self.name.encode())) + 1
+        return RESULT_ROLES[self.check[1] % len(RESULT_ROLES)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         """A copy that shares nothing that changes; layers of one model share one copied table and clock."""

@@ -12,6 +12,7 @@ Legend: x_MK, w_NK, y_MN, dy_MN, dx_MK, dw_NK; M = tokens, K = input features, N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import torch
@@ -27,8 +28,8 @@ ResultRole = Literal["output", "grad_input", "grad_weight"]
 class GemmSample:
     """A part of a result beside the same part computed in float32 from the high-precision operands.
 
-    `got` and `want` are float32 of one shape: [R, N] rows of output, [R, K] rows of grad_input, [N, C]
-    columns of grad_weight. Everything between them is quantization and gemm error, and nothing else.
+    `got` and `want` are float32 of one shape: [R, N] rows of output, [R, K] rows of grad_input, [R, C]
+    columns of some rows of grad_weight. Everything between them is quantization and gemm error, and nothing else.
     """
 
     got: Tensor
@@ -60,7 +61,7 @@ class Observer(Protocol):
         ...
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
-        """See a result y [rows, features], and the gemm check, None when the result is empty."""
+        """See a result y [rows, features], and the gemm check, None in steps when it is another result's turn."""
         ...
 
 
@@ -75,14 +76,20 @@ def spread(size: int, count: int, turn: int) -> list[int]:
     return sorted((start * size // count + turn) % size for start in range(count))
 
 
+@lru_cache(256)
+def picked(size: int, count: int, turn: int, device: torch.device) -> Tensor:
+    """Return `spread` as an index tensor; the layers of a model share them."""
+    return torch.tensor(spread(size, count, turn), device=device)
+
+
 def sample_rows(
     y_MN: Tensor, a_MC: Tensor, b_NC: Tensor, bias_N: Tensor | None, count: int, turn: int
 ) -> GemmSample | None:
     """Return `count` rows of y = a·bᵀ + bias beside their float32 recomputation; None without rows."""
     if y_MN.shape[0] == 0:
         return None
-    rows = torch.tensor(spread(y_MN.shape[0], count, turn), device=y_MN.device)
-    want = a_MC[rows].float() @ b_NC.float().T
+    rows = picked(y_MN.shape[0], count, turn, y_MN.device)
+    want = (b_NC.float() @ a_MC[rows].float().T).T  # half the time of the other way round on the CPU
     if bias_N is not None:
         want += bias_N
     return GemmSample(got=y_MN[rows].float(), want=want)

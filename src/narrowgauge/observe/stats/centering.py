@@ -18,7 +18,6 @@ Number = Tensor | float
 
 TARGET = 45  # 2^45 squared and summed over 2^36 elements is still a float32
 BIAS = 127
-ALIKE = 0.1  # M2 as a share of the energy, below which their difference keeps too few of float32's digits
 
 
 def unit_of(largest: Tensor) -> Tensor:

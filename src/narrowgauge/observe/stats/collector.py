@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,15 +28,22 @@ from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
+from narrowgauge.observe.stats import host
+from narrowgauge.observe.stats.guard import Guard, Marks
 from narrowgauge.observe.stats.moments import tallies_of
-from narrowgauge.observe.stats.packing import Packer, head, stack_parts
-from narrowgauge.observe.stats.results import gemm_check, result_values
-from narrowgauge.observe.stats.transfer import Marks, Transfer
+from narrowgauge.observe.stats.packing import Packer, stack_parts
+from narrowgauge.observe.stats.results import result_head
+from narrowgauge.observe.stats.transfer import Transfer
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn import GemmSample
 
 _log = logging.getLogger("narrowgauge.stats")
+
+
+@cache
+def _address(module: str, role: str) -> str:
+    return str(Site(module, role))
 
 
 class Writer(Protocol):
@@ -114,8 +121,9 @@ class Collector:
         """See an operand x [..., K], its codes, and its packed moments if the quantizer made them already."""
         if not self._open or x.numel() == 0:
             return
-        with self._guarded(f"{module}:{role}"), self._marked(x.device) as held:
-            site = str(Site(module, role))
+        held = self._held_on(x.device)
+        with self._guarded(f"{module}:{role}", x.device, held):
+            site = _address(module, role)
             if role == "weight":  # the same in every microbatch: one look says it all
                 if site in held.weights:
                     return
@@ -124,24 +132,20 @@ class Collector:
                 with self._lock:
                     held.operands.add_packed(site, moments)
                 return
-            tallies = tallies_of(x, q, self._turn)
-            if amax_ratio is not None:
-                tallies[0].values["amax_ratio"] = amax_ratio.detach()
+            counted = tallies_of(x, q, self._turn)
             with self._lock:
-                held.operands.add(site, tallies)
+                held.operands.add(site, counted, amax_ratio)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""
         if not self._open or y.numel() == 0:
             return
-        with self._guarded(f"{module}:{role}"), self._marked(y.device) as held:
-            site = str(Site(module, role))
-            runs = result_values(y)
-            if check is not None:
-                runs[0].update(gemm_check(check))
-            vectors = [head(values, y.device) for values in runs]
+        held = self._held_on(y.device)
+        with self._guarded(f"{module}:{role}", y.device, held):
+            site = _address(module, role)
+            vector = result_head(y, check)
             with self._lock:
-                held.results.setdefault(site, []).extend(vectors)
+                held.results.setdefault(site, []).append(vector)
 
     def end_step(self) -> None:
         """Merge and pack what the step left, start its copy to the host, and write what has arrived."""
@@ -163,7 +167,7 @@ class Collector:
             self._drain(wait=True)
 
     def _send(self, device: torch.device, held: _Held) -> None:
-        with self._marked(device, held):
+        with self._guarded(None, device, held):
             operands = held.operands.pack() if held.operands else ([], None)
             results = (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
         if operands[0] or results[0]:
@@ -183,38 +187,21 @@ class Collector:
                     metrics = finalize(table)
                     self._writer.add_tensors(transfer.step, sites, {name: metrics[name] for name in columns})
 
-    @contextmanager
-    def _guarded(self, site: str | None) -> Iterator[None]:
-        """Time what is done inside, and keep its errors from the training program."""
-        begin = time.perf_counter()
-        try:
-            with torch.no_grad():
-                yield
-        except Exception as error:  # whatever it is: a number is missing, and training goes on
-            self._failed(error, site)
-        spent = time.perf_counter() - begin
+    def _held_on(self, device: torch.device) -> _Held:
+        if device.type == "cpu":
+            host.ready()  # out here, because compiling is not what watching costs
         with self._lock:
-            self.seconds += spent
-            self._host_seconds += spent
+            return self._held.setdefault(device, _Held())
 
-    @contextmanager
-    def _marked(self, device: torch.device, held: _Held | None = None) -> Iterator[_Held]:
-        """What is held of a device, with events around the work done inside."""
-        if held is None:
-            with self._lock:
-                held = self._held.setdefault(device, _Held())
-        if device.type != "cuda":
-            yield held
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.device(device):
-            begin.record()
-            yield held
-            end.record()
+    def _guarded(self, site: str | None, device: torch.device | None = None, held: _Held | None = None) -> Guard:
+        return Guard(self._spent, partial(self._failed, site), device, held.marks if held else None)
+
+    def _spent(self, seconds: float) -> None:
         with self._lock:
-            held.marks.append((begin, end))
+            self.seconds += seconds
+            self._host_seconds += seconds
 
-    def _failed(self, error: Exception, site: str | None) -> None:
+    def _failed(self, site: str | None, error: Exception) -> None:
         self.failures += 1
         if self.failures > 1:
             return

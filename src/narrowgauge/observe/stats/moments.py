@@ -2,8 +2,8 @@
 
     moments(x, q) -> [width] float64, slots as in `metrics.MOMENTS`
 
-Nothing is read back from a device. Large tensors are walked in runs of rows, which bounds the memory needed to a few
-copies of one run; the runs merge by the law that merges microbatches.
+Nothing is read back from a device. There, large tensors are walked in runs of rows, which bounds the memory needed to
+a few copies of one run; the runs merge by the law that merges microbatches. On the CPU one compiled walk sees it all.
 
 Legend: M = rows, K = columns.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from narrowgauge.compute.quant import Block, PerColumn, PerTensor, QTensor
 from narrowgauge.errors import ShapeError
+from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.merging import empty
 from narrowgauge.observe.stats.packing import Packer
 from narrowgauge.observe.stats.tally import Tally, tally
-from narrowgauge.observe.stats.whole import tally_whole
 
 CPU, ELSEWHERE = True, False
 RUN = {CPU: 1 << 19, ELSEWHERE: 1 << 24}  # elements looked at together; a GPU wants large launches
@@ -50,8 +50,8 @@ def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
     return packer.pack()[1][0]
 
 
-def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally]:
-    """The tallies of all runs of rows of a tensor; none for an empty tensor. Arguments as for `moments`."""
+def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally | host.Counted]:
+    """What was counted of all runs of rows of a tensor; nothing of an empty one. Arguments as for `moments`."""
     x_MK = x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros((0, x.shape[-1] if x.dim() else 0))
     if x_MK.numel() == 0:
         return []
@@ -60,20 +60,23 @@ def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally]:
             f"the tensor is {list(x.shape)}, as rows {list(x_MK.shape)}, but its codes are {list(q.shape)};"
             " give the tensor that was quantized"
         )
-    tallies = []
-    for part, codes in _runs(x_MK, q):
-        rows, columns = _share(part, SAMPLE, offset), _share(part, COLUMN_SAMPLE, offset)
-        taken = tally_whole(part, codes, rows, columns) if part.device.type == "cpu" else None
-        tallies.append(tally(part, codes, rows, columns) if taken is None else taken)
-    return tallies
+    if x.device.type == "cpu" and host.ready():
+        counted = host.count(x_MK, q, _share(x_MK, SAMPLE, offset), _share(x_MK, COLUMN_SAMPLE, offset))
+        if counted is not None:
+            return [counted]
+    return [
+        tally(part, codes, *(slice(first, None, stride) for first, stride in shares))
+        for part, codes in _runs(x_MK, q)
+        for shares in [[_share(part, least, offset) for least in (SAMPLE, COLUMN_SAMPLE)]]
+    ]
 
 
-def _share(x_MK: Tensor, least: dict[bool, int], offset: int | None) -> slice:
-    """Every so many rows of x, so that at least so many elements are among them; which rows turns with `offset`."""
+def _share(x_MK: Tensor, least: dict[bool, int], offset: int | None) -> tuple[int, int]:
+    """The first and the stride of rows that hold at least so many elements; which ones turns with `offset`."""
     if offset is None:
-        return slice(None)
+        return 0, 1
     stride = max(1, min(len(x_MK), x_MK.numel() // least[x_MK.device.type == "cpu"]))
-    return slice(offset % stride, None, stride)
+    return offset % stride, stride
 
 
 def _runs(x_MK: Tensor, q: QTensor) -> Iterator[tuple[Tensor, QTensor]]:

@@ -1,6 +1,7 @@
 """From tallies to packed moments, for many tensors at once.
 
-    tally, tally, ...  ->  [S, width]        the parts of a site (runs of rows, microbatches) merged by law
+    tally, tally, ...      ->  [S, width]    the parts of a site (runs of rows, microbatches) merged by law
+    counted, counted, ...  ->                what the CPU counted is packed already, but for its columns
 
 Rows give their histograms part by part, and those add up. A column's SQNR needs its sums over all parts, so these are
 kept apart and become a histogram only when everything has been seen.
@@ -20,10 +21,12 @@ from torch import Tensor
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.centering import Number
 from narrowgauge.observe.stats.counting import count_sqnr, fold_exponents, fold_ranges
+from narrowgauge.observe.stats.host import Counted
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.observe.stats.tally import Tally
 
 PENDING = 256  # tallies held before they are folded: what many microbatches leave behind stays bounded
+PARTS = 16  # vectors of a site held before they are merged, for the same reason
 
 
 def head(values: dict[str, Number], device: torch.device) -> Tensor:
@@ -67,21 +70,31 @@ class Packer:
     _pending: dict[str, list[Tally]] = field(default_factory=dict)
     _count: int = 0
     _folded: dict[str, list[Tensor]] = field(default_factory=dict)
-    _columns: dict[tuple[str, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _columns: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._pending or self._folded)
 
-    def add(self, site: str, tallies: Sequence[Tally]) -> None:
-        """Take the tallies of one tensor, which may have been seen before (another microbatch)."""
-        self._pending.setdefault(site, []).extend(tallies)
-        self._count += len(tallies)
+    def add(self, site: str, parts: Sequence[Tally | Counted], amax_ratio: Tensor | None = None) -> None:
+        """Take what was counted of one tensor, which may have been seen before (another microbatch)."""
+        for part in parts:
+            if amax_ratio is not None:
+                part.note("amax_ratio", amax_ratio.detach())
+            if isinstance(part, Counted):
+                self.add_packed(site, part.vector)
+                self._add_columns(site, part.columns)
+            else:
+                self._pending.setdefault(site, []).append(part)
+                self._count += 1
         if self._count >= PENDING:
             self._fold()
 
     def add_packed(self, site: str, vector: Tensor) -> None:
         """Take moments [width] that someone else packed."""
-        self._folded.setdefault(site, []).append(vector.detach().double())
+        vectors = self._folded.setdefault(site, [])
+        vectors.append(vector.detach().double())
+        if len(vectors) >= PARTS:
+            vectors[:] = [merge(torch.stack(vectors))]
 
     def pack(self) -> tuple[list[str], Tensor]:
         """The sites and their packed moments [S, width]; at least one site must have been added."""
@@ -109,15 +122,18 @@ class Packer:
         tail = (rows, torch.zeros_like(rows), fold_exponents(exponents, zeros), fold_ranges(ranges))
         packed = torch.cat((heads, *tail), -1)
         for i, (site, parts) in enumerate(self._pending.items()):
-            self._folded.setdefault(site, []).append(packed[i])
+            self.add_packed(site, packed[i])
             for t in parts:
-                self._add_columns((site, t.col_signal.numel()), t)
+                self._add_columns(site, torch.stack((t.col_signal, t.col_error)))
         self._pending, self._count = {}, 0
 
-    def _add_columns(self, key: tuple[str, int], t: Tally) -> None:
-        """Add a part's column sums; a part of another width has other columns."""
-        signal, error = self._columns.get(key, (0.0, 0.0))
-        self._columns[key] = (t.col_signal + signal, t.col_error + error)
+    def _add_columns(self, site: str, columns: Tensor) -> None:
+        """Add a part's column sums [2, K]; a part of another width has other columns."""
+        key = (site, columns.shape[1])
+        if key in self._columns:
+            self._columns[key] += columns
+        else:
+            self._columns[key] = columns
 
 
 def _added(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,49 +12,33 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.observe.stats.centering import ALIKE, Number, center, unit_of
-from narrowgauge.observe.stats.scratch import scratch
-from narrowgauge.observe.stats.whole import LARGEST, SMALLEST, squared
+from narrowgauge.observe.stats import host
+from narrowgauge.observe.stats.centering import Number, center, unit_of
+from narrowgauge.observe.stats.packing import head
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn import GemmSample
 
-RUN = 1 << 19  # elements looked at together on the CPU
 
+def result_head(y: Tensor, check: GemmSample | None = None) -> Tensor:
+    """The head of the packed moments of a result [..., N] of any float dtype, not empty, and of its gemm check.
 
-def result_values(y: Tensor) -> list[dict[str, Number]]:
-    """The slots of the packed moments that speak of a result [..., N] of any float dtype, for each run of its rows."""
-    if y.numel() == 0:
-        return []
+    Returns:
+        [head_width] float64 on y's device; a slot that nothing is known of is neutral.
+    """
     y_MN = y.detach().reshape(-1, y.shape[-1] if y.dim() else 1)
-    if y.device.type != "cpu":
-        return [_values(y_MN)]
-    runs = y_MN.split(max(1, RUN // y_MN.shape[1]))
-    return [_whole(run) or _values(run) for run in runs]
-
-
-def _whole(y_MN: Tensor) -> dict[str, Number] | None:
-    """The values on the CPU, from few passes; None if something is not finite or its squares may not fit."""
-    y = y_MN if y_MN.dtype == torch.float32 else scratch(*y_MN.shape).a.copy_(y_MN)
-    low, high = torch.aminmax(y)
-    amax = max(-float(low), float(high))
-    if not SMALLEST <= amax <= LARGEST:  # nor is NaN
-        return None
-    n = float(y.numel())
-    energy = float(squared(torch.linalg.vector_norm(y, dim=1)).sum())
-    mean: Number = float(y.sum(1).numpy().sum(dtype=np.float64)) / n
-    m2: Number = energy - n * mean**2
-    if float(m2) <= ALIKE * energy:
-        mean, m2 = center(y)
-    return {"numel": n, "n": n, "amax": amax, "mean": mean, "m2": m2}
+    if y.device.type == "cpu" and host.ready():
+        counted = host.count_result(y_MN, None if check is None else (check.got, check.want))
+        if counted is not None:
+            return counted
+    return head(_values(y_MN) | ({} if check is None else gemm_check(check)), y.device)
 
 
 def _values(y_MN: Tensor) -> dict[str, Number]:
-    """The values on any device and of any content."""
+    """The moments on any device and of any content, by slot name."""
     y = y_MN.to(torch.float32)
     finite, nan = y.isfinite(), y.isnan()
     y = torch.where(finite, y, 0.0)

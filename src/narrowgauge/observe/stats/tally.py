@@ -8,8 +8,7 @@
 Squares are taken on v = x * unit (see centering); sums run along rows in float32, over rows in float64. The sums
 of x^2 and e^2 are kept per row and per column too.
 
-Nothing is read back, so this runs on any device and whatever the tensor holds. `whole` is its faster twin for the
-usual case on the CPU.
+Nothing is read back, so this runs on any device and whatever the tensor holds. `host` is its faster twin on the CPU.
 
 Histograms, the higher moments and the sums along columns are taken from a share of the rows; all else is exact.
 
@@ -51,6 +50,10 @@ class Tally:
     col_signal: Tensor
     col_error: Tensor
     sample: Sample
+
+    def note(self, slot: str, value: Tensor) -> None:
+        """Fill a slot that nothing here knows of."""
+        self.values[slot] = value
 
 
 def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = ALL) -> Tally:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.metrics import MOMENTS
-
-Marks = list[tuple[Any, Any]]  # (begin, end) pairs of CUDA events around the watch's own work
+from narrowgauge.observe.stats.guard import Marks
 
 
 @dataclass(frozen=True)
