@@ -100,13 +100,31 @@ def test_terminal_is_plain_without_a_tty():
     for word in (
         "✕ fail",
         "safe: no",
-        "+1.37 %",
+        "+1.37%",
         "Next: Use current scaling",
-        "noise twin",
         "Step time, FP8 emulated",
         "note: The program calls torch.compile",
     ):
         assert word in shown
+
+
+def test_the_table_of_five_runs_fits_eighty_columns():
+    variants = tuple(synthetic.variant(name) for name in ("current", "delayed", "blockwise"))
+    lines = plain(synthetic.verdict(variants=variants), width=80).splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if "blockwise" in line and "baseline" in line) :]
+    assert table[0].split() == ["baseline", "noise", "current", "delayed", "blockwise"]
+    assert not any("…" in line for line in table)
+    for label in ("Loss gap", "Loss at same weights", "Gradient at same weights", "Peak memory"):
+        [row] = [line for line in table if line.startswith(f"  {label}")]
+        assert len(row) <= 80
+        assert len(row.removeprefix(f"  {label}").split()) >= 3  # not folded
+
+
+def test_a_mark_in_the_table_is_explained():
+    inside = synthetic.variant("current", outcome="inconclusive", gap_pct=-0.4, band_pct=2.0)
+    shown = plain(synthetic.verdict(variants=(inside,)), width=80)
+    assert "(−0.40%)" in shown
+    assert "(n%)  inside the noise band" in shown
 
 
 def test_terminal_prints_markup_as_text():

@@ -63,8 +63,8 @@ def summary(verdict: Verdict) -> Summary:
 
     safe = [
         row("Loss gap", f"paired, mean over {_window(verdict)}", _gap, lambda t: _twin_loss(t, verdict)),
-        row("Loss at the same weights", "largest gap of the snapshots; free of training noise", _same_loss),
-        row("Gradient at the same weights", "lowest cosine of the snapshots; 1 is exact", _same_cosine),
+        row("Loss at same weights", "largest gap of the snapshots; free of training noise", _same_loss),
+        row("Gradient at same weights", "lowest cosine of the snapshots; 1 is exact", _same_cosine),
         row(_eval_label(verdict), "last evaluation", _eval, lambda t: Cell(words.loss(t.eval_value))),
         row("NaN steps", "loss or gradient not finite", lambda v: _count(v.nan_steps), lambda t: _count(t.nan_steps)),
         row(
@@ -83,7 +83,7 @@ def summary(verdict: Verdict) -> Summary:
     )  # fmt: skip
     share = (
         row("FP8 share of all FLOPs", "matrix products of the model", lambda v: _share(v.flop_share_pct)),
-        row("FP8 share of the linear layers", "by FLOPs", lambda v: _share(v.linear_share_pct)),
+        row("FP8 share of linear layers", "by FLOPs", lambda v: _share(v.linear_share_pct)),
         row("Cost of watching", "share of the run's time", lambda v: _share(v.watch_pct)),
     )
     columns = tuple(t.name for t in twins) + tuple(v.name for v in verdict.variants)

@@ -16,6 +16,7 @@ from rich.text import Text
 from narrowgauge.observe.report import headline, summary, words
 from narrowgauge.observe.verdict.types import VariantVerdict, Verdict
 
+MARKS = {"inside the noise band": "({})", "not judged": "{}?"}  # of a number, whose note has no room in the table
 STYLES = {"pass": "green", "watch": "yellow", "fail": "bold red", "inconclusive": "cyan", "unjudged": "dim"}
 
 
@@ -24,7 +25,7 @@ def render(verdict: Verdict) -> RenderableType:
     parts: list[RenderableType] = [Text(""), Text("".join(t for t, _ in headline.headline(verdict)), style="bold")]
     parts.append(Text(words.scrub(verdict.why_not) or headline.speed_line(verdict)))
     parts += [_variant(v) for v in verdict.variants]
-    parts += [Text(""), _table(verdict)]
+    parts += [Text(""), _table(verdict), *_legend(verdict)]
     if verdict.notes:
         parts.append(Text(""))
         parts += [Text(f"note: {words.scrub(note)}", style="dim") for note in verdict.notes]
@@ -56,19 +57,25 @@ def _variant(v: VariantVerdict) -> RenderableType:
 
 def _table(verdict: Verdict) -> Table:
     facts = summary.summary(verdict)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", no_wrap=True)
     for name in facts.columns:
-        table.add_column(Text("noise twin" if name == "noise" else name), justify="right")
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for block in facts.blocks:
         table.add_row(Text(block.title, style="dim"))
         for row in block.rows:
-            # A terminal's cell is one line; of the notes only those that change a number's meaning are kept.
+            # A terminal's cell is one short line; of the notes only those that change a number's meaning are kept.
             emulated = any(cell.note == summary.EMULATED for cell in row.cells)
             table.add_row(Text(f"  {row.label}" + (", FP8 emulated" if emulated else "")), *map(_cell, row.cells))
     return table
 
 
 def _cell(cell: summary.Cell) -> Text:
-    kept = {"inside the noise band": " (in band)", "not judged": " (not judged)"}
-    return Text(cell.text + kept.get(cell.note, ""), style="red" if cell.warn else "")
+    return Text(MARKS.get(cell.note, "{}").format(cell.text.replace(" %", "%")), style="red" if cell.warn else "")
+
+
+def _legend(verdict: Verdict) -> list[RenderableType]:
+    """What the marks in the table mean, if there are any."""
+    notes = {cell.note for block in summary.summary(verdict).blocks for row in block.rows for cell in row.cells}
+    said = [f"{mark.format('n%')}  {note}" for note, mark in MARKS.items() if note in notes]
+    return [Text("  " + "    ".join(said), style="dim")] if said else []
