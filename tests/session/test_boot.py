@@ -109,6 +109,7 @@ def test_a_run_can_be_watched_converted_and_read_back(run):
     assert recorded.status == "stopped"
     assert recorded.meta["steps"] == 10
     assert recorded.meta["recipe"] == "delayed"
+    assert recorded.meta["formats"] == {"input": "E4M3FN", "weight": "E4M3FN", "grad_output": "E5M2"}
     assert {"0:input", "0:weight", "0:grad_output", "0:output"} <= set(recorded.sites)
     steps, gain = recorded.series("2:weight", "gain")
     assert steps.tolist() == [5, 10]

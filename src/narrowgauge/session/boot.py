@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowgauge.compute.recipes import by_name
+from narrowgauge.compute.recipes import ROLES, by_name
 from narrowgauge.errors import NarrowgaugeError, ScriptError
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.attach import Session, StopTraining
@@ -71,6 +71,7 @@ def run_plan(plan: Plan) -> int:
         "command": program.line(),
         "variant": plan.variant,
         "recipe": plan.recipe,
+        "formats": {role: by_name(plan.recipe).uses(role)[0].fmt.name for role in ROLES} if plan.recipe else {},
         "baseline": plan.baseline,
         "noise": plan.noise,
         "seeds": seeds,
