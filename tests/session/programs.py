@@ -72,3 +72,40 @@ NAN_INPUT = BASIC.replace(
 )
 
 ODD_SHAPES = BASIC.replace("64", "60")
+
+# A generator with FP8's shapes and a discriminator without: two models, two optimizers, one fed by the other.
+GAN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+torch.manual_seed(3)
+G = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32))
+D = nn.Sequential(nn.Linear(32, 24), nn.LeakyReLU(), nn.Linear(24, 1))
+train_G, train_D = torch.optim.Adam(G.parameters()), torch.optim.Adam(D.parameters())
+for step in range(6):
+    fake = G(torch.randn(8, 16))
+    F.softplus(torch.cat([D(fake.detach()), -D(torch.randn(8, 32))])).mean().backward()
+    train_D.step(), train_D.zero_grad()
+    F.softplus(-D(fake)).mean().backward()
+    train_G.step(), train_G.zero_grad()
+"""
+
+# The model is never called itself: the script calls a method, which calls the parts.
+METHOD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.lm_head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64)
+    def loss(self, x):
+        return F.cross_entropy(self.lm_head(self.up(self.embed(x)).relu()), x)
+torch.manual_seed(3)
+model = Model()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(6):
+    model.loss(torch.randint(0, 64, (8,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""

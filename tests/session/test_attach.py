@@ -216,7 +216,7 @@ def test_two_optimizers_make_one_step(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_perturbing_moves_every_tensor_and_draws_nothing_from_the_script(dtype):
-    from narrowgauge.session.roots import perturb
+    from narrowgauge.session.perturb import perturb
 
     model = nn.Linear(64, 64).to(dtype)
     before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
@@ -225,3 +225,62 @@ def test_perturbing_moves_every_tensor_and_draws_nothing_from_the_script(dtype):
     for p, was in zip(model.parameters(), before, strict=True):
         assert not torch.equal(p, was)
         assert torch.allclose(p, was, rtol=1e-2)
+
+
+def test_of_two_models_the_one_that_can_is_converted_and_the_other_told(tmp_path):
+    session, _ = follow(tmp_path, programs.GAN, recipe="current")
+    facts = session.facts()
+    assert facts["models"] == 2
+    assert [(row["name"], row["recipe"]) for row in facts["conversion"]] == [("0", "current"), ("2", "current")]
+    [note] = facts["notes"]
+    assert note.startswith("One of the script's models stays in the baseline's precision: none of the 2 linear layers")
+    assert facts["refusal"] == ""
+
+
+def test_layers_of_two_models_keep_apart(tmp_path):
+    session, writer = follow(tmp_path, programs.GAN.replace("24", "48"), recipe="current", every=1)
+    assert [row["name"] for row in session.facts()["conversion"]] == ["0", "2", "Sequential1.0", "Sequential1.2"]
+    for _, sites, _ in writer.tensors:
+        assert len(set(sites)) == len(sites)
+    assert any("Sequential1.0:weight" in sites for _, sites, _ in writer.tensors)
+
+
+def test_what_a_model_made_is_no_data(tmp_path):
+    _, a = follow(tmp_path, programs.GAN)
+    _, b = follow(tmp_path, programs.GAN, noise=1e-3)
+    assert a.column("loss") != b.column("loss")
+    assert a.column("data_digest") == b.column("data_digest")
+
+
+def test_a_model_of_which_only_parts_are_called_is_converted_whole(tmp_path):
+    session, _ = follow(tmp_path, programs.METHOD, recipe="current")
+    assert session.facts()["models"] == 1
+    rows = {row["name"]: row["recipe"] for row in session.facts()["conversion"]}
+    assert rows == {"up": "current", "lm_head": None}
+    assert session.ledger.steps == 6
+
+
+def test_a_wrapper_of_student_and_teacher_is_not_the_model(tmp_path):
+    wrapped = TEACHER.replace("for _ in", "both = nn.ModuleDict(dict(student=student, teacher=teacher))\nfor _ in")
+    session, _ = follow(tmp_path, wrapped, recipe="current")
+    assert [row["name"] for row in session.facts()["conversion"]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "extra", ["torch.tensor(0.5)", "torch.ones(2, 2).to_sparse()", "torch.empty(2, device='meta')"]
+)
+def test_odd_inputs_do_not_disturb_the_program(tmp_path, extra):
+    program = f"""
+import torch
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, t, x):
+        return super().forward(x)
+model = Model(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model({extra}, torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+"""
+    _, writer = follow(tmp_path, program)
+    assert writer.column("tokens") == {1: 4, 2: 4}

@@ -88,6 +88,14 @@ def test_nothing_to_convert_ends_with_2(run):
     assert "Traceback" not in output
 
 
+def test_several_models_without_an_eligible_layer_end_with_2(run):
+    code, output, recorded = run(programs.GAN.replace("16", "12").replace("32", "20"), recipe="current")
+    assert code == 2
+    assert output.count("none of the 2 linear layers of Sequential can be converted") >= 1
+    assert recorded.status == "failed"
+    assert "Traceback" not in output
+
+
 def test_shapes_that_do_not_fit_stay_high_and_say_so(run):
     code, _, recorded = run(programs.ODD_SHAPES, recipe="current")
     # No layer of 60 features can run in FP8, so there is nothing to convert.

@@ -20,17 +20,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session import status
-from narrowgauge.session.fingerprint import chain, stored
+from narrowgauge.session.batches import Batches
+from narrowgauge.session.fingerprint import stored
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.losses import EvalLosses
 from narrowgauge.session.memory import PeakMemory
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.roots import Root, Roots
+from narrowgauge.session.root import Root
+from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.seams import Seams, in_backward
 
@@ -56,7 +57,7 @@ class Session:
         self._evals = EvalLosses()
         self._depth = 0
         self._stepped = True  # the next forward opens a step
-        self._digest: Tensor | None = None
+        self._batches = Batches()
         self._clip_norm: Tensor | None = None
         self._scaled: tuple[Tensor, Tensor, Any] | None = None
         self._eval_began = 0.0
@@ -64,6 +65,10 @@ class Session:
         self._evals.watch(self.seams)
 
     # What the program does, in the order in which it does it.
+
+    def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """A module got a submodule."""
+        self.roots.family.registered(parent, child)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Its parameters are the ones being trained."""
@@ -76,7 +81,7 @@ class Session:
             return
         if in_backward() or not torch.is_grad_enabled() or not self.roots.owns_trained(module, self.optimizers):
             return
-        root = self.roots.take(module)
+        root = self.roots.take(module, self.optimizers)
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
         root.follow(self.root_begins, self.root_ended)
         self.root_begins(root, args, {})  # its own hook is there from the next call on
@@ -95,7 +100,9 @@ class Session:
         if self._stepped or self.ledger.line is None:
             self._open_step()
         root.enter_autocast()
-        self._see_batch(args, kwargs)
+        tokens = self._batches.see((args, kwargs))
+        if self.ledger.line is not None:
+            self.ledger.line.tokens += tokens
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs)
 
@@ -106,6 +113,7 @@ class Session:
         self._depth -= 1
         if self._depth:
             return
+        self._batches.made(output)
         if not torch.is_grad_enabled():
             self._evals.model_ended(output)
             if self.ledger.line is not None:
@@ -206,8 +214,9 @@ class Session:
         self._take_evaluation()
         self.memory.sample()
         line = self.ledger.line
-        if line is not None and self._digest is not None:
-            line.scalars["data_digest"] = stored(self._digest)
+        digest = self._batches.digest
+        if line is not None and digest is not None:
+            line.scalars["data_digest"] = stored(digest)
         self.collector.end_step()
 
     def _take_evaluation(self) -> None:
@@ -218,13 +227,6 @@ class Session:
             self.ledger.line.scalars["eval_loss"] = loss
         else:
             self._writer.add_scalars(0, eval_loss=float(loss))
-
-    def _see_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad]
-        self._digest = chain(tensors, self._digest)
-        if tensors and self.ledger.line is not None:
-            ids = next((x for x in tensors if not x.is_floating_point() and x.dim() >= 1), None)
-            self.ledger.line.tokens += ids.numel() if ids is not None else int(tensors[0].shape[0] or 1)
 
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""
@@ -249,6 +251,7 @@ class Session:
             "notes": [*self.notes, *self.roots.notes],
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
+            "refusal": self.roots.refusal,
             "flops": None if probe is None else probe.flops,
         }
 

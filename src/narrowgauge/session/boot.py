@@ -104,8 +104,8 @@ def run_plan(plan: Plan) -> int:
     try:
         session.finish()
         facts = session.facts()
-        if not code and (not facts["steps"] or (plan.recipe and not facts["models"])):
-            code, error = 2, nothing_to_judge(facts)
+        if not code and (error := nothing_to_judge(facts, converting=plan.recipe is not None)):
+            code = 2
             print(f"narrowgauge: {error}", file=sys.stderr)
     except Exception as raised:  # whatever was recorded is kept
         facts = {"notes": [f"closing the run failed: {raised!r}"]}
@@ -116,8 +116,10 @@ def run_plan(plan: Plan) -> int:
     return code
 
 
-def nothing_to_judge(facts: dict[str, Any]) -> str:
-    """Why a program that ended well has no step, and what to do about it."""
+def nothing_to_judge(facts: dict[str, Any], *, converting: bool) -> str:
+    """Why a program that ended well has no step, or nothing in FP8, and what to do about it; "" if it has."""
+    if facts["steps"] and (not converting or facts["models"]):
+        return str(facts["refusal"])
     if not facts["optimizers"]:
         what = "it made no torch.optim optimizer"
         hint = "give the script that trains, with arguments that make it train"

@@ -1,70 +1,73 @@
-"""The models of a program: found, fingerprinted, perturbed or converted once, then followed call by call."""
+"""The models of a program: found, fingerprinted, perturbed or converted once, then followed call by call.
+
+    root    a module that the program calls, and that owns trained parameters
+    model   the whole that a root belongs to (family.py): mostly the root itself
+
+A program can have several models. The layers of the first keep their names, those of the others carry their model's
+class in front; a model that cannot be converted is left as it is and told, unless there is no other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn import ConversionReport, convert, set_observer
-from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.observer import GemmSample, Observer
+from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import by_name
+from narrowgauge.errors import ConversionError
+from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import weights_hash
 from narrowgauge.session.machine import native_fp8
+from narrowgauge.session.perturb import perturb
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.root import AUTOCAST, Root
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+@dataclass(frozen=True)
+class Renamed:
+    """An observer that hears of one model's layers with a prefix: two models may both have a layer "0"."""
 
-class Root:
-    """One model: an outermost module that owns trained parameters."""
+    observer: Observer
+    prefix: str
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        self.module = module
-        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._dtype = dtype
-        self._entered: ExitStack | None = None
+    def wants(self, module: str) -> bool:
+        """As the observer does."""
+        return self.observer.wants(self.prefix + module)
 
-    def follow(
+    def operand(
         self,
-        begins: Callable[[Root, tuple[Any, ...], dict[str, Any]], None],
-        ended: Callable[[Root, Any], None],
+        module: str,
+        role: str,
+        x: Tensor,
+        q: QTensor,
+        moments: Tensor | None = None,
+        amax_ratio: Tensor | None = None,
     ) -> None:
-        """Have the two called around each call of the model."""
+        """Pass it on."""
+        self.observer.operand(self.prefix + module, role, x, q, moments, amax_ratio)
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            begins(self, args, kwargs)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            ended(self, output)
-
-        self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        self.module.register_forward_hook(after, always_call=True)
-
-    def enter_autocast(self) -> None:
-        """Begin the autocast that `--baseline` added, if it did."""
-        if self._dtype is not None:
-            self._entered = ExitStack()
-            self._entered.enter_context(torch.autocast(self.device.type, self._dtype))
-
-    def exit_autocast(self) -> None:
-        """End it."""
-        if self._entered is not None:
-            self._entered.close()
-            self._entered = None
+    def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
+        """Pass it on."""
+        self.observer.result(self.prefix + module, role, y, check)
 
 
 class Roots:
-    """All models of the program."""
+    """All models of the program, and the roots through which they are called."""
 
     def __init__(self, plan: Plan, observer: Observer) -> None:
         self._plan, self._observer = plan, observer
+        self.family = Family()
         self._roots: dict[int, Root] = {}
-        self._reports: list[ConversionReport] = []
+        self._models: list[nn.Module] = []
+        self._parts: set[int] = set()  # ids of the models' modules; the models are kept alive
+        self._reports: list[tuple[str, ConversionReport]] = []
+        self._refusals: list[ConversionError] = []
         self._hashes: list[str] = []
         self._linear_dtype = ""
         self.notes: list[str] = []
@@ -78,29 +81,52 @@ class Roots:
     def owns_trained(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
         """Whether any of the module's parameters is in an optimizer."""
         own = {id(p) for p in module.parameters()}
-        if not own:
-            return False
-        return any(id(p) in own for opt in optimizers for group in opt.param_groups for p in group["params"])
+        return bool(own) and not own.isdisjoint(_trained(optimizers))
 
-    def take(self, module: nn.Module) -> Root:
-        """Take `module` as a model: fingerprint it, then perturb or convert it as the plan says.
+    def take(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> Root:
+        """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
 
-        Raises ConversionError or RecipeError when the plan's conversion is not possible.
+        Raises RecipeError, or ConversionError when the plan's conversion is not possible and no other model is left.
         """
         root = Root(module, AUTOCAST.get(self._plan.baseline))
-        known = any(id(m) in self._roots for m in module.modules())
         self._roots[id(module)] = root
-        if known:  # part of it is already followed and converted
+        if id(module) in self._parts:
             return root
-        self._hashes.append(weights_hash(module.state_dict(keep_vars=True).items()))
-        self._watch_dtype(module)
+        trained = _trained(optimizers)
+        model = self.family.model_of(module, trained)
+        parts = {id(m) for m in model.modules()}
+        known = not parts.isdisjoint(self._parts)  # a part of it is a model already, and converted
+        self._models.append(model)
+        self._parts |= parts
+        if known:
+            return root
+        self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
+        self._watch_dtype(model)
         if self._plan.noise:
-            perturb(module, self._plan.noise, self._plan.seed)
+            perturb(model, self._plan.noise, self._plan.seed)
         if self._plan.recipe is not None:
-            _, report = convert(module, by_name(self._plan.recipe), **self._plan.convert)
-            set_observer(module, self._observer)
-            self._reports.append(report)
+            self._convert(model, trained)
         return root
+
+    def _convert(self, model: nn.Module, trained: set[int]) -> None:
+        kinds = [type(m).__name__ for m in self._models]
+        prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
+        try:
+            _, report = convert(model, by_name(str(self._plan.recipe)), **self._plan.convert)
+        except ConversionError as refusal:
+            self._refusals.append(refusal)
+            seen = {id(p) for m in self._models for p in m.parameters()}
+            if not self._reports and trained <= seen:
+                raise
+            self.notes.append(f"One of the script's models stays in the baseline's precision: {refusal}")
+            return
+        set_observer(model, Renamed(self._observer, prefix) if prefix else self._observer)
+        self._reports.append((prefix, report))
+
+    @property
+    def refusal(self) -> str:
+        """Why no model was converted, though at least one was tried; "" if one was."""
+        return "" if self._reports else " ".join(dict.fromkeys(map(str, self._refusals)))
 
     def _watch_dtype(self, module: nn.Module) -> None:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
@@ -116,41 +142,26 @@ class Roots:
     def facts(self) -> dict[str, Any]:
         """What is known about the models, for the run's metadata."""
         root = next(iter(self._roots.values()), None)
-        rows = [row for report in self._reports for row in report.to_dict()["rows"]]
+        rows = [
+            {**row, "name": prefix + row["name"]}
+            for prefix, report in self._reports
+            for row in report.to_dict()["rows"]
+        ]
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
         backends = {row["backend"] for row in rows if row["recipe"]}
         return {
             **({"emulated": not native_fp8() or "reference" in backends} if backends else {}),
-            "models": len(self._roots),
-            "parameters": sum(p.numel() for r in self._roots.values() for p in r.module.parameters()),
+            "models": len(self._models),
+            "parameters": sum({id(p): p.numel() for m in self._models for p in m.parameters()}.values()),
             "device": str(root.device) if root else "",
             "baseline_dtype": self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
             "conversion_summary": [
-                {k: v for k, v in report.to_dict().items() if k != "rows"} for report in self._reports
+                {k: v for k, v in report.to_dict().items() if k != "rows"} for _, report in self._reports
             ],
         }
 
 
-@torch.no_grad()
-def perturb(module: nn.Module, relative: float, seed: int) -> None:
-    """Multiply every trained weight by 1 + relative * N(0,1), from a generator of its own.
-
-    A 16-bit weight cannot hold so small a change: there, every ten-thousandth element (at least one) moves by one
-    unit in the last place instead.
-    """
-    for number, p in enumerate(module.parameters()):
-        if not p.requires_grad or not p.is_floating_point() or p.numel() == 0:
-            continue
-        generator = torch.Generator("cpu").manual_seed(seed + number)
-        if p.dtype in (torch.float32, torch.float64):
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-            p.mul_(1 + relative * noise.to(p.device, p.dtype))
-            continue
-        chosen = torch.randint(p.numel(), (max(1, p.numel() // 10_000),), generator=generator).to(p.device)
-        flat: Tensor = p.view(-1) if p.is_contiguous() else p.reshape(-1)
-        bits = flat[chosen].view(torch.int16) ^ 1
-        flat[chosen] = bits.view(p.dtype)
-        if not p.is_contiguous():
-            p.copy_(flat.view(p.shape))
+def _trained(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -3,6 +3,7 @@
 Each seam is one function of torch's that every training program must pass: making an optimizer, calling a module,
 `backward`, an optimizer's step. `Seams` replaces or hooks them, tells one listener, and can undo it all.
 
+    held      torch's module registration hook             which module is a part of which
     made      torch.optim.Optimizer.__init__               which parameters are trained
     called    torch's global forward pre-hook              the outermost call of a module that owns such parameters
     backward  torch.autograd.backward                      the loss (Tensor.backward goes through it)
@@ -30,6 +31,9 @@ from torch.optim.optimizer import (
 
 class Listener(Protocol):
     """What a session hears of the program."""
+
+    def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """A module got a submodule."""
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer was constructed."""
@@ -150,6 +154,9 @@ class Seams:
         self.replace(torch, "compile", no_compile)
         self.replace(nn.Module, "compile", no_module_compile)
         handles = (
+            nn.modules.module.register_module_module_registration_hook(
+                lambda parent, name, child: listener.module_registered(parent, child)
+            ),
             nn.modules.module.register_module_forward_pre_hook(lambda m, args: listener.module_called(m, args)),
             register_optimizer_step_pre_hook(lambda opt, args, kwargs: listener.step_begins(opt)),
             register_optimizer_step_post_hook(lambda opt, args, kwargs: listener.step_ended(opt)),

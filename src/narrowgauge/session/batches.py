@@ -1,0 +1,56 @@
+"""What a program feeds its models: hashed, so that two runs can be told to have seen the same, and counted.
+
+What a model made is no data: a picture goes from generator to discriminator, and differs as soon as weights do. It is
+known by its storage, which `detach`, views and reshaping share; a copy of it (`torch.cat`) counts as data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.session.fingerprint import chain
+
+
+class Batches:
+    """Every batch of a program so far; `digest` is None before the first."""
+
+    def __init__(self) -> None:
+        self.digest: Tensor | None = None
+        # A storage's address is not used again while somebody holds a weak reference to it.
+        self._made: dict[int, StorageWeakRef] = {}
+        self._given: set[int] = set()
+
+    def see(self, inputs: Any) -> int:
+        """A model's call begins with these; returns the tokens in them (samples, if no input is token ids)."""
+        self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
+        found = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        self._given = {a for x in found if (a := _address(x)) is not None}
+        tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
+        self.digest = chain(tensors, self.digest)
+        batched = [x for x in tensors if x.dim()]
+        ids = next((x for x in batched if not x.is_floating_point()), None)
+        return ids.numel() if ids is not None else batched[0].shape[0] if batched else len(tensors[:1])
+
+    def made(self, output: Any) -> None:
+        """A model's call returned this. What it only passed through stays data."""
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and (address := _address(x)) is not None and address not in self._given:
+                self._made[address] = StorageWeakRef(x.untyped_storage())
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether a tensor's bits can be read one by one."""
+    return x.layout is torch.strided and x.device.type != "meta" and not x.is_nested
+
+
+def _address(x: Tensor) -> int | None:
+    """What tells storages apart; None for tensors that have none of their own."""
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,51 @@
+"""Which module holds which, so that a model is found whole even when only its parts are called.
+
+    class Model(nn.Module):
+        def loss(self, x): return f(self.head(self.body(x)))       `Model` itself is never called
+
+    body called -> parent(body) = Model -> no parent, or one that also holds what is not trained -> Model is the model
+
+torch tells of every submodule as it is registered; parents are kept weakly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from weakref import ReferenceType, ref
+
+from torch import nn
+
+
+class Family:
+    """Every parent that was seen."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, ReferenceType[nn.Module]] = {}
+
+    def registered(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """`child` became a submodule of `parent`."""
+        if child is not None:
+            self._parents[id(child)] = ref(parent)
+
+    def parent(self, module: nn.Module) -> nn.Module | None:
+        """The module that holds this one, if it still does: an id is used again when its owner is gone."""
+        known = self._parents.get(id(module))
+        parent = known() if known is not None else None
+        return parent if parent is not None and any(m is module for m in parent.children()) else None
+
+    def model_of(self, module: nn.Module, trained: Set[int]) -> nn.Module:
+        """The outermost module around `module` whose linear children are all being trained, wholly or in part.
+
+        `trained` holds the ids of the optimizers' parameters. So a wrapper of a student and its teacher is not the
+        model: the student is.
+        """
+        seen = {id(module)}
+        while (parent := self.parent(module)) is not None and id(parent) not in seen and _trains(parent, trained):
+            seen.add(id(parent))
+            module = parent
+        return module
+
+
+def _trains(parent: nn.Module, trained: Set[int]) -> bool:
+    linear = [child for child in parent.children() if any(isinstance(m, nn.Linear) for m in child.modules())]
+    return all(any(id(p) in trained for p in child.parameters()) for child in linear)

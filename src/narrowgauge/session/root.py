@@ -1,0 +1,50 @@
+"""One root: a module that the program calls and that owns trained parameters, with what happens around each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Root:
+    """One model: an outermost module that owns trained parameters."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        self.module = module
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._dtype = dtype
+        self._entered: ExitStack | None = None
+
+    def follow(
+        self,
+        begins: Callable[[Root, tuple[Any, ...], dict[str, Any]], None],
+        ended: Callable[[Root, Any], None],
+    ) -> None:
+        """Have the two called around each call of the model."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            begins(self, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            ended(self, output)
+
+        self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        self.module.register_forward_hook(after, always_call=True)
+
+    def enter_autocast(self) -> None:
+        """Begin the autocast that `--baseline` added, if it did."""
+        if self._dtype is not None:
+            self._entered = ExitStack()
+            self._entered.enter_context(torch.autocast(self.device.type, self._dtype))
+
+    def exit_autocast(self) -> None:
+        """End it."""
+        if self._entered is not None:
+            self._entered.close()
+            self._entered = None
