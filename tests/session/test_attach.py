@@ -284,3 +284,21 @@ for _ in range(2):
 """
     _, writer = follow(tmp_path, program)
     assert writer.column("tokens") == {1: 4, 2: 4}
+
+
+def test_nothing_hears_the_models_afterwards(tmp_path):
+    session, _ = follow(tmp_path, programs.BASIC, recipe="current")
+    [model] = session.roots._models
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not isinstance(module, Fp8Linear) or module._fp8.observer is None
+
+
+@pytest.mark.parametrize("recipes", [("current",), ("mxfp8", "current")])
+def test_a_rehearsal_changes_nothing(tmp_path, recipes):
+    plain, a = follow(tmp_path, programs.BASIC)
+    rehearsed, b = follow(tmp_path, programs.BASIC, rehearse=recipes)
+    assert a.column("loss") == b.column("loss")
+    assert rehearsed.facts()["conversion"] == []
+    assert rehearsed.facts()["refusal"] == ""

@@ -79,6 +79,7 @@ def test_a_syntax_error_is_the_program_s_own(run):
     code, output, _ = run("def broken(:\n")
     assert code == 1
     assert "SyntaxError" in output
+    assert "narrowgauge" not in output
 
 
 def test_nothing_to_convert_ends_with_2(run):
@@ -114,7 +115,8 @@ def test_non_finite_inputs_stay_visible_in_fp8(run):
 def test_a_run_can_be_watched_converted_and_read_back(run):
     code, _, recorded = run(programs.BASIC, "20", recipe="delayed", every=5, steps=10)
     assert code == 0
-    assert recorded.status == "stopped"
+    assert recorded.status == "complete"
+    assert recorded.meta["notes"] == ["The script was ended after 10 optimizer steps, as --steps asked."]
     assert recorded.meta["steps"] == 10
     assert recorded.meta["recipe"] == "delayed"
     assert recorded.meta["formats"] == {"input": "E4M3FN", "weight": "E4M3FN", "grad_output": "E5M2"}

@@ -90,7 +90,8 @@ def test_a_run_s_exit_code_is_the_program_s(tmp_path, capfd):
 def test_nothing_to_convert_is_one_message(tmp_path, capsys):
     code, text = ends_with(command(tmp_path, programs.NO_LINEAR, "--recipes", "current"), capsys)
     assert code == 2
-    assert "none of the recipes could be applied" in text
+    assert "there is nothing to compare: " in text
+    assert not (tmp_path / "out" / "baseline").exists()  # told before hours were spent
     assert "no linear layer to convert" in text
 
 
@@ -105,3 +106,13 @@ def test_other_data_in_every_run_is_not_judged(tmp_path):
 @pytest.mark.parametrize(("total", "expected"), [(None, 10), (1000, 10), (100, 5), (12, 1), (1, 1)])
 def test_short_runs_are_recorded_more_often(total, expected):
     assert cadence(10, total) == expected
+
+
+@pytest.mark.parametrize("program", [programs.NO_MODEL, programs.NO_OPTIMIZER, programs.ODD_SHAPES])
+def test_nothing_to_compare_is_one_message_after_one_run(tmp_path, capsys, program):
+    code, text = ends_with(command(tmp_path, program), capsys)
+    assert code == 2
+    assert text.count("narrowgauge:") == 1
+    assert "there is nothing to compare: " in text
+    assert not (tmp_path / "out" / "baseline").exists()
+    assert open_run(tmp_path / "out" / "noise").status == "failed"

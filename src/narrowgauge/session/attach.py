@@ -234,6 +234,7 @@ class Session:
         self.ledger.finish()
         self.collector.flush()
         self.seams.close()
+        self.roots.leave()
         status.report(self._plan, self.ledger, done=True)
 
     def facts(self) -> dict[str, Any]:

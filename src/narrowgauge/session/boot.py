@@ -57,9 +57,8 @@ def own_frames(error: BaseException) -> str:
     for number, frame in enumerate(frames):
         if frame.filename.startswith("<frozen runpy") or frame.filename.endswith("runpy.py"):
             first = number + 1
-    text = traceback.format_exception(error)
-    shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
-    return "".join(shown) + "".join(traceback.format_exception_only(error)) if frames[first:] else "".join(text)
+    shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])] if frames[first:] else []
+    return "".join([*shown, *traceback.format_exception_only(error)])
 
 
 def run_plan(plan: Plan) -> int:
@@ -83,11 +82,11 @@ def run_plan(plan: Plan) -> int:
         recipes = {name: by_name(name) for name in plan.probe}
         probe = SameWeightsProbe(recipes, plan.probe_steps, plan.convert)
     session = Session(plan, writer, probe)
-    code, error, status = 0, "", "complete"
+    code, error, refused = 0, "", False
     try:
         execute(program)
     except StopTraining:
-        status = "stopped"
+        session.notes.append(f"The script was ended after {session.ledger.steps} optimizer steps, as --steps asked.")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if stop.code is not None and not isinstance(stop.code, int):
@@ -96,7 +95,7 @@ def run_plan(plan: Plan) -> int:
     except KeyboardInterrupt:
         code, error = 130, "interrupted"
     except NarrowgaugeError as refusal:
-        code, error = 2, str(refusal)
+        code, error, refused = 2, str(refusal), True
         print(f"narrowgauge: {refusal}", file=sys.stderr)
     except BaseException as raised:
         code, error = 1, "".join(traceback.format_exception_only(raised)).strip()
@@ -104,14 +103,14 @@ def run_plan(plan: Plan) -> int:
     try:
         session.finish()
         facts = session.facts()
-        if not code and (error := nothing_to_judge(facts, converting=plan.recipe is not None)):
-            code = 2
+        if not code and (error := nothing_to_judge(facts, converting=bool(plan.recipe or plan.rehearse))):
+            code, refused = 2, True
             print(f"narrowgauge: {error}", file=sys.stderr)
     except Exception as raised:  # whatever was recorded is kept
         facts = {"notes": [f"closing the run failed: {raised!r}"]}
     seconds = time.perf_counter() - began
-    writer.update_meta(**facts, exit_code=code, error=error, seconds=seconds)
-    writer.close("failed" if code else status)
+    writer.update_meta(**facts, exit_code=code, error=error, refused=refused, seconds=seconds)
+    writer.close("failed" if code else "complete")
     sys.stdout.flush()
     return code
 

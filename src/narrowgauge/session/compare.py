@@ -2,8 +2,9 @@
 
     DIR/noise/  DIR/baseline/  DIR/current/ ...     one run each        DIR/verdict.json  DIR/report.html
 
-Every run has its own process, the same seeds, and nothing else in common. The noise twin goes first: it tells how
-many steps the script makes, so that the baseline's snapshots (same_weights.py) can be spread over all of them.
+Every run has its own process, the same seeds, and nothing else in common. The noise twin goes first: it tells whether
+the model can be converted at all, and how many steps the script makes, so that the baseline's snapshots
+(same_weights.py) can be spread over all of them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def compare(what: Comparison, progress: Progress) -> Verdict:
         ends[plan.variant] = ended
         return ended
 
-    noise = _plan(what, NOISE_TWIN, what.steps, noise=NOISE)
+    noise = _plan(what, NOISE_TWIN, what.steps, noise=NOISE, rehearse=what.recipes)
     _must_run(noise, run(noise, what.steps))
     total = evidence(what.out, NOISE_TWIN, ends).steps
     baseline = _plan(what, BASELINE, total, probe=what.recipes, probe_steps=tuple(snapshot_steps(total)))
@@ -170,10 +171,15 @@ def _check(what: Comparison) -> None:
 def _must_run(plan: Plan, ended: Ended) -> None:
     if ended.code == 0:
         return
+    kept = f"Everything it printed, and what was recorded, is in {plan.out}."
+    left = evidence(plan.folder.parent, plan.variant, {plan.variant: ended})
+    if left.meta.get("refused"):
+        raise UsageError(f"there is nothing to compare: {left.error}\n{kept}")
     tail = "\n".join(f"    {line}" for line in ended.last_lines)
+    said = f"what it printed last:\n{tail}" if tail else "it printed nothing."
     raise ScriptFailed(
-        f"the script ended with {describe_code(ended.code)} as written, before any FP8; what it printed last:\n{tail}\n"
-        f"Everything it printed, and what was recorded, is in {plan.out}. Make it run by itself first.",
+        f"the script ended with {describe_code(ended.code)} as written, before any FP8; {said}\n"
+        f"{kept} Make it run by itself first.",
         ended.code if ended.code > 0 else 1,
     )
 
@@ -181,6 +187,6 @@ def _must_run(plan: Plan, ended: Ended) -> None:
 def _some_converted(what: Comparison, ends: dict[str, Ended]) -> None:
     """If no variant took a single step for the same reason, say that reason instead of a page without runs."""
     runs = [evidence(what.out, name, ends) for name in what.recipes]
-    if all(run.exit_code == 2 and not run.steps for run in runs):
+    if all(run.meta.get("refused") for run in runs):
         reasons = "\n".join(dict.fromkeys(run.error for run in runs))
         raise UsageError(f"none of the recipes could be applied: {reasons}")

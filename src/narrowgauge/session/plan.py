@@ -21,7 +21,8 @@ class Plan:
     """One run: who it is, what is converted, what is measured.
 
     `steps` counts optimizer steps (None: as many as the program makes); `every` is the cadence, in steps, at which
-    tensors are recorded; `probe` names the recipes measured at the same weights, `probe_steps` when.
+    tensors are recorded; `probe` names the recipes measured at the same weights, `probe_steps` when; of `rehearse` at
+    least one must be able to convert a model, or the run ends before its first step.
     """
 
     variant: str
@@ -35,6 +36,7 @@ class Plan:
     baseline: Baseline = "asis"
     probe: tuple[str, ...] = ()
     probe_steps: tuple[int, ...] = ()
+    rehearse: tuple[str, ...] = ()
     convert: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,6 +55,6 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """The inverse of `write`."""
         data = json.loads(path.read_text())
-        for name in ("command", "probe", "probe_steps"):
+        for name in ("command", "probe", "probe_steps", "rehearse"):
             data[name] = tuple(data[name])
         return cls(**data)

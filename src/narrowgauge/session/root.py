@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,6 +21,7 @@ class Root:
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype
         self._entered: ExitStack | None = None
+        self._hooks: tuple[RemovableHandle, ...] = ()
 
     def follow(
         self,
@@ -34,8 +36,15 @@ class Root:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             ended(self, output)
 
-        self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        self.module.register_forward_hook(after, always_call=True)
+        self._hooks = (
+            self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(after, always_call=True),
+        )
+
+    def leave(self) -> None:
+        """Undo `follow`."""
+        for hook in self._hooks:
+            hook.remove()
 
     def enter_autocast(self) -> None:
         """Begin the autocast that `--baseline` added, if it did."""

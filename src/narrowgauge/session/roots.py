@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.compute.nn import ConversionReport, convert, set_observer
+from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
 from narrowgauge.compute.nn.observer import GemmSample, Observer
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import by_name
@@ -104,24 +104,54 @@ class Roots:
         self._watch_dtype(model)
         if self._plan.noise:
             perturb(model, self._plan.noise, self._plan.seed)
-        if self._plan.recipe is not None:
-            self._convert(model, trained)
+        self._convert(model, trained)
         return root
 
     def _convert(self, model: nn.Module, trained: set[int]) -> None:
+        if self._plan.recipe is None and not self._plan.rehearse:
+            return
         kinds = [type(m).__name__ for m in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
         try:
-            _, report = convert(model, by_name(str(self._plan.recipe)), **self._plan.convert)
+            report = self._converted(model)
         except ConversionError as refusal:
             self._refusals.append(refusal)
             seen = {id(p) for m in self._models for p in m.parameters()}
             if not self._reports and trained <= seen:
                 raise
+            if self._plan.recipe is None:
+                return
             self.notes.append(f"One of the script's models stays in the baseline's precision: {refusal}")
             return
-        set_observer(model, Renamed(self._observer, prefix) if prefix else self._observer)
         self._reports.append((prefix, report))
+        if self._plan.recipe is not None:
+            set_observer(model, Renamed(self._observer, prefix) if prefix else self._observer)
+
+    def _converted(self, model: nn.Module) -> ConversionReport:
+        """Convert the model; in a rehearsal, back again."""
+        if self._plan.recipe is not None:
+            return convert(model, by_name(self._plan.recipe), **self._plan.convert)[1]
+        refusals: dict[str, ConversionError] = {}
+        for name in self._plan.rehearse:
+            try:
+                report = convert(model, by_name(name), **self._plan.convert)[1]
+            except ConversionError as refusal:
+                refusals[str(refusal)] = refusal
+                continue
+            revert(model)
+            return report
+        raise ConversionError(" ".join(refusals))
+
+    def leave(self) -> None:
+        """Nothing of ours hears the models any more.
+
+        A graph that the program still holds would otherwise keep the run's writer alive to the interpreter's very end,
+        where duckdb's bindings complain on the program's stderr.
+        """
+        for root in self._roots.values():
+            root.leave()
+        for model in self._models:
+            set_observer(model, None)
 
     @property
     def refusal(self) -> str:
@@ -142,11 +172,8 @@ class Roots:
     def facts(self) -> dict[str, Any]:
         """What is known about the models, for the run's metadata."""
         root = next(iter(self._roots.values()), None)
-        rows = [
-            {**row, "name": prefix + row["name"]}
-            for prefix, report in self._reports
-            for row in report.to_dict()["rows"]
-        ]
+        reports = self._reports if self._plan.recipe is not None else []
+        rows = [{**row, "name": prefix + row["name"]} for prefix, report in reports for row in report.to_dict()["rows"]]
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
         backends = {row["backend"] for row in rows if row["recipe"]}
         return {
@@ -157,9 +184,7 @@ class Roots:
             "baseline_dtype": self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
-            "conversion_summary": [
-                {k: v for k, v in report.to_dict().items() if k != "rows"} for _, report in self._reports
-            ],
+            "conversion_summary": [{k: v for k, v in report.to_dict().items() if k != "rows"} for _, report in reports],
         }
 
 
