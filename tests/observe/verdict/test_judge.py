@@ -102,6 +102,45 @@ def test_steps_that_are_not_finite_fail():
     assert "2 of 40 steps" in variant.sentence
 
 
+def test_a_baseline_that_ends_in_nan_is_held_against_nobody():
+    nan = float("nan")
+    broken = evidence("baseline", [2.0] * 20 + [nan] * 20, meta={"nan_steps": 20})
+    verdict, variant = judge_one(evidence("current", [2.0] * 20 + [nan] * 20, meta={"nan_steps": 20}), baseline=broken)
+    assert not verdict.judged
+    assert verdict.why_not.startswith("Not judged: 20 of 40 steps of the baseline itself")
+    assert (variant.outcome, variant.safe) == ("unjudged", "unknown")
+
+
+@pytest.mark.parametrize(("pct", "outcome"), [(0.01, "inconclusive"), (0.8, "inconclusive"), (5.0, "fail")])
+def test_a_few_steps_show_that_a_recipe_is_broken_but_never_that_it_is_safe(pct, outcome):
+    run, base = evidence("current", shifted(pct)[:3]), evidence("baseline", FLAT[:3])
+    _, variant = judge_one(run, noise=evidence("noise", FLAT[:3]), baseline=base)
+    assert variant.outcome == outcome
+    if outcome == "inconclusive":
+        assert "inconclusive at 3 steps" in variant.sentence
+        assert "So few steps decide nothing." in variant.sentence
+        assert "some 80 steps" in variant.next_step
+
+
+def test_a_loss_that_has_vanished_is_noted():
+    falling = [2.0, *[1e-5] * 39]
+    verdict, _ = judge_one(evidence("current", falling), baseline=evidence("baseline", falling))
+    assert verdict.notes[0].startswith("The baseline's loss fell from 2 to 1e-05: gaps in percent of so small a number")
+
+
+def test_a_recipe_that_was_refused_is_not_judged_and_says_why():
+    refused = evidence("mxfp8", [], exit_code=2, error="K=24 is not a multiple of 32.", meta={"refused": True})
+    _, variant = judge_one(refused)
+    assert (variant.outcome, variant.sentence) == ("unjudged", "Not judged: K=24 is not a multiple of 32.")
+    assert "Leave this recipe out" in variant.next_step
+
+
+def test_other_data_of_several_models_says_what_counts():
+    other = evidence("noise", FLAT, data_digest=[5.0] * 40)
+    verdict, _ = judge_one(evidence("x", FLAT), noise=other, baseline=evidence("baseline", FLAT, meta={"models": 2}))
+    assert "An input computed from another model's output counts as data" in verdict.why_not
+
+
 def test_an_evaluation_far_off_fails_though_the_loss_matches():
     baseline = evidence("baseline", FLAT, eval_loss={20: 2.0, 40: 2.0})
     noise = evidence("noise", FLAT, eval_loss={20: 2.001, 40: 2.0})

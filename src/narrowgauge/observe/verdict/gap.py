@@ -24,6 +24,7 @@ from narrowgauge.observe.verdict.types import Outcome
 PASS_PCT = 0.25
 WATCH_PCT = 1.0
 QUARTER = 4
+FEWEST_STEPS = 20  # fewer can show that a recipe is broken, never that it is safe
 STUDENT_T = 3.18  # 95%, three degrees of freedom
 
 Floats = NDArray[np.float64]

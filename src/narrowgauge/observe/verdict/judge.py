@@ -16,7 +16,16 @@ import numpy as np
 
 from narrowgauge.observe.verdict import words
 from narrowgauge.observe.verdict.evidence import Evidence, first_difference
-from narrowgauge.observe.verdict.gap import PASS_PCT, STUDENT_T, Gap, noise_band, outcome_of, paired_gap
+from narrowgauge.observe.verdict.gap import (
+    FEWEST_STEPS,
+    PASS_PCT,
+    QUARTER,
+    STUDENT_T,
+    Gap,
+    noise_band,
+    outcome_of,
+    paired_gap,
+)
 from narrowgauge.observe.verdict.types import (
     Answer,
     Outcome,
@@ -32,6 +41,8 @@ SAFE: dict[Outcome, Answer] = {"pass": "yes", "fail": "no"}
 NOT_WORTH, WORTH = 1.02, 1.05
 # At the same weights: a forward loss off by more than this is a bug; gradients less alike than this are not the same.
 SAME_LOSS_PCT, SAME_COSINE, CLEAN_COSINE = 1.0, 0.9, 0.98
+# A loss below this share of its first value has all but vanished.
+NEAR_ZERO = 1e-3
 
 
 def judge(
@@ -42,12 +53,13 @@ def judge(
 ) -> Verdict:
     """Judge every variant against the baseline; `same_weights` by variant name."""
     meta = baseline.meta
-    why_not = _comparable(baseline, noise)
+    why_not = _comparable(baseline, noise) or _baseline_broken(baseline)
     judged = tuple(
         _judge_variant(name, run, baseline, noise, same_weights.get(name, ()), why_not)
         for name, run in variants.items()
     )
-    notes = [note for run in (baseline, *variants.values()) for note in run.meta.get("notes", [])]
+    notes = _near_zero(baseline)
+    notes += [note for run in (baseline, *variants.values()) for note in run.meta.get("notes", [])]
     notes += [f"The {run.name} run: {note}" for run in variants.values() for note in _never_called(run)]
     return Verdict(
         command=str(meta.get("command", "")),
@@ -73,7 +85,24 @@ def _comparable(baseline: Evidence, other: Evidence | None) -> str:
     if ours and theirs and ours != theirs:  # a run that was killed early may have left none
         return words.other_weights(other.name)
     step = first_difference(baseline, other)
-    return words.other_data(other.name, step) if step is not None else ""
+    models = int(baseline.meta.get("models", 1))
+    return words.other_data(other.name, step, models) if step is not None else ""
+
+
+def _baseline_broken(baseline: Evidence) -> str:
+    """Why the baseline is nothing to hold a variant against; "" if it is."""
+    values = baseline.series("loss").values
+    tail = values[-max(1, values.size // QUARTER) :]
+    if np.isfinite(tail).all():
+        return ""
+    return words.not_finite(int(baseline.meta.get("nan_steps", 0)) or int((~np.isfinite(values)).sum()), values.size)
+
+
+def _near_zero(baseline: Evidence) -> list[str]:
+    first, last = baseline.series("loss").values[:1], baseline.final_loss()
+    if not first.size or last is None or not abs(last) < NEAR_ZERO * abs(first[0]):
+        return []
+    return [words.near_zero(float(first[0]), last)]
 
 
 def _judge_variant(
@@ -137,8 +166,10 @@ def _outcome(
     eval_band: float | None,
     same: tuple[SameWeights, ...],
 ) -> Outcome:
+    if run.meta.get("refused"):
+        return "unjudged"
     if run.exit_code or gap is None or int(run.meta.get("nan_steps", 0)):
-        return "fail" if run.steps or run.exit_code not in (2,) else "unjudged"
+        return "fail"
     outcome = outcome_of(gap.pct, band)
     if eval_gap is not None:
         on_eval = outcome_of(eval_gap, eval_band)
@@ -148,6 +179,8 @@ def _outcome(
     if outcome in ("watch", "fail") and _lower(gap.pct, eval_gap):
         # A lower loss does no harm, but chance or a wrong scale made it: the same weights tell which.
         outcome = "inconclusive" if same and _clean(same) else "watch"
+    if run.steps < FEWEST_STEPS and outcome in ("pass", "watch"):
+        outcome = "inconclusive"
     if same and outcome in ("pass", "inconclusive") and not _plausible(same):
         outcome = "watch"
     return outcome

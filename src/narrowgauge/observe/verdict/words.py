@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from narrowgauge.observe.verdict.gap import FEWEST_STEPS
 from narrowgauge.observe.verdict.types import VariantVerdict
 from narrowgauge.observe.verdict.worst import NOTHING
 
@@ -10,15 +11,33 @@ def other_weights(name: str) -> str:
     """The runs cannot be compared: they started from different weights."""
     return (
         f"Not judged: the {name} run started from other weights than the baseline, so their losses cannot be paired. "
-        "Seed the model's initialization from torch, numpy or random, which every run seeds alike."
+        "Seed the model's initialization from torch, numpy or random, which every run seeds alike. A script that resumes "
+        "finds the checkpoint that the run before it wrote: have it start afresh, or give it a new folder."
     )
 
 
-def other_data(name: str, step: int) -> str:
+def other_data(name: str, step: int, models: int = 1) -> str:
     """The runs cannot be compared: they saw different data."""
+    copied = " An input computed from another model's output counts as data, too." if models > 1 else ""
     return (
         f"Not judged: from step {step} on the {name} run saw other data than the baseline, so their losses cannot be "
-        "paired. Make the order of the data depend on a seed alone, not on time, process or threads."
+        f"paired. Make the order of the data depend on a seed alone, not on time, process or threads.{copied}"
+    )
+
+
+def not_finite(nan_steps: int, steps: int) -> str:
+    """The baseline itself went wrong, so nothing can be held against FP8."""
+    return (
+        f"Not judged: {nan_steps} of {steps} steps of the baseline itself had a loss or gradient that is not finite. "
+        "Make it train as written first."
+    )
+
+
+def near_zero(first: float, last: float) -> str:
+    """A note: relative gaps of a loss that has all but vanished are large by nature."""
+    return (
+        f"The baseline's loss fell from {first:.3g} to {last:.3g}: gaps in percent of so small a number are large by "
+        "nature. Judge by a task that is not learned by heart."
     )
 
 
@@ -33,8 +52,10 @@ def sentence(v: VariantVerdict) -> str:
 
 
 def _safe(v: VariantVerdict) -> str:
+    if v.outcome == "unjudged" and v.error:
+        return f"Not judged: {v.error}"
     if v.exit_code:
-        return f"Not safe: the run ended with an error after {v.steps} steps ({v.error or f'exit code {v.exit_code}'})."
+        return f"Not safe: the run ended with an error after {v.steps} steps ({v.error.rstrip('.') or f'exit code {v.exit_code}'})."
     if v.nan_steps:
         return f"Not safe: {v.nan_steps} of {v.steps} steps had a loss or gradient that is not finite."
     if v.gap_pct is None:
@@ -44,8 +65,9 @@ def _safe(v: VariantVerdict) -> str:
     if v.outcome == "pass":
         return f"Safe over these {v.steps} steps: {gap}{band}.{_same(v)}"
     if v.outcome == "inconclusive":
-        lower = " A lower loss is no harm, and one batch shows no fault." if _outside(v) else ""
-        return f"Not known yet, inconclusive at {v.steps} steps: {gap}{band}.{lower}{_same(v)}"
+        few = " So few steps decide nothing." if v.steps < FEWEST_STEPS else ""
+        lower = " A lower loss is no harm, and one batch shows no fault." if _outside(v) and not few else ""
+        return f"Not known yet, inconclusive at {v.steps} steps: {gap}{band}.{few}{lower}{_same(v)}"
     grade = "Watch it" if v.outcome == "watch" else "Not safe"
     if v.outcome == "watch" and v.gap_pct < 0:
         return f"{grade}: {gap}{band}; a loss lower than the baseline's is as suspicious as a higher one.{_same(v)}"
@@ -91,18 +113,20 @@ def next_step(v: VariantVerdict, why_not: str) -> str:
     """What to try next."""
     if why_not:
         return "Make the runs comparable, then compare again."
+    if v.outcome == "unjudged":
+        return "Leave this recipe out, or change what it was asked to convert."
     if v.exit_code:
         return "Read the end of this run's output.log."
     remedy = next((w for w in v.worst if w.remedy != NOTHING), None)
     help_worst = (
-        f"For {remedy.site}, try {remedy.remedy}." if remedy else "Keep the last blocks in high precision (last = 2)."
+        f"For {remedy.site}: {remedy.remedy}." if remedy else "Keep the last blocks in high precision (last = 2)."
     )
     if v.nan_steps or v.outcome == "fail":
         return help_worst
     if v.outcome == "watch":
         return f"Run longer before you trust it. {help_worst}"
     if v.outcome == "inconclusive":
-        return f"Run longer (some {4 * max(v.steps, 1)} steps): the band of chance narrows as the run grows."
+        return f"Run longer (some {4 * max(v.steps, FEWEST_STEPS)} steps): the band of chance narrows as the run grows."
     if v.speedup is None:
         return "Compare on a GPU with FP8 hardware to see the speed."
     if v.worth_it == "no":
