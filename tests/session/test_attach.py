@@ -297,7 +297,7 @@ def test_nothing_hears_the_models_afterwards(tmp_path):
 
 @pytest.mark.parametrize("recipes", [("current",), ("mxfp8", "current")])
 def test_a_rehearsal_changes_nothing(tmp_path, recipes):
-    plain, a = follow(tmp_path, programs.BASIC)
+    _, a = follow(tmp_path, programs.BASIC)
     rehearsed, b = follow(tmp_path, programs.BASIC, rehearse=recipes)
     assert a.column("loss") == b.column("loss")
     assert rehearsed.facts()["conversion"] == []

@@ -215,7 +215,7 @@ def test_sick_runs_are_shown_as_they_are(tmp_path: Path, synthetic_paths: dict[s
     for said in (
         "Nothing was judged.",
         "The runs saw different data.",
-        "stopped early, as asked",
+        "the watch stopped early",
         "There was no noise twin",
         "step 31 and 29 more",
         "Why not.",

@@ -102,7 +102,7 @@ def test_terminal_is_plain_without_a_tty():
         "safe: no",
         "+1.37%",
         "Next: Use current scaling",
-        "Step time, FP8 emulated",
+        "n*  emulated, no speed verdict",
         "note: The program calls torch.compile",
     ):
         assert word in shown
@@ -120,11 +120,30 @@ def test_the_table_of_five_runs_fits_eighty_columns():
         assert len(row.removeprefix(f"  {label}").split()) >= 3  # not folded
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_table_too_wide_is_cut_between_variants(width):
+    names = ("current", "delayed", "blockwise", "rowwise", "mxfp8")
+    variants = tuple(synthetic.variant(name, gap_pct=1.743e8, speedup=None) for name in names)
+    lines = plain(synthetic.verdict(variants=variants), width=width).splitlines()
+    heads = [line.split() for line in lines if line.split()[:2] == ["baseline", "noise"]]
+    assert [name for head in heads for name in head[2:]] == list(names)
+    assert len(heads) == {60: 5, 80: 2, 120: 1}[width]
+    assert sum("+1.7e8%" in line for line in lines) == len(heads)
+    assert not any("…" in line or len(line) > width for line in lines)
+
+
+def test_why_nothing_was_judged_is_said_once():
+    why = "Not judged: from step 3 on the noise run saw other data than the baseline."
+    two = tuple(synthetic.variant(name, outcome="unjudged", sentence=why, next_step="Do it.") for name in "ab")
+    shown = plain(synthetic.verdict(judged=False, why_not=why, variants=two))
+    assert shown.count("from step 3 on") == shown.count("Do it.") == 1
+
+
 def test_a_mark_in_the_table_is_explained():
     inside = synthetic.variant("current", outcome="inconclusive", gap_pct=-0.4, band_pct=2.0)
     shown = plain(synthetic.verdict(variants=(inside,)), width=80)
     assert "(−0.40%)" in shown
-    assert "(n%)  inside the noise band" in shown
+    assert "(n)  inside the noise band" in shown
 
 
 def test_terminal_prints_markup_as_text():

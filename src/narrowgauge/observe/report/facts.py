@@ -13,7 +13,7 @@ from narrowgauge.observe.store import Run
 
 ENDS = {
     "complete": "at its end",
-    "stopped": "stopped early, as asked",
+    "stopped": "the watch stopped early",
     "failed": "with an error",
     "killed": "killed",
     "running": "still running",

@@ -144,7 +144,7 @@ def _eval_label(verdict: Verdict) -> str:
 
 def _eval(v: VariantVerdict) -> Cell:
     if not v.eval_name or v.eval_gap_pct is None:
-        return Cell("not evaluated")
+        return Cell(words.NONE, "not evaluated")
     band = "" if v.eval_band_pct is None else f"noise band ±{words.percent(v.eval_band_pct, signed=False)}"
     return Cell(words.percent(v.eval_gap_pct), band)
 
@@ -155,7 +155,7 @@ def _count(number: int) -> Cell:
 
 def _end(run: TwinFacts | VariantVerdict) -> Cell:
     if not run.exit_code and not run.error:
-        return Cell("after its last step")
+        return Cell("complete")
     return Cell(f"at step {run.steps:,}", f"exit code {run.exit_code}", warn=True)
 
 

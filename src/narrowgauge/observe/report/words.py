@@ -14,8 +14,8 @@ NONE = "—"
 def percent(value: float | None, *, signed: bool = True) -> str:
     """Percent with two decimals, fewer for large values and three for tiny ones; "—" for None.
 
-    >>> percent(0.1149), percent(-12.34), percent(0.0021, signed=False)
-    ('+0.11 %', '−12.3 %', '0.002 %')
+    >>> percent(0.1149), percent(-12.34), percent(0.0021, signed=False), percent(1.743e8)
+    ('+0.11 %', '−12.3 %', '0.002 %', '+1.7e8 %')
     """
     if value is None:
         return NONE
@@ -23,7 +23,7 @@ def percent(value: float | None, *, signed: bool = True) -> str:
         return "not finite"
     size = abs(value)
     digits = 3 if size < 0.00995 else 2 if size < 9.995 else 1 if size < 99.95 else 0
-    text = f"{size:,.{digits}f} %"
+    text = f"{size:,.{digits}f} %" if size < 99_999.5 else f"{size:.1e} %".replace("e+0", "e").replace("e+", "e")
     if float(f"{size:.{digits}f}") == 0:
         return text
     return ("−" if value < 0 else "+" if signed else "") + text

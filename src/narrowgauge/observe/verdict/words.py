@@ -11,8 +11,8 @@ def other_weights(name: str) -> str:
     """The runs cannot be compared: they started from different weights."""
     return (
         f"Not judged: the {name} run started from other weights than the baseline, so their losses cannot be paired. "
-        "Seed the model's initialization from torch, numpy or random, which every run seeds alike. A script that resumes "
-        "finds the checkpoint that the run before it wrote: have it start afresh, or give it a new folder."
+        "Seed the model's initialization from torch, numpy or random, which every run seeds alike. A script that "
+        "resumes finds the checkpoint that the run before it wrote: have it start afresh, or give it a new folder."
     )
 
 
@@ -55,7 +55,8 @@ def _safe(v: VariantVerdict) -> str:
     if v.outcome == "unjudged" and v.error:
         return f"Not judged: {v.error}"
     if v.exit_code:
-        return f"Not safe: the run ended with an error after {v.steps} steps ({v.error.rstrip('.') or f'exit code {v.exit_code}'})."
+        why = v.error.rstrip(".") or f"exit code {v.exit_code}"
+        return f"Not safe: the run ended with an error after {v.steps} steps ({why})."
     if v.nan_steps:
         return f"Not safe: {v.nan_steps} of {v.steps} steps had a loss or gradient that is not finite."
     if v.gap_pct is None:
