@@ -172,7 +172,7 @@ def test_page_names_everything(monkeypatch: pytest.MonkeyPatch):
         assert word in text
     for recipe in CATALOG:
         assert f"\n{recipe} " in text
-    assert "current, delayed, static, rowwise, blockwise by scaled_mm: native FP8 tensor cores on NVIDIA H200" in text
+    assert "current, delayed, static, rowwise, blockwise by fused: native FP8 tensor cores on NVIDIA H200" in text
 
 
 def test_versions_are_read_as_numbers():

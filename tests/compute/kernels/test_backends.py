@@ -158,7 +158,11 @@ def test_what_each_gpu_can_run(monkeypatch, capability, cuda, recipe, reason):
     assert SCALED_MM.supports(recipe, device) == reason
     backend, why = choose(recipe, device)
     if reason is None:
-        assert (backend.name, why) == ("scaled_mm", "native FP8 tensor cores on Some GPU")
+        assert (backend.name, why) == ("fused", "native FP8 tensor cores on Some GPU")
+        with monkeypatch.context() as without:
+            without.setattr("importlib.util.find_spec", lambda name: None)
+            assert BACKENDS["fused"].supports(recipe, device) == "triton is not installed"
+            assert choose(recipe, device)[0].name == "scaled_mm"
     else:
         assert (backend.name, why) == ("reference", f"emulated: {reason}")
 

@@ -1,4 +1,4 @@
-"""Gemms of quantized operands: the exact reference, torch's scaled_mm, and the choice between them."""
+"""Gemms of quantized operands: the exact reference, torch's scaled_mm, our own quantizers before it, and the choice."""
 
 from narrowgauge.compute.kernels.backend import Backend
 from narrowgauge.compute.kernels.choose import BACKENDS, choose

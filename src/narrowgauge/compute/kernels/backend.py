@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import QTensor
-from narrowgauge.compute.recipes import Recipe
+from narrowgauge.compute.kernels.both import Both
+from narrowgauge.compute.quant import Granularity, QTensor
+from narrowgauge.compute.recipes import Operand, Recipe
 from narrowgauge.errors import ShapeError
 
 
@@ -31,6 +32,24 @@ class Backend(Protocol):
 
     def refuses(self, recipe: Recipe, n: int, k: int) -> str | None:
         """Return None when a layer with weight [n, k] can run, else the reason why it must stay high."""
+        ...
+
+    def amax(self, x_MK: Tensor, granularity: Granularity) -> Tensor:
+        """Return the largest magnitudes of x's granules, float32, of the granularity's scale shape."""
+        ...
+
+    def quantize_both(
+        self,
+        x_MK: Tensor,
+        plain: Operand | None,
+        turned: Operand | None,
+        *,
+        shared: bool,
+        scale: Tensor | None = None,
+        inv_scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> Both:
+        """Quantize a tensor for up to two gemms; see `kernels.both`. Codes and scales are the reference's."""
         ...
 
     def gemm(

@@ -7,19 +7,22 @@ from types import MappingProxyType
 import torch
 
 from narrowgauge.compute.kernels.backend import Backend
+from narrowgauge.compute.kernels.fused.backend import Fused
 from narrowgauge.compute.kernels.reference import Reference
 from narrowgauge.compute.kernels.scaled_mm import ScaledMM
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import RecipeError, nearest
 
-BACKENDS: MappingProxyType[str, Backend] = MappingProxyType({"reference": Reference(), "scaled_mm": ScaledMM()})
+BACKENDS: MappingProxyType[str, Backend] = MappingProxyType(
+    {backend.name: backend for backend in (Reference(), ScaledMM(), Fused())}
+)
 
 
 def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -> tuple[Backend, str]:
     """Return the backend and the reason for it.
 
     A `requested` backend is used or refused with RecipeError, never replaced. Without a request CUDA prefers
-    scaled_mm and everything else the reference.
+    fused, then scaled_mm, and everything else the reference.
     """
     if requested is not None:
         if requested not in BACKENDS:
@@ -32,7 +35,7 @@ def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -
                 "Use backend='reference', which emulates it, or another recipe."
             )
         return backend, "requested"
-    reference, fast = BACKENDS["reference"], BACKENDS["scaled_mm"]
+    reference = BACKENDS["reference"]
     if recipe.fake:
         return reference, "a fake recipe multiplies dequantized operands; there is no FP8 gemm to choose"
     if device.type != "cuda":
@@ -40,7 +43,8 @@ def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -
             reference,
             f"emulated: no FP8 tensor cores on {device.type!r}; exact, and faster than torch._scaled_mm here",
         )
-    reason = fast.supports(recipe, device)
-    if reason is None:
-        return fast, f"native FP8 tensor cores on {torch.cuda.get_device_name(device)}"
+    for name in ("fused", "scaled_mm"):
+        reason = BACKENDS[name].supports(recipe, device)
+        if reason is None:
+            return BACKENDS[name], f"native FP8 tensor cores on {torch.cuda.get_device_name(device)}"
     return reference, f"emulated: {reason}"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple
-from narrowgauge.compute.quant import PerRow, PerTensor, QTensor, decode
+from narrowgauge.compute.kernels.both import quantize_both
+from narrowgauge.compute.quant import Granularity, PerRow, PerTensor, QTensor, decode
 from narrowgauge.compute.recipes import Recipe
 
 _FACTORED = (PerTensor, PerRow)
@@ -32,6 +33,12 @@ class Reference:
     def refuses(self, recipe: Recipe, n: int, k: int) -> str | None:
         """Refuse what FP8 hardware refuses, so that emulation converts the same layers."""
         return not_multiple(n, k, 16, ", which FP8 gemms need")
+
+    def amax(self, x_MK: Tensor, granularity: Granularity) -> Tensor:
+        """Return the largest magnitudes of x's granules."""
+        return granularity.amax(x_MK)
+
+    quantize_both = staticmethod(quantize_both)
 
     def gemm(
         self,

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple
-from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor, QTensor
+from narrowgauge.compute.kernels.both import quantize_both
+from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
 from narrowgauge.compute.recipes import Gemm, Recipe
 from narrowgauge.errors import RecipeError
 from narrowgauge.formats import E4M3FN, E5M2
@@ -68,6 +69,12 @@ class ScaledMM:
         if _kinds(recipe.fprop) in _BLOCKWISE:
             return not_multiple(n, k, 128, ", which blockwise gemms need")
         return not_multiple(n, k, 16, ", which FP8 gemms need")
+
+    def amax(self, x_MK: Tensor, granularity: Granularity) -> Tensor:
+        """Return the largest magnitudes of x's granules."""
+        return granularity.amax(x_MK)
+
+    quantize_both = staticmethod(quantize_both)
 
     def gemm(
         self,

@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.compute.nn.observer import GemmSample, ResultRole, picked, sample_rows
 from narrowgauge.compute.nn.scale_table import amax_ratio
-from narrowgauge.compute.quant import QTensor, quantize
+from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import ROLES, Operand
 from narrowgauge.errors import ShapeError
 
@@ -173,43 +173,36 @@ def _quantize(
     """Quantize x_MK for up to two gemms: plain [M, K] along K, transposed [K, M] along M; show it once."""
     state, recipe = call.state, call.state.recipe
     rule, rule_T = recipe.uses(role)
-    q = q_T = ratio = None
+    given: dict[str, Tensor] = {}
+    ratio = None
     if not (plain or transposed):
         return None, None
-    if recipe.shares(role):
-        if state.table is None:
-            q = quantize(x_MK, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin)
-        else:
-            q, ratio = _with_given_scale(call, role, x_MK, rule)
-        q_T = q.T
-    else:
-        if plain:
-            q = quantize(x_MK, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin)
-        if transposed:
-            along_M = rule_T.granularity.transposed()
-            q_T = quantize(x_MK, rule_T.fmt, along_M, scaling=rule_T.scaling, margin=rule_T.margin).T
+    if state.table is not None:
+        given, ratio = _given_scale(call, role, x_MK, rule)
+    q, q_T = state.backend.quantize_both(
+        x_MK, rule if plain else None, rule_T if transposed else None, shared=recipe.shares(role), **given
+    )
     if call.watched and state.observer is not None:
         shown = q if q is not None else q_T.T  # type: ignore[union-attr]
         call.tell(partial(state.observer.operand, state.name, role, x_MK, shown, amax_ratio=ratio))
-    return (q if plain else None), (q_T if transposed else None)
+    return q, q_T
 
 
-def _with_given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tuple[QTensor, Tensor]:
-    """Quantize with the table's scale, which knows nothing of this tensor yet, and let the table know it."""
+def _given_scale(call: _Call, role: str, x_MK: Tensor, rule: Operand) -> tuple[dict[str, Tensor], Tensor]:
+    """The table's scale, which knows nothing of this tensor yet, and amax now over what it assumes; tells the table."""
     state = call.state
     assert state.table is not None  # adopt made sure
     assert state.row is not None
     row = state.row + ROLES.index(role)
     if call.mode == "write" and x_MK.device != state.table.scale.device:
         state.table.to(x_MK.device)
-    amax = rule.granularity.amax(x_MK)
+    amax = state.backend.amax(x_MK, rule.granularity)
     scale, inv_scale = state.table.scale_of(row, rule, amax, write=call.mode == "write")
     if call.mode == "note":
         call.tell(partial(state.table.scale_of, row, rule, amax, write=True))
     if x_MK.numel():  # an expert without tokens has no data, and pushes nothing out of its history
         call.tell(partial(state.table.record, row, amax))
-    q = quantize(x_MK, rule.fmt, rule.granularity, scale=scale, inv_scale=inv_scale, amax=amax)
-    return q, amax_ratio(amax, scale, rule)
+    return {"scale": scale, "inv_scale": inv_scale, "amax": amax}, amax_ratio(amax, scale, rule)
 
 
 def _show_output(call: _Call, y_MN: Tensor, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None) -> None:

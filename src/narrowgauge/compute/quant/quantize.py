@@ -57,22 +57,38 @@ def quantize(
         amax = granularity.amax(x_MK)
     elif tuple(amax.shape) != scale_shape:
         raise ShapeError(f"{granularity} of {list(shape)} needs amax of {list(scale_shape)}, found {list(amax.shape)}.")
-    healthy = amax < torch.inf  # False for NaN too
-    if scale is None:
-        inv_scale = inv_scale_from_amax(amax, fmt, scaling, margin)
-        scale = inv_scale.reciprocal()
-    else:
+    if scale is not None:
         scale = _given_scale(scale, scale_shape, x.device)
-        healthy = healthy & (scale > 0) & (scale < torch.inf)
-        if inv_scale is None:
-            inv_scale = scale.reciprocal().clamp(max=FLOAT32_MAX)
-        inv_scale = torch.where(healthy, inv_scale, 1.0)
-    scale = torch.where(healthy, scale, torch.nan)
+    scale, inv_scale = scales_for(amax, fmt, scaling, margin, scale, inv_scale)
     # A converted copy is ours to overwrite; the caller's own float32 is not.
     scaled = torch.empty_like(x_MK) if x_MK is given_MK else x_MK
     granularity.multiply(x_MK, inv_scale, out=scaled)
     codes = scaled.clamp_(-fmt.max, fmt.max).to(dtype)
     return QTensor(codes, scale, fmt, granularity)
+
+
+def scales_for(
+    amax: Tensor,
+    fmt: Format,
+    scaling: Scaling = CURRENT,
+    margin: int = 0,
+    scale: Tensor | None = None,
+    inv_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return scale and inv_scale of granules with these amaxes, or of these under a given scale (and inv_scale).
+
+    A granule whose amax or given scale is no number has the scale NaN and the inv_scale 1.
+    """
+    healthy = amax < torch.inf  # False for NaN too
+    if scale is None:
+        inv_scale = inv_scale_from_amax(amax, fmt, scaling, margin)
+        scale = inv_scale.reciprocal()
+    else:
+        healthy = healthy & (scale > 0) & (scale < torch.inf)
+        if inv_scale is None:
+            inv_scale = scale.reciprocal().clamp(max=FLOAT32_MAX)
+        inv_scale = torch.where(healthy, inv_scale, 1.0)
+    return torch.where(healthy, scale, torch.nan), inv_scale
 
 
 def as_matrix(x: Tensor) -> Tensor:

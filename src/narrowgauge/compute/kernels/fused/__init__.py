@@ -1,0 +1,1 @@
+"""Triton kernels that quantize: the reference's numbers, bit for bit, from one read of the tensor."""

@@ -1,0 +1,49 @@
+"""The fast backend: operands from our own kernels, products from torch's scaled_mm."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.kernels.both import Both
+from narrowgauge.compute.kernels.scaled_mm import ScaledMM
+from narrowgauge.compute.quant import Granularity
+from narrowgauge.compute.recipes import Operand, Recipe
+
+
+class Fused(ScaledMM):
+    """Quantizes for both gemms in one read; multiplies as ScaledMM does."""
+
+    name = "fused"
+
+    def supports(self, recipe: Recipe, device: torch.device) -> str | None:
+        """Return None when every gemm of `recipe` runs on `device`, else the first reason why not."""
+        if device.type != "cuda":
+            return "its kernels are made for CUDA"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        return super().supports(recipe, device)
+
+    def amax(self, x_MK: Tensor, granularity: Granularity) -> Tensor:
+        """Return the largest magnitudes of x's granules."""
+        from narrowgauge.compute.kernels.fused import quantize  # triton is slow to import, and not everywhere
+
+        return quantize.amax(x_MK, granularity)
+
+    def quantize_both(
+        self,
+        x_MK: Tensor,
+        plain: Operand | None,
+        turned: Operand | None,
+        *,
+        shared: bool,
+        scale: Tensor | None = None,
+        inv_scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> Both:
+        """Quantize a tensor for up to two gemms; codes and scales are the reference's."""
+        from narrowgauge.compute.kernels.fused import quantize
+
+        return quantize.quantize_both(x_MK, plain, turned, shared=shared, scale=scale, inv_scale=inv_scale, amax=amax)

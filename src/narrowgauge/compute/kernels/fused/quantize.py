@@ -1,0 +1,72 @@
+"""`quantize_both` and `amax` through the kernels: the same arguments, the same codes and scales, bit for bit.
+
+    one scale per tensor     amax (unless given), then one cast for both layouts
+    1x128 tiles              one kernel: amaxes, scales and codes of both layouts
+    128x128 squares          the same, one amax per tile
+    rows                     amaxes of rows and columns, then one cast for both layouts
+
+What no kernel here does (1x32 blocks, two different rules, float64) goes the reference's way, which is exact and slow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.kernels.both import Both
+from narrowgauge.compute.kernels.both import quantize_both as by_reference
+from narrowgauge.compute.kernels.fused import amax as tensor_amax
+from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise
+from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor, scales_for
+from narrowgauge.compute.recipes import Operand
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRANULARITIES = (PerTensor(), PerRow(), BLOCK_1x128, BLOCK_128x128)
+
+
+def amax(x_MK: Tensor, granularity: Granularity) -> Tensor:
+    """The largest magnitudes of x's granules, as `granularity.amax` gives them."""
+    if granularity == PerTensor() and x_MK.is_contiguous() and x_MK.dtype in DTYPES:
+        return tensor_amax.amax(x_MK)
+    return granularity.amax(x_MK)
+
+
+def quantize_both(
+    x_MK: Tensor,
+    plain: Operand | None,
+    turned: Operand | None,
+    *,
+    shared: bool,
+    scale: Tensor | None = None,
+    inv_scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Both:
+    """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`."""
+    rule = plain or turned
+    if rule is None or not _can(x_MK, rule, plain, turned):
+        return by_reference(x_MK, plain, turned, shared=shared, scale=scale, inv_scale=inv_scale, amax=amax)
+    wanted = {"plain": plain is not None, "turned": turned is not None}
+    if rule.granularity == PerTensor():
+        if amax is None:
+            amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
+        scale, inv_scale = scales_for(amax, rule.fmt, rule.scaling, rule.margin, scale, inv_scale)
+        codes, codes_T = tensorwise.cast(x_MK, inv_scale, rule.fmt, **wanted)
+        scale_T: Tensor | None = scale
+    elif rule.granularity == BLOCK_128x128:
+        codes, codes_T, scale = blocks.cast_squares(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+        scale_T = scale.t()
+    elif rule.granularity == BLOCK_1x128:
+        codes, scale, codes_T, scale_T = blocks.cast_tiles(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+    else:
+        codes, scale, codes_T, scale_T = rows.cast_rows(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+    return _wrap(codes, scale, rule), _wrap(codes_T, scale_T, rule)
+
+
+def _can(x_MK: Tensor, rule: Operand, plain: Operand | None, turned: Operand | None) -> bool:
+    same = plain is None or turned is None or plain == turned
+    known = rule.granularity in GRANULARITIES and rule.scaling.e8m0 is None
+    return same and known and x_MK.dtype in DTYPES and x_MK.numel() > 0
+
+
+def _wrap(codes: Tensor | None, scale: Tensor | None, rule: Operand) -> QTensor | None:
+    return None if codes is None or scale is None else QTensor(codes, scale, rule.fmt, rule.granularity)

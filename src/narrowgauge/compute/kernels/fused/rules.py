@@ -1,0 +1,99 @@
+"""What every kernel needs inside: a granule's inv_scale from its amax, and codes from scaled numbers.
+
+    inv_scale = max / amax                     correctly rounded; then a power of two, if the rule says so
+    code      = cast(clamp(y, -max, +max))     to nearest, ties to even; a NaN stays one
+
+The same steps as `quant.scaling` and `quant.quantize`, in float32. Triton's `/` is not IEEE division on a GPU, hence
+`div_rn`. Its interpreter rounds float8 casts wrongly below the normal range; there, codes are made by arithmetic:
+
+    quantum q = 2^(max(exponent of y, emin) - mantissa bits)        (y + 1.5 * 2^23 q) - 1.5 * 2^23 q rounds y to it
+
+Amaxes travel as the bits of |x|: as integers they are ordered as the magnitudes are, and a NaN is above everything.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+E4M3, E5M2 = 3, 2  # mantissa bits, which tell the two formats apart
+
+
+@triton.jit
+def widen(x):
+    """float32 of any dtype; bfloat16 by its bits, whose subnormals the interpreter would get wrong."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x|, int32, of a float32 x."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def inv_scale_of(amax, MAX: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr):
+    """inv_scale of granules with these amaxes, float32; 1 where amax is 0 (without a floor), Inf or NaN."""
+    healthy = amax < float("inf")
+    if FLOOR > 0:
+        amax = tl.where(amax < FLOOR, FLOOR, amax)
+    else:
+        healthy = healthy & (amax > 0)
+    inv_scale = tl.math.div_rn(tl.full(amax.shape, MAX, tl.float32), tl.where(healthy, amax, 1.0))
+    inv_scale = tl.minimum(tl.maximum(inv_scale, 1.1754943508222875e-38), 3.4028234663852886e38)
+    if POW2:
+        inv_scale = (inv_scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(healthy, inv_scale, 1.0)
+
+
+@triton.jit
+def scale_of(amax, inv_scale):
+    """The scale beside an inv_scale; NaN where amax is not finite, so that the product shows it."""
+    scale = tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), inv_scale)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def to_codes(y, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes of scaled float32 numbers, as bytes: E4M3FN for 3 mantissa bits, E5M2 for 2."""
+    y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRET:
+        return _codes_by_arithmetic(y, MANTISSA)
+    codes = y.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5)
+    return codes.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def apart(value, INTERPRET: tl.constexpr):
+    """The same float32 numbers, which the compiler does not know to be the same.
+
+    Triton 3.6 stores the transpose of an 8-bit tile wrongly where the tile itself is stored as well. Codes that both
+    layouts could share are therefore made twice, from inverse scales kept apart.
+    """
+    if INTERPRET:
+        return value
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _codes_by_arithmetic(y, MANTISSA: tl.constexpr):
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    bits = y.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = tl.abs(y)
+    field = tl.maximum((bits >> 23) & 0xFF, 128 - BIAS)
+    magic = ((field - MANTISSA + 23) << 23 | 0x400000).to(tl.float32, bitcast=True)
+    rounded = (magnitude + magic) - magic
+    # A normal code is the float32's own exponent and upper mantissa, rebased; a subnormal one counts quanta.
+    normal = (rounded.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    quantum: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
+    smallest_normal: tl.constexpr = 2.0 ** (1 - BIAS)
+    below = rounded < smallest_normal
+    subnormal = (tl.where(below, rounded, 0.0) * quantum).to(tl.int32)
+    code = tl.where(below, subnormal, normal)
+    return tl.where(y != y, sign | 0x7F, sign | code).to(tl.uint8)

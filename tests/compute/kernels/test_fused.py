@@ -1,0 +1,135 @@
+"""Our own kernels give the reference's codes and scales, bit for bit: interpreted here, compiled on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from narrowgauge.compute.kernels.both import quantize_both as by_reference
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
+from narrowgauge.compute.recipes import CATALOG, ROLES, Operand
+from narrowgauge.formats import E4M3FN, E5M2
+
+pytest.importorskip("triton")
+
+from narrowgauge.compute.kernels.fused import amax, quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(256, 128), (150, 133), (1, 300), (129, 1)]
+
+
+def hard(name, M, K):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(M, K, generator=g)
+    spread = x * torch.exp(4 * torch.randn(M, K, generator=g))
+    match name:
+        case "spread":
+            x = spread
+        case "tiny":
+            x = spread * 1e-30
+        case "subnormal":
+            x = x * 1e-39
+        case "huge":
+            x = x * 1e37
+        case "zeros":
+            x = x * 0
+        case "sparse":
+            x = torch.where(x > 1.5, x, 0.0)
+        case "ties":  # every midpoint of two codes, and what overflows
+            steps = torch.arange(M * K).reshape(M, K) % 4096
+            x = torch.ldexp(1 + (steps % 32) / 32, steps // 32 - 20)
+        case "not finite":
+            x[0, 0], x[M // 2, K // 2], x[-1, -1] = math.inf, math.nan, -math.inf
+    return x.to(DEVICE)
+
+
+NAMES = ["normal", "spread", "tiny", "subnormal", "huge", "zeros", "sparse", "ties", "not finite"]
+RULES = {
+    "tensor": Operand(E4M3FN, PerTensor(), CURRENT),
+    "tensor, E5M2, margin": Operand(E5M2, PerTensor(), CURRENT, margin=2),
+    "row": Operand(E4M3FN, PerRow(), ROWWISE),
+    "row, E5M2, margin": Operand(E5M2, PerRow(), ROWWISE, margin=1),
+    "tiles": Operand(E4M3FN, BLOCK_1x128, CURRENT_POW2),
+    "squares": Operand(E4M3FN, BLOCK_128x128, CURRENT_POW2),
+}
+
+
+def assert_same(found, want):
+    assert (found is None) == (want is None)
+    if want is not None:
+        assert (found.fmt, found.granularity, found.shape) == (want.fmt, want.granularity, want.shape)
+        assert found.codes.is_contiguous()  # as the gemm wants them
+        codes = [q.codes.contiguous().view(torch.uint8) for q in (found, want)]
+        none = want.codes.float().isnan()  # a NaN's sign says nothing
+        assert torch.equal(found.codes.float().isnan(), none)
+        assert torch.equal(codes[0][~none], codes[1][~none])
+        assert torch.equal(found.scale.contiguous().view(torch.int32), want.scale.contiguous().view(torch.int32)) or (
+            torch.equal(found.scale.isnan(), want.scale.isnan())
+            and torch.equal(found.scale.nan_to_num(), want.scale.nan_to_num())
+        )
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("name", NAMES)
+def test_bit_equal_on_hard_numbers(name, rule):
+    shared = rule.granularity in (PerTensor(), BLOCK_128x128)
+    for dtype in DTYPES:
+        x = hard(name, 150, 133).to(dtype)
+        found = quantize.quantize_both(x, rule, rule, shared=shared)
+        for q, want in zip(found, by_reference(x, rule, rule, shared=shared), strict=True):
+            assert_same(q, want)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)
+def test_every_recipe_role_and_shape(recipe, shape):
+    for role in ROLES:
+        rule, rule_T = recipe.uses(role)
+        x = hard("spread", *shape)
+        for plain, turned in ((rule, rule_T), (rule, None), (None, rule_T)):
+            found = quantize.quantize_both(x, plain, turned, shared=recipe.shares(role))
+            for q, want in zip(found, by_reference(x, plain, turned, shared=recipe.shares(role)), strict=True):
+                if want is None or recipe.fprop.a.scaling.e8m0 is None:
+                    assert_same(q, want)
+                else:  # no kernel of ours: the reference itself
+                    assert torch.equal(q.codes.view(torch.uint8), want.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_strides_do_not_matter(rule):
+    wide = hard("spread", 300, 150)
+    shared = rule.granularity in (PerTensor(), BLOCK_128x128)
+    for x in (wide.T, wide[::2], wide[:, 3:140], wide[:1].expand(40, 150)):
+        found = quantize.quantize_both(x, rule, rule, shared=shared)
+        for q, want in zip(found, by_reference(x.contiguous(), rule, rule, shared=shared), strict=True):
+            assert_same(q, want)
+
+
+def test_a_given_scale_is_used_and_a_poisoned_one_shows():
+    rule, x = RULES["tensor"], hard("spread", 64, 64)
+    for scale in (0.5, 1e-3, math.nan, math.inf):
+        given = {"scale": torch.tensor(scale, device=DEVICE), "amax": x.abs().max()}
+        found = quantize.quantize_both(x, rule, rule, shared=True, **given)
+        for q, want in zip(found, by_reference(x, rule, rule, shared=True, **given), strict=True):
+            assert_same(q, want)
+        assert found[0].scale.isnan().item() == (not math.isfinite(scale))
+
+
+@pytest.mark.parametrize("n", [1, 7, 8192, 70_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_amax_of_any_length(dtype, n):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DEVICE, dtype)
+    assert amax.amax(x) == x.abs().max().float()
+    x[n // 2] = -math.inf
+    assert amax.amax(x) == math.inf
+    x[n - 1] = math.nan
+    assert amax.amax(x).isnan()
+
+
+def test_amax_of_nothing_is_zero():
+    assert amax.amax(torch.zeros(0, 5, device=DEVICE)) == 0
+    x = torch.zeros(0, 16, device=DEVICE)
+    plain, turned = quantize.quantize_both(x, RULES["tensor"], RULES["tensor"], shared=True)
+    assert (plain.shape, turned.shape) == ((0, 16), (16, 0))
