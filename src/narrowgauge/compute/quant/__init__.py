@@ -16,7 +16,7 @@ from narrowgauge.compute.quant.granularity import (
     PerTensor,
 )
 from narrowgauge.compute.quant.qtensor import QTensor
-from narrowgauge.compute.quant.quantize import quantize, scales_for
+from narrowgauge.compute.quant.quantize import quantize
 from narrowgauge.compute.quant.scaling import (
     CURRENT,
     CURRENT_POW2,
@@ -51,6 +51,5 @@ __all__ = [
     "format_of",
     "inv_scale_from_amax",
     "quantize",
-    "scales_for",
     "torch_dtype",
 ]

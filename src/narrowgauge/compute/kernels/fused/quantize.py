@@ -17,7 +17,8 @@ from narrowgauge.compute.kernels.both import Both
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
 from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise
-from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor, scales_for
+from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
+from narrowgauge.compute.quant.quantize import scales_for
 from narrowgauge.compute.recipes import Operand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
