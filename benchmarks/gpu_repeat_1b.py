@@ -1,7 +1,7 @@
 """How far chance alone drives runs of a comparison apart: one billion parameters, 100 steps, several times each.
 
-Every run starts from the script's own weights, multiplied by 1 + noise·N(0,1); the gaps are the verdict's, to the BF16 run
-without noise. Nothing is recorded but losses. Ten to twelve minutes on one large GPU.
+Every run starts from the script's own weights, multiplied by 1 + noise·N(0,1); the gaps are the verdict's, to the BF16
+run without noise. Nothing is recorded but losses. Ten minutes on one large GPU.
 
     python -m benchmarks.gpu_repeat_1b [--out DIR]
 """
