@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from narrowgauge.errors import RunError
+
+if TYPE_CHECKING:
+    from narrowgauge.observe.verdict import Verdict
 
 
 @click.command("report")
@@ -16,10 +23,17 @@ import click
 @click.option("--text", is_flag=True, help="Print step by step, at full precision, instead.")
 def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     """Make a page from RUN... (run folders, or the folder of a comparison)."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _report(runs, out, text)
+    for message in dict.fromkeys(str(warning.message) for warning in told):
+        click.echo(f"narrowgauge: {message}", err=True)
+
+
+def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report import text as as_text
     from narrowgauge.observe.report import write_report
     from narrowgauge.observe.store import open_run
-    from narrowgauge.observe.verdict import Verdict
 
     verdict = None
     folders: list[Path] = []
@@ -28,10 +42,10 @@ def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None
         if not found.is_file():
             folders.append(path)
             continue
-        verdict = Verdict.from_dict(json.loads(found.read_text()))
+        verdict = _verdict(found)
         names = ["baseline", "noise", *(v.name for v in verdict.variants)]
         folders += [path / name for name in names if (path / name).is_dir()]
-    opened = {folder.name: open_run(folder) for folder in folders}
+    opened = {folder.name: open_run(folder, skip_corrupt=True) for folder in folders}
     if text:
         for name, run in opened.items():
             click.echo(f"# {name}" if len(opened) > 1 else "", nl=len(opened) > 1)
@@ -40,3 +54,21 @@ def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None
     target = out or runs[0] / "report.html"
     write_report(verdict, opened, target)
     click.echo(f"The report: {target}")
+
+
+def _verdict(path: Path) -> Verdict:
+    from narrowgauge.observe.verdict import Verdict
+
+    known = Verdict.schema
+    hint = f"Delete it to have a page of the runs alone, or name the runs: {path.parent}/*/"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema = data["schema"]
+        if schema > known:
+            raise RunError(
+                f"{path} has verdict schema {schema}; this narrowgauge reads up to schema {known}. "
+                f"Upgrade narrowgauge. {hint}"
+            )
+        return Verdict.from_dict(data)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} cannot be read ({type(error).__name__}: {error}). {hint}") from error

@@ -27,19 +27,18 @@ def run_command(
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
     from narrowgauge.cli.compare import default_folder
     from narrowgauge.compute.recipes import by_name
-    from narrowgauge.errors import UsageError
     from narrowgauge.session.command import parse
     from narrowgauge.session.config import load
+    from narrowgauge.session.folder import prepare
     from narrowgauge.session.launch import launch
     from narrowgauge.session.plan import Plan
 
     settings = load(config)
     program = parse(command)
     folder = out or default_folder(program.name)
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty; give another folder with --out, or delete it first.")
     if recipe is not None:
         by_name(recipe)
+    prepare(folder)
     plan = Plan(
         variant=recipe or "asis",
         out=str(folder),

@@ -7,9 +7,12 @@ asked.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import random
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -28,6 +31,8 @@ from narrowgauge.session.machine import machine_facts
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.same_weights import SameWeightsProbe
 
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
 
 def seed_everything(seed: int) -> dict[str, int]:
     """Seed torch, numpy and random alike (the parent set PYTHONHASHSEED); returns what was set, for the metadata."""
@@ -36,6 +41,12 @@ def seed_everything(seed: int) -> dict[str, int]:
     torch.manual_seed(seed)
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     return {"torch": seed, "numpy": seed, "random": seed, "hash": int(hash_seed) if hash_seed.isdigit() else -1}
+
+
+def die_with_parent() -> None:
+    """A comparison that is killed must not leave its run training on by itself (Linux; elsewhere it does)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def execute(program: Program) -> None:
@@ -137,6 +148,7 @@ def nothing_to_judge(facts: dict[str, Any], *, converting: bool) -> str:
 
 def main() -> None:
     """Entry of the child process."""
+    die_with_parent()
     if len(sys.argv) != 2:
         print("narrowgauge.session.boot is started by narrowgauge itself, with a plan.", file=sys.stderr)
         raise SystemExit(2)

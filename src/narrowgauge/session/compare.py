@@ -21,6 +21,7 @@ from narrowgauge.observe.store import open_run
 from narrowgauge.observe.verdict import Evidence, SameWeights, Verdict, judge
 from narrowgauge.session.command import parse
 from narrowgauge.session.config import Config
+from narrowgauge.session.folder import prepare
 from narrowgauge.session.launch import Ended, describe_code, launch
 from narrowgauge.session.plan import Baseline, Plan
 from narrowgauge.session.same_weights import snapshot_steps
@@ -72,7 +73,6 @@ def compare(what: Comparison, progress: Progress) -> Verdict:
     written, and ConversionError's text as UsageError if no variant could be converted.
     """
     _check(what)
-    what.out.mkdir(parents=True, exist_ok=True)
     ends: dict[str, Ended] = {}
 
     def run(plan: Plan, total: int | None) -> Ended:
@@ -91,7 +91,10 @@ def compare(what: Comparison, progress: Progress) -> Verdict:
         run(_plan(what, name, total, recipe=name, convert=what.config.convert), total)
     _some_converted(what, ends)
     verdict = verdict_of(what.out, what.recipes, ends)
-    (what.out / VERDICT_FILE).write_text(json.dumps(verdict.to_dict(), indent=1))
+    try:
+        (what.out / VERDICT_FILE).write_text(json.dumps(verdict.to_dict(), indent=1))
+    except OSError as error:
+        raise RunError(f"{what.out / VERDICT_FILE} cannot be written ({error.strerror}); make room there.") from error
     runs = {}
     for name in (BASELINE, NOISE_TWIN, *what.recipes):
         seen = evidence(what.out, name, ends).run
@@ -158,14 +161,9 @@ def _check(what: Comparison) -> None:
     doubled = {name for name in what.recipes if what.recipes.count(name) > 1}
     if doubled:
         raise UsageError(f"{', '.join(sorted(doubled))} is named twice in --recipes; name each recipe once.")
-    if what.out.is_dir() and any(what.out.iterdir()):
-        raise UsageError(f"{what.out} is not empty; give another folder with --out, or delete it first.")
-    if what.out.exists() and not what.out.is_dir():
-        raise UsageError(f"{what.out} is a file; give a folder with --out.")
-    if what.steps is not None and what.steps < 1:
-        raise UsageError(f"--steps is {what.steps}; expected 1 or more.")
     for name in what.recipes:
         by_name(name)
+    prepare(what.out)
 
 
 def _must_run(plan: Plan, ended: Ended) -> None:
@@ -180,7 +178,7 @@ def _must_run(plan: Plan, ended: Ended) -> None:
     raise ScriptFailed(
         f"the script ended with {describe_code(ended.code)} as written, before any FP8; {said}\n"
         f"{kept} Make it run by itself first.",
-        ended.code if ended.code > 0 else 1,
+        ended.code if ended.code > 0 else 128 - ended.code,
     )
 
 

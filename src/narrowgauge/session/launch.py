@@ -48,7 +48,10 @@ def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, q
         return Ended(code, (), time.perf_counter() - began)
     log = plan.folder / OUTPUT_FILE
     with log.open("wb") as out:
-        code = _wait(subprocess.Popen(argv, env=environment, stdout=out, stderr=subprocess.STDOUT), plan, tell)
+        # What the first run read would be missing in the next, and nobody sees a question that goes to a file.
+        nothing = subprocess.DEVNULL
+        child = subprocess.Popen(argv, env=environment, stdin=nothing, stdout=out, stderr=subprocess.STDOUT)
+        code = _wait(child, plan, tell)
     return Ended(code, _tail(log), time.perf_counter() - began)
 
 

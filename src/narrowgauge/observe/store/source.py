@@ -203,4 +203,4 @@ def _damage(file: Path) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).partition("LINE 1:")[0].split())  # behind it comes a query that nobody wrote

@@ -1,0 +1,25 @@
+"""The folder that a run or a comparison goes to: empty, ours, and told in one message when it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from narrowgauge.errors import UsageError
+
+
+def prepare(folder: Path) -> None:
+    """Make `folder`, or find it empty.
+
+    Raises UsageError when it is a file, holds something already, or cannot be made or written to.
+    """
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file; give a folder with --out.")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty; give another folder with --out, or delete it first.")
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; give another folder with --out.") from error

@@ -1,0 +1,62 @@
+"""`narrowgauge report` on what is damaged or newer: one message and exit code 2, or a page without the lost rows."""
+
+import json
+
+import pytest
+
+from narrowgauge.cli.main import main
+from narrowgauge.observe.store import RunWriter, open_run
+from narrowgauge.observe.verdict import Evidence, judge
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A comparison's folder: a baseline, one variant, a verdict."""
+    for name in ("baseline", "current"):
+        with RunWriter(tmp_path / name, {"weights_hash": "w", "steps": 4}) as writer:
+            for step in range(1, 5):
+                writer.add_scalars(step, loss=2.0 / step)
+    runs = {name: Evidence(name, open_run(tmp_path / name)) for name in ("baseline", "current")}
+    verdict = judge(runs["baseline"], None, {"current": runs["current"]}, {})
+    (tmp_path / "verdict.json").write_text(json.dumps(verdict.to_dict()))
+    return tmp_path
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *map(str, argv)])
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize("text", ['{"command": "tra', "[]", '{"schema": 1}', "null"])
+def test_a_damaged_verdict(folder, capsys, text):
+    (folder / "verdict.json").write_text(text)
+    said = refused(capsys, folder)
+    assert "verdict.json cannot be read" in said
+    assert "Delete it to have a page of the runs alone" in said
+
+
+def test_a_newer_verdict(folder, capsys):
+    data = json.loads((folder / "verdict.json").read_text())
+    (folder / "verdict.json").write_text(json.dumps({**data, "schema": 9, "novelty": 1}))
+    assert "has verdict schema 9; this narrowgauge reads up to schema 1" in refused(capsys, folder)
+
+
+def test_a_newer_run(folder, capsys):
+    manifest = json.loads((folder / "current" / "run.json").read_text())
+    (folder / "current" / "run.json").write_text(json.dumps({**manifest, "schema": 9}))
+    assert "run schema 9" in refused(capsys, folder)
+
+
+def test_a_truncated_segment_is_named_and_the_rest_is_shown(folder, capsys):
+    [segment] = (folder / "current" / "scalars").glob("*.parquet")
+    segment.write_bytes(segment.read_bytes()[:100])
+    main(["report", str(folder)])
+    said = capsys.readouterr()
+    assert "report.html" in said.out
+    [line] = said.err.splitlines()
+    assert f"going on without scalars/{segment.name}, which cannot be read" in line
+    assert "SELECT" not in line
