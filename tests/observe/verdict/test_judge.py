@@ -182,6 +182,16 @@ def test_disturbed_and_warm_up_steps_do_not_count_for_time():
     assert variant.step_seconds == pytest.approx(0.1)
 
 
+def test_where_every_step_was_recorded_there_is_no_speed():
+    native = {"emulated": False}
+    baseline = evidence("baseline", FLAT, meta=native, step_seconds=[1.0] * 40)
+    run = evidence("current", FLAT, meta=native, step_seconds=[20.0] * 40, clean=[0.0] * 40)
+    _, variant = judge_one(run, baseline=baseline)
+    assert variant.step_seconds is None
+    assert variant.speedup is None
+    assert variant.worth_it == "unknown"
+
+
 def test_flop_share_counts_layers_that_ran():
     flops = {"total": 1000, "linear": {"a": 300, "b": 500, "c": 100}}
     rows = [

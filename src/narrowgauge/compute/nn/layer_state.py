@@ -36,8 +36,8 @@ class LayerState:
     calls: int = 0
     rows_seen: int = 0
     sample_rows: int = 4
-    sample_outputs: int = 64
-    sample_columns: int = 4
+    sample_outputs: int = 128  # a gradient is mostly noise: of few of its elements the gain would scatter by percents
+    sample_columns: int = 16
     check: tuple[int, int] = (-1, -1)
 
     def result_to_check(self, step: int) -> ResultRole:

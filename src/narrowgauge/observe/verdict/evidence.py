@@ -51,13 +51,14 @@ class Evidence:
         return float(values[-1]) if values.size else None
 
     def step_seconds(self) -> float | None:
-        """Median time of an undisturbed step, warm-up left out."""
+        """Median time of an undisturbed step, warm-up left out; None if every step was disturbed, as by recording."""
         seconds, clean = self.series("step_seconds"), self.series("clean")
         if seconds.steps.size == 0:
             return None
         good = np.isin(seconds.steps, clean.steps[clean.values > 0]) & (seconds.steps > WARM_STEPS)
-        chosen = seconds.values[good] if good.any() else seconds.values
-        return float(np.median(chosen))
+        if not good.any() and clean.steps.size:
+            return None
+        return float(np.median(seconds.values[good] if good.any() else seconds.values))
 
     def tokens_per_second(self) -> float | None:
         """Tokens (or samples, for inputs that are no token ids) per second of an undisturbed step."""
