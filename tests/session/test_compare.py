@@ -95,6 +95,15 @@ def test_nothing_to_convert_is_one_message(tmp_path, capsys):
     assert "no linear layer to convert" in text
 
 
+def test_a_model_called_by_its_parts_is_measured_as_it_is_trained(tmp_path):
+    main(command(tmp_path, programs.METHOD, "--recipes", "current"))
+    verdict = Verdict.from_dict(json.loads((tmp_path / "out" / "verdict.json").read_text()))
+    [variant] = verdict.variants
+    layers = {name for name, *_ in variant.same_weights[0].layers}
+    assert {"up.weight", "lm_head.weight"} <= layers
+    assert 0 < variant.flop_share_pct < 50  # up, 32 x 32, not lm_head, 32 x 64
+
+
 def test_other_data_in_every_run_is_not_judged(tmp_path):
     main(command(tmp_path, programs.UNSEEDED_DATA, "--recipes", "current"))
     verdict = Verdict.from_dict(json.loads((tmp_path / "out" / "verdict.json").read_text()))

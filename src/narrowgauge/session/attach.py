@@ -104,7 +104,7 @@ class Session:
         if self.ledger.line is not None:
             self.ledger.line.tokens += tokens
         if self._probe is not None:
-            self._probe.module_call_begin(root.module, args, kwargs)
+            self._probe.module_call_begin(root.module, args, kwargs, root.model)
 
     def root_ended(self, root: Root, output: Any) -> None:
         """The model's call returned (or raised: then `output` is None)."""

@@ -17,7 +17,7 @@ class Root:
     """One model: an outermost module that owns trained parameters."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        self.module = module
+        self.module = self.model = module  # the model may be more than what is called
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype
         self._entered: ExitStack | None = None

@@ -91,9 +91,11 @@ class Roots:
         root = Root(module, AUTOCAST.get(self._plan.baseline))
         self._roots[id(module)] = root
         if id(module) in self._parts:
+            root.model = next(m for m in self._models if any(part is module for part in m.modules()))
             return root
         trained = _trained(optimizers)
         model = self.family.model_of(module, trained)
+        root.model = model
         parts = {id(m) for m in model.modules()}
         known = not parts.isdisjoint(self._parts)  # a part of it is a model already, and converted
         self._models.append(model)

@@ -136,7 +136,7 @@ def test_why_nothing_was_judged_is_said_once():
     why = "Not judged: from step 3 on the noise run saw other data than the baseline."
     two = tuple(synthetic.variant(name, outcome="unjudged", sentence=why, next_step="Do it.") for name in "ab")
     shown = plain(synthetic.verdict(judged=False, why_not=why, variants=two))
-    assert shown.count("from step 3 on") == shown.count("Do it.") == 1
+    assert shown.count("From step 3 on") == shown.count("Do it.") == 1
 
 
 def test_a_mark_in_the_table_is_explained():

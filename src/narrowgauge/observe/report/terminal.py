@@ -29,7 +29,8 @@ def render(verdict: Verdict) -> RenderableType:
     """The verdict for a rich `Console`: headline, sentences, table, notes. All strings are literal, never markup."""
     parts: list[RenderableType] = [Text(""), Text("".join(t for t, _ in headline.headline(verdict)), style="bold")]
     if verdict.why_not:  # the same for every variant: said once
-        parts.append(Text(words.scrub(verdict.why_not.removeprefix("Not judged: "))))
+        why = words.scrub(verdict.why_not.removeprefix("Not judged: "))
+        parts.append(Text(why[:1].upper() + why[1:]))
         steps = dict.fromkeys(v.next_step for v in verdict.variants if v.next_step)
         parts += [Text.assemble(("Next: ", "bold"), words.scrub(step)) for step in steps]
     else:

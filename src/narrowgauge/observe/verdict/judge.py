@@ -239,8 +239,8 @@ def _flop_share(run: Evidence, baseline: Evidence) -> float | None:
     flops = baseline.meta.get("flops") or {}
     total, per_layer = flops.get("total"), flops.get("linear") or {}
     converted = {row["name"] for row in run.meta.get("conversion", []) if row.get("recipe") and row.get("calls")}
-    if not total or not per_layer or not converted:
-        return None
+    if not total or not per_layer or not converted or int(baseline.meta.get("models", 1)) > 1:
+        return None  # of several models, one loss was counted
     return float(100.0 * sum(per_layer.get(name, 0) for name in converted) / total)
 
 

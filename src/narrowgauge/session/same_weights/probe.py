@@ -78,9 +78,9 @@ class SameWeightsProbe:
             self._step, self._over = step, False
         return not (self._disabled or self._over) and (step in self._steps or step in self._warm)
 
-    def module_call_begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """An outermost call of a model begins."""
-        self._guarded(lambda: self._begin(module, args, kwargs))
+    def module_call_begin(self, module: nn.Module, args: Any, kwargs: Any, whole: nn.Module | None = None) -> None:
+        """An outermost call of a model begins, or of a part of the model `whole`."""
+        self._guarded(lambda: self._begin(module, args, kwargs, whole))
 
     def module_call_end(self, module: nn.Module, output: Any) -> None:
         """It returned `output`."""
@@ -129,13 +129,13 @@ class SameWeightsProbe:
 
     # One microbatch.
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any, whole: nn.Module | None) -> None:
         if self._plan is not None or (self._tape is None and not torch.is_grad_enabled()):
             return
         if self._tape is None:
             self._tape = Tape()
             self._tape.start()
-        self._tape.module_begins(module, args, kwargs)
+        self._tape.module_begins(module, args, kwargs, whole)
 
     def _before_backward(self, loss: Any, plain: bool) -> None:
         if self._tape is None or self._plan is not None:

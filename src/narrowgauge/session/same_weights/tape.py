@@ -88,14 +88,14 @@ class Tape(TorchFunctionMode):
 
     # What is recorded.
 
-    def module_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def module_begins(self, module: nn.Module, args: Any, kwargs: Any, whole: nn.Module | None = None) -> None:
         """An outermost module call begins; what happens inside belongs to it."""
         self._depth += 1
         if self._depth > 1:
-            self._add_root(module)
+            self._add_root(whole or module)
             return
         function_modes.remove(self)
-        self._add_root(module)
+        self._add_root(whole or module)
         self._call = self._entry(type(module).__name__, module, args, kwargs, Rng.now())
 
     def module_ends(self, module: nn.Module, output: Any) -> None:
