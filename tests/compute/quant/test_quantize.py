@@ -26,6 +26,7 @@ from narrowgauge.compute.quant import (
     inv_scale_from_amax,
     quantize,
 )
+from narrowgauge.compute.quant.quantize import scales_for
 from narrowgauge.errors import FormatError, ShapeError, UsageError
 from narrowgauge.formats import E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, codec_array
 
@@ -152,6 +153,19 @@ def test_a_given_scale_is_used_as_it_is_and_does_not_hide_what_is_not_finite(giv
     assert q.dequantize().tolist() == [[1.0, 896.0]]
     x[0, 0] = torch.inf
     assert quantize(x, E4M3FN, scale=given).dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_under_a_given_scale_codes_do_not_depend_on_the_amax_and_the_scale_does(bad):
+    x = torch.tensor([[1.0, 3.0, -1000.0]])
+    want = quantize(x, E4M3FN, scale=2.0).codes.float()
+    x[0, 0] = bad
+    q = quantize(x, E4M3FN, scale=2.0)
+    assert q.scale.isnan()
+    assert torch.equal(q.codes.float()[0, 1:], want[0, 1:])
+    found = scales_for(torch.tensor([1.0, bad, 1.0, bad]), E4M3FN, scale=torch.tensor([2.0, 2.0, -1.0, 0.0]))
+    assert found[0].nan_to_num(-1).tolist() == [2, -1, -1, -1]
+    assert found[1].tolist() == [0.5, 0.5, 1, 1]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.inf, torch.nan])

@@ -77,17 +77,19 @@ def scales_for(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and inv_scale of granules with these amaxes, or of these under a given scale (and inv_scale).
 
-    A granule whose amax or given scale is no number has the scale NaN and the inv_scale 1.
+    A granule whose amax or given scale is no number has the scale NaN. Its inv_scale is 1, unless a healthy one was
+    given: what a given scale makes of x depends on no amax, so that a kernel need not know it before it writes codes.
     """
     healthy = amax < torch.inf  # False for NaN too
     if scale is None:
         inv_scale = inv_scale_from_amax(amax, fmt, scaling, margin)
         scale = inv_scale.reciprocal()
     else:
-        healthy = healthy & (scale > 0) & (scale < torch.inf)
+        usable = (scale > 0) & (scale < torch.inf)
         if inv_scale is None:
             inv_scale = scale.reciprocal().clamp(max=FLOAT32_MAX)
-        inv_scale = torch.where(healthy, inv_scale, 1.0)
+        inv_scale = torch.where(usable, inv_scale, 1.0)
+        healthy = healthy & usable
     return torch.where(healthy, scale, torch.nan), inv_scale
 
 
