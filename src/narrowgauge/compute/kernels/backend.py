@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.kernels.both import Both
+from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.quant import Granularity, QTensor
 from narrowgauge.compute.recipes import Operand, Recipe
 from narrowgauge.errors import ShapeError
@@ -45,8 +45,7 @@ class Backend(Protocol):
         turned: Operand | None,
         *,
         shared: bool,
-        scale: Tensor | None = None,
-        inv_scale: Tensor | None = None,
+        given: Given | None = None,
         amax: Tensor | None = None,
     ) -> Both:
         """Quantize a tensor for up to two gemms; see `kernels.both`. Codes and scales are the reference's."""

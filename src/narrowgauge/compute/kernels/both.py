@@ -10,12 +10,35 @@ Legend: M = rows, K = columns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import QTensor, quantize
+from narrowgauge.compute.quant import PerTensor, QTensor, quantize
 from narrowgauge.compute.recipes import Operand
 
-Both = tuple[QTensor | None, QTensor | None]
+
+@dataclass(frozen=True)
+class Given:
+    """A scale that was not made from the tensor that it is used for: delayed, static.
+
+    `scale` and `inv_scale` are float32 []. `slot`, float32 [1] and negative before it has seen data, takes the largest
+    amax of what is quantized with this scale; a tensor without elements or with a non-finite amax leaves it alone.
+    """
+
+    scale: Tensor
+    inv_scale: Tensor
+    slot: Tensor | None = None
+
+
+class Both(NamedTuple):
+    """The copy that one gemm reads, the copy that the other reads, and the amax [] that a given scale did not need."""
+
+    plain: QTensor | None
+    turned: QTensor | None
+    amax: Tensor | None = None
 
 
 def quantize_both(
@@ -24,8 +47,7 @@ def quantize_both(
     turned: Operand | None,
     *,
     shared: bool,
-    scale: Tensor | None = None,
-    inv_scale: Tensor | None = None,
+    given: Given | None = None,
     amax: Tensor | None = None,
 ) -> Both:
     """Quantize x_MK by one rule or two; a rule that is None asks for nothing. The reference, on any device.
@@ -34,16 +56,21 @@ def quantize_both(
         x_MK: [M, K] of any float dtype.
         plain, turned: the rule of each gemm's operand; `turned`'s speaks of [K, M].
         shared: the rules are equal and one copy serves both.
-        scale, inv_scale, amax: given ones, as `quantize` takes them; only where the copy is shared.
+        given: a scale from elsewhere; only where the copy is shared.
+        amax: that of this same x, to save its being computed twice; only where the copy is shared.
     """
     if shared:
         rule = plain or turned
         assert rule is not None  # somebody asked
+        if amax is None and rule.granularity == PerTensor():
+            amax = rule.granularity.amax(x_MK)
+        scales = {} if given is None else {"scale": given.scale, "inv_scale": given.inv_scale}
         one = quantize(
-            x_MK, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin,
-            scale=scale, inv_scale=inv_scale, amax=amax,
+            x_MK, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin, amax=amax, **scales
         )  # fmt: skip
-        return (one if plain else None), (one.T if turned else None)
+        if given is not None and given.slot is not None and amax is not None and x_MK.numel():
+            torch.maximum(given.slot, torch.where(amax < torch.inf, amax, -1.0), out=given.slot)
+        return Both(one if plain else None, one.T if turned else None, amax)
     q: QTensor | None = None
     q_T: QTensor | None = None
     if plain:
@@ -51,4 +78,4 @@ def quantize_both(
     if turned:
         along_M = turned.granularity.transposed()
         q_T = quantize(x_MK, turned.fmt, along_M, scaling=turned.scaling, margin=turned.margin).T
-    return q, q_T
+    return Both(q, q_T)

@@ -143,6 +143,12 @@ def inside_backward() -> bool:
 
 _CLOCKS: weakref.WeakSet[StepClock] = weakref.WeakSet()
 _hook_handle: Any = None
+_optimizer_steps = 0
+
+
+def optimizer_steps() -> int:
+    """How many steps optimizers have made in this process, whoever's parameters they own."""
+    return _optimizer_steps
 
 
 def _install_hook() -> None:
@@ -152,5 +158,7 @@ def _install_hook() -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
     for clock in list(_CLOCKS):
         clock.optimizer_stepped(optimizer)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
+from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole
 from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.compute.recipes import Recipe
@@ -39,6 +40,7 @@ class LayerState:
     sample_outputs: int = 128  # a gradient is mostly noise: of few of its elements the gain would scatter by percents
     sample_columns: int = 16
     check: tuple[int, int] = (-1, -1)
+    kept_weight: KeptWeight = field(default_factory=KeptWeight)
 
     def result_to_check(self, step: int) -> ResultRole:
         """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere."""
@@ -57,8 +59,8 @@ class LayerState:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the observer, which belongs to a run and not to a model."""
-        return {**vars(self), "observer": None}
+        """Everything but the observer, which belongs to a run, and the kept codes, which belong to this weight."""
+        return {**vars(self), "observer": None, "kept_weight": KeptWeight()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

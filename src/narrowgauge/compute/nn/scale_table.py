@@ -20,10 +20,12 @@ Source: FP8 Formats for Deep Learning (arXiv:2209.05433), section 4; Transformer
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.resume_warnings import warn_lost
 from narrowgauge.compute.quant import inv_scale_from_amax
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX
@@ -45,7 +47,10 @@ class _Group:
 
 
 class ScaleTable:
-    """history [S, H]; scale, inv_scale and amax_now [S] of every delayed or static site; all float32."""
+    """history [S, H]; scale, inv_scale and amax_now [S] of every delayed or static site; all float32.
+
+    They are changed in place, so that a captured CUDA graph finds them; what is saved for a backward pass are copies.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.history = torch.zeros(0, 1, device=device)
@@ -59,6 +64,11 @@ class ScaleTable:
         self._pending: list[tuple[int, Tensor]] = []
         self._waiting: set[int] = set()  # rows whose scale may still be NOT_YET
         self._indices: dict[tuple[int, ...], Tensor] = {}
+        self._given: dict[int, Given] = {}  # views of the rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views, which would be copied apart from what they show."""
+        return {**vars(self), "_given": {}}
 
     def add(self, module: str, recipe: Recipe) -> int:
         """Add the three sites of `module` and return the row of the first."""
@@ -83,6 +93,7 @@ class ScaleTable:
         for i, role in enumerate(ROLES):
             self._group(recipe, recipe.uses(role)[0]).rows.append(first + i)
         self._indices.clear()
+        self._given.clear()
         return first
 
     def check_scales(self, recipe: Recipe) -> None:
@@ -94,32 +105,43 @@ class ScaleTable:
                     f"{nearest(site, self.sites)}"
                 )
 
+    def knows(self, row: int) -> bool:
+        """Whether `row` surely has a scale; without one, the first tensor's own amax makes one (`scale_of`)."""
+        return row not in self._waiting
+
+    def given(self, row: int, device: torch.device, *, write: bool) -> Given:
+        """The scale of this step for `row`, on `device`; if `write`, with a slot that takes the amax."""
+        if write:
+            self._tell_what_is_lost()
+        if row not in self._given:
+            here = slice(row, row + 1)
+            self._given[row] = Given(self.scale[row], self.inv_scale[row], self.amax_now[here])
+        given = self._given[row]
+        if device != self.scale.device:
+            return Given(given.scale.to(device), given.inv_scale.to(device))
+        return given if write else Given(given.scale, given.inv_scale)
+
     def scale_of(self, row: int, operand: Operand, amax: Tensor, *, write: bool) -> tuple[Tensor, Tensor]:
         """Return the scale and inv_scale, both [], that this step uses for `row`, on amax's device.
 
         Before there is one, it is made from this tensor's own `amax`, and kept if `write`.
         """
         scale, inv_scale = self.scale[row], self.inv_scale[row]
-        if row in self._waiting:
-            amax_here = amax.to(scale.device)
-            own = inv_scale_from_amax(amax_here, operand.fmt, operand.scaling, operand.margin)
-            waiting = scale <= 0
-            used = torch.where(waiting, own.reciprocal(), scale), torch.where(waiting, own, inv_scale)
-            if write:
-                keep = ~waiting | ((amax_here > 0) & (amax_here < torch.inf))
-                here = self._index((row,))
-                # Never in place: views of the table are saved for the backward pass.
-                kept = (torch.where(keep, new, NOT_YET).reshape(1) for new in used)
-                self.scale = self.scale.index_copy(0, here, next(kept))
-                self.inv_scale = self.inv_scale.index_copy(0, here, next(kept))
-            scale, inv_scale = used
-        return scale.to(amax.device), inv_scale.to(amax.device)
+        if self.knows(row):
+            return scale.to(amax.device), inv_scale.to(amax.device)
+        amax_here = amax.to(scale.device)
+        own = inv_scale_from_amax(amax_here, operand.fmt, operand.scaling, operand.margin)
+        waiting = scale <= 0
+        used = torch.where(waiting, own.reciprocal(), scale), torch.where(waiting, own, inv_scale)
+        if write:
+            keep = ~waiting | ((amax_here > 0) & (amax_here < torch.inf))
+            scale.copy_(torch.where(keep, used[0], NOT_YET))
+            inv_scale.copy_(torch.where(keep, used[1], NOT_YET))
+        return used[0].to(amax.device), used[1].to(amax.device)
 
     def record(self, row: int, amax: Tensor) -> None:
         """Take the amax [] of one tensor of `row` into this step. Costs no kernel: folded at the roll."""
-        if self.lost:
-            name, self.lost = self.lost, ""
-            warn_lost(name)
+        self._tell_what_is_lost()
         self._pending.append((row, amax))
         if len(self._pending) >= _FOLD_AFTER:
             self.fold()
@@ -133,7 +155,7 @@ class ScaleTable:
         device = self.scale.device
         values = torch.stack([amax.to(device) for amax in amaxes]).float()
         values = torch.where(values < torch.inf, values, NO_DATA)  # NaN compares false too
-        self.amax_now = self.amax_now.scatter_reduce(0, self._index(rows), values, "amax")
+        self.amax_now.scatter_reduce_(0, self._index(rows), values, "amax")
 
     def roll(self) -> None:
         """End the step: amaxes enter the history, scales follow."""
@@ -141,9 +163,9 @@ class ScaleTable:
         self.steps += 1
         seen = self.amax_now >= 0
         rolled = torch.cat([self.amax_now.unsqueeze(1), self.history[:, :-1]], dim=1)
-        self.history = torch.where(seen.unsqueeze(1), rolled, self.history)
-        self.amax_now = torch.full_like(self.amax_now, NO_DATA)
-        scale, inv_scale = self.scale.clone(), self.inv_scale.clone()
+        self.history.copy_(torch.where(seen.unsqueeze(1), rolled, self.history))
+        self.amax_now.fill_(NO_DATA)
+        scale, inv_scale = self.scale, self.inv_scale
         for group in self._groups:
             recipe, operand = group.recipe, group.operand
             if recipe.state == "static" and (not recipe.refresh_every or self.steps % recipe.refresh_every):
@@ -154,7 +176,6 @@ class ScaleTable:
             fresh = inv_scale_from_amax(assumed, operand.fmt, operand.scaling, operand.margin)
             scale[index] = torch.where(assumed > 0, fresh.reciprocal(), scale[index])
             inv_scale[index] = torch.where(assumed > 0, fresh, inv_scale[index])
-        self.scale, self.inv_scale = scale, inv_scale
         self._stop_waiting()
 
     def state(self, module: str) -> dict[str, Tensor]:
@@ -171,9 +192,7 @@ class ScaleTable:
         self.fold()
         first, shapes = self._saved_shapes(module)
         for name, shape in shapes.items():
-            fresh = getattr(self, name).clone()
-            fresh[first : first + 3].narrow(-1, 0, shape[-1]).copy_(state[name])
-            setattr(self, name, fresh)
+            getattr(self, name)[first : first + 3].narrow(-1, 0, shape[-1]).copy_(state[name])
         self.steps = int(state["steps"])
         still = (state["scale"] <= 0).tolist()
         self._waiting -= {first, first + 1, first + 2}
@@ -203,6 +222,12 @@ class ScaleTable:
             for name in ("history", "scale", "inv_scale", "amax_now"):
                 setattr(self, name, getattr(self, name).to(device))
             self._indices.clear()
+            self._given.clear()
+
+    def _tell_what_is_lost(self) -> None:
+        if self.lost:
+            name, self.lost = self.lost, ""
+            warn_lost(name)
 
     def _stop_waiting(self) -> None:
         # Reading the table back would wait for the GPU: there it is asked after 1, 2, 4, 8, ... steps only.

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.kernels.both import Both
+from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.scaled_mm import ScaledMM
 from narrowgauge.compute.quant import Granularity
 from narrowgauge.compute.recipes import Operand, Recipe
@@ -39,11 +39,10 @@ class Fused(ScaledMM):
         turned: Operand | None,
         *,
         shared: bool,
-        scale: Tensor | None = None,
-        inv_scale: Tensor | None = None,
+        given: Given | None = None,
         amax: Tensor | None = None,
     ) -> Both:
         """Quantize a tensor for up to two gemms; codes and scales are the reference's."""
         from narrowgauge.compute.kernels.fused import quantize
 
-        return quantize.quantize_both(x_MK, plain, turned, shared=shared, scale=scale, inv_scale=inv_scale, amax=amax)
+        return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.kernels.both import Both
+from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
 from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise
@@ -38,21 +38,25 @@ def quantize_both(
     turned: Operand | None,
     *,
     shared: bool,
-    scale: Tensor | None = None,
-    inv_scale: Tensor | None = None,
+    given: Given | None = None,
     amax: Tensor | None = None,
 ) -> Both:
     """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`."""
     rule = plain or turned
+    scale: Tensor | None
+    scale_T: Tensor | None
     if rule is None or not _can(x_MK, rule, plain, turned):
-        return by_reference(x_MK, plain, turned, shared=shared, scale=scale, inv_scale=inv_scale, amax=amax)
+        return by_reference(x_MK, plain, turned, shared=shared, given=given, amax=amax)
     wanted = {"plain": plain is not None, "turned": turned is not None}
     if rule.granularity == PerTensor():
         if amax is None:
             amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
-        scale, inv_scale = scales_for(amax, rule.fmt, rule.scaling, rule.margin, scale, inv_scale)
+        scales = (given.scale, given.inv_scale) if given else (None, None)
+        scale, inv_scale = scales_for(amax, rule.fmt, rule.scaling, rule.margin, *scales)
+        if given and given.slot is not None:
+            torch.maximum(given.slot, torch.where(amax < torch.inf, amax, -1.0), out=given.slot)
         codes, codes_T = tensorwise.cast(x_MK, inv_scale, rule.fmt, **wanted)
-        scale_T: Tensor | None = scale
+        scale_T = scale
     elif rule.granularity == BLOCK_128x128:
         codes, codes_T, scale = blocks.cast_squares(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
         scale_T = scale.t()
@@ -60,7 +64,7 @@ def quantize_both(
         codes, scale, codes_T, scale_T = blocks.cast_tiles(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
     else:
         codes, scale, codes_T, scale_T = rows.cast_rows(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
-    return _wrap(codes, scale, rule), _wrap(codes_T, scale_T, rule)
+    return Both(_wrap(codes, scale, rule), _wrap(codes_T, scale_T, rule), amax)
 
 
 def _can(x_MK: Tensor, rule: Operand, plain: Operand | None, turned: Operand | None) -> bool:

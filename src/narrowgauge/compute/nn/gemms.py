@@ -1,0 +1,90 @@
+"""The three products of a linear layer, between quantized operands; who watches sees every tensor once.
+
+    fprop   y_MN  = x_MK   · w_NK  + b_N       input x weight            in the autocast dtype, or x's
+    dgrad   dx_MK = dy_MN  · wT_KN             grad_output x weight      in x's dtype
+    wgrad   dw_NK = dyT_NM · xT_KM             grad_output x input       in the weight's dtype
+            db_N  = sum_M dy_MN                                          never quantized
+
+Every gemm contracts the last axis of both operands, because tensor cores want it so and because a scale can
+only be factored out of a sum when it does not vary along it. Hence each tensor is needed twice, once along
+each axis:
+
+    one scale per tensor, or square blocks     one copy; its transpose is a view, or made in the same read
+    rows, 1x128, 1x32                          two copies, both made from high precision: wgrad never quantizes
+                                               what was quantized already
+
+Legend: M = tokens (all leading dimensions), K = input features, N = output features; T = transposed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.nn.call import Call
+from narrowgauge.compute.nn.observer import GemmSample, picked, sample_rows
+from narrowgauge.compute.quant import QTensor
+
+Samples = tuple[Tensor, Tensor, Tensor] | None
+
+
+def fprop(call: Call, x: QTensor, w: QTensor, bias: Tensor | None, high: tuple[Tensor, Tensor]) -> Tensor:
+    """y [M, N]; `high` are x_MK and w_NK before quantization, for the gemm check."""
+    state, recipe = call.state, call.state.recipe
+    y_MN = state.backend.gemm(x, w, call.compute_dtype, bias=bias, fast_accum=recipe.fprop.fast_accum, fake=recipe.fake)
+    if call.watched:
+        call.tell(partial(_show_output, call, y_MN.detach(), *high, bias))
+    return y_MN
+
+
+def dgrad(call: Call, dy: QTensor, w_T: QTensor, dtype: torch.dtype, dy_MN: Tensor, samples: Samples) -> Tensor:
+    """dx [M, K] in `dtype`."""
+    state, recipe = call.state, call.state.recipe
+    out = call.compute_dtype if recipe.fake else dtype
+    dx_MK = state.backend.gemm(dy, w_T, out, fast_accum=recipe.dgrad.fast_accum, fake=recipe.fake)
+    if call.watched and state.observer is not None:
+        check = None
+        if call.checked == "grad_input" and samples is not None:
+            check = sample_rows(dx_MK, dy_MN, samples[2].T, None, state.sample_rows, call.turn)
+        state.observer.result(state.name, "grad_input", dx_MK, check)
+    return dx_MK.to(dtype)
+
+
+def wgrad(call: Call, dy_T: QTensor, x_T: QTensor, dtype: torch.dtype, dy_MN: Tensor, samples: Samples) -> Tensor:
+    """dw [N, K] in `dtype`."""
+    state, recipe = call.state, call.state.recipe
+    out = call.compute_dtype if recipe.fake else dtype
+    dw_NK = state.backend.gemm(dy_T, x_T, out, fast_accum=recipe.wgrad.fast_accum, fake=recipe.fake)
+    if call.watched and state.observer is not None:
+        check = None
+        if call.checked == "grad_weight" and samples is not None:
+            columns, x_MC, _ = samples
+            # All rows of dw would read all of dy once more, in float32.
+            rows = picked(dw_NK.shape[0], state.sample_outputs, call.turn, dw_NK.device)
+            check = GemmSample(got=dw_NK[rows][:, columns].float(), want=dy_MN[:, rows].float().T @ x_MC.float())
+        state.observer.result(state.name, "grad_weight", dw_NK, check)
+    return dw_NK.to(dtype)
+
+
+def bias_gradient(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """db [N]: summed in float32 or wider, rounded once."""
+    return dy_MN.sum(0, dtype=torch.promote_types(dy_MN.dtype, torch.float32)).to(dtype)
+
+
+def keep_samples(call: Call, x_MK: Tensor, w_NK: Tensor) -> Samples:
+    """What the gradients' checks need of the high-precision operands: some columns of x, and w itself."""
+    if not call.watched or call.checked == "output":
+        return None
+    columns = picked(x_MK.shape[1], call.state.sample_columns, call.turn, x_MK.device)
+    return columns, x_MK[:, columns], w_NK
+
+
+def _show_output(call: Call, y_MN: Tensor, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None) -> None:
+    state = call.state
+    if state.observer is not None:
+        check = None
+        if call.checked == "output":
+            check = sample_rows(y_MN, x_MK, w_NK, bias, state.sample_rows, call.turn)
+        state.observer.result(state.name, "output", y_MN, check)
