@@ -89,10 +89,19 @@ def commands() -> str:
     parent = click.Context(cli, info_name="narrowgauge", **cli.context_settings)
     for verb in VERBS:
         command = cli.get_command(parent, verb)
-        if command is not None:
-            context = click.Context(command, info_name=verb, parent=parent, max_content_width=100, terminal_width=100)
-            parts += ["", f"## {verb}", "", "```text", command.get_help(context).rstrip(), "```"]
+        if command is None:
+            continue
+        context, text = _help(command, verb, parent)
+        parts += ["", f"## {verb}", "", *text]
+        if isinstance(command, click.Group):
+            for name, subject in command.commands.items():
+                parts += ["", f"### {verb} {name}", "", *_help(subject, name, context)[1]]
     return "\n".join(parts) + "\n"
+
+
+def _help(command: click.Command, name: str, parent: click.Context) -> tuple[click.Context, list[str]]:
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100)
+    return context, ["```text", command.get_help(context).rstrip(), "```"]
 
 
 PAGES: dict[str, Callable[[], str]] = {"metrics.md": metrics, "recipes.md": recipes, "cli.md": commands}

@@ -35,10 +35,12 @@ def command_lines(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("narrowgauge ")]
 
 
-def options(verb: str) -> set[str]:
-    command = cli.get_command(click.Context(cli), verb)
-    assert command is not None
-    return {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
+def command_of(words: list[str]) -> click.Command | None:
+    """The command that a line calls: a verb's, or that of a verb's subject; None if it has no such subject."""
+    command = cli.get_command(click.Context(cli), words[1])
+    if isinstance(command, click.Group) and len(words) > 2:
+        return command.commands.get(words[2])
+    return command
 
 
 def problem(line: str) -> str | None:
@@ -50,7 +52,11 @@ def problem(line: str) -> str | None:
     if verb not in VERBS:
         return f"no verb {verb!r}"
     ours = words[2 : words.index("--")] if "--" in words else words[2:]
-    unknown = {word.partition("=")[0] for word in ours if word.startswith("-")} - options(verb)
+    command = command_of(words)
+    if command is None:
+        return f"{verb} has no {words[2]!r}"
+    known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
+    unknown = {word.partition("=")[0] for word in ours if word.startswith("-")} - known
     return f"{verb} has no {sorted(unknown)}" if unknown else None
 
 
@@ -72,6 +78,8 @@ def test_commands_and_flags_exist(page: Path):
     [
         ("narrowgauge compare --out DIR -- train.py --any-flag", None),
         ("narrowgauge compose -- train.py", "no verb 'compose'"),
+        ("narrowgauge bench step --peer torchao", None),
+        ("narrowgauge bench speed", "bench has no 'speed'"),
         ("narrowgauge run --recipe current -- train.py", "run has no ['--recipe']"),
     ],
 )

@@ -1,0 +1,175 @@
+"""A whole training step in every precision and recipe, beside a peer's, in one process and in turn.
+
+    x BF16      = median of BF16's step / median of this one, both from the same rounds
+    TFLOP/s     = FLOPs of the model / median           (see `shapes`; what is recomputed is not counted)
+    of ceiling  = (FP8 FLOPs / FP8 ceiling + other FLOPs / that precision's ceiling) / median
+
+Variants are built one after the other; a variant's peak memory is what its own steps added to what lay there before it
+was built. Then they take turns. If they do not all fit in memory they are measured in groups, and BF16 is in every one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowgauge.bench import phases
+from narrowgauge.bench.ceilings import Ceilings, measure_ceilings
+from narrowgauge.bench.energy import EnergyMeter, EnergyPerTurn
+from narrowgauge.bench.peers import check_peer
+from narrowgauge.bench.result import Result, Row
+from narrowgauge.bench.shapes import sized, step_flops
+from narrowgauge.bench.timing import Timing, interleave, wait
+from narrowgauge.bench.variants import Stepper, Variant, choose_variants
+
+GIB = 2**30
+LEAD = 1  # the first step of a turn pays for the one before
+
+
+@dataclass
+class _Built:
+    """A variant that is ready, and what was learned while it was made so."""
+
+    stepper: Stepper
+    peak_bytes: int | None
+    held_bytes: int
+    compile_facts: dict[str, int]
+
+
+@dataclass
+class _Measured:
+    timing: Timing
+    bf16: Timing
+    joules: float | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def bench_step(
+    size_name: str,
+    device: torch.device,
+    *,
+    recipes: Sequence[str] = ("current", "delayed", "rowwise", "blockwise"),
+    precisions: Sequence[str] = (),
+    peer: str | None = None,
+    mode: str = "compiled",
+    rounds: int = 6,
+    samples: int = 5,
+) -> Result:
+    """Measure the training step of `size_name` and return one row per variant.
+
+    `rounds` turns per variant of `samples` steps each. Raises UsageError for a peer that is not there.
+    """
+    if peer is not None:
+        check_peer(peer)
+    variants = choose_variants(precisions, recipes, peer)
+    size, meter = sized(size_name), EnergyMeter(device)
+    ceilings = measure_ceilings(device)
+    rows: dict[str, Row] = {}
+    alive: list[_Built] = []
+    torch._dynamo.config.recompile_limit = 64
+    for variant in variants:
+        if len(alive) > 1 and not _fits(variant, alive, device):
+            rows |= _measure(alive, rounds, samples, meter, ceilings)
+            del alive[1:]
+            _forget(device)
+        try:
+            alive.append(_build(variant, size_name, device, mode))
+        except Exception as error:
+            if not alive:  # without BF16 there is nothing to compare with
+                raise
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            rows[variant.name] = {"variant": variant.name, "error": cause}
+            _forget(device)
+    rows = _measure(alive, rounds, samples, meter, ceilings) | rows
+    settings = {
+        "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,
+        "mode": mode, "rounds": rounds, "samples": samples, "peer": peer,
+    }  # fmt: skip
+    notes = [f"energy: {meter.reason}"] if meter.reason else []
+    return Result("step", settings, [rows[v.name] for v in variants if v.name in rows], ceilings.to_dict(), notes)
+
+
+def _build(variant: Variant, size_name: str, device: torch.device, mode: str) -> _Built:
+    counters = torch._dynamo.utils.counters
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    counters.clear()
+    stepper = Stepper(variant, sized(size_name), device, mode)
+    for _ in range(3):
+        stepper()
+    facts = {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
+    counters.clear()
+    wait(device)
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(2):
+            stepper()
+        wait(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+    facts["recompiles"] = counters["stats"]["unique_graphs"]
+    return _Built(stepper, peak, held, facts)
+
+
+def _fits(variant: Variant, alive: Sequence[_Built], device: torch.device) -> bool:
+    """Whether one more variant finds room beside those that are there, judged by what BF16 needs."""
+    if device.type != "cuda":
+        return True
+    needs = (alive[0].peak_bytes or 0) * (2.4 if variant.wide else 1.4)
+    free = torch.cuda.get_device_properties(device).total_memory - torch.cuda.memory_allocated(device)
+    return needs < 0.92 * free
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    group: Sequence[_Built], rounds: int, samples: int, meter: EnergyMeter, ceilings: Ceilings
+) -> dict[str, Row]:
+    device, energy = group[0].stepper.device, EnergyPerTurn(meter)
+    steppers = {built.stepper.variant.name: built.stepper for built in group}
+    timings = interleave(
+        steppers, device, rounds=rounds, samples=samples, lead=LEAD,
+        turn_begins=energy.begins, turn_ends=energy.ends,
+    )  # fmt: skip
+    rows = {}
+    for built in group:
+        name = built.stepper.variant.name
+        measured = _Measured(timings[name], timings["bf16"], energy.per_call(name, samples))
+        if device.type == "cuda":
+            measured.extra = phases.profile(built.stepper, device, timings[name].median)
+        rows[name] = _row(built, measured, ceilings)
+    return rows
+
+
+def _row(built: _Built, measured: _Measured, ceilings: Ceilings) -> Row:
+    stepper, ms = built.stepper, measured.timing.median
+    variant, size = stepper.variant, stepper.size
+    linear, other = step_flops(size)
+    ideal = ceilings.seconds(linear, "fp8" if variant.recipe else variant.precision)
+    rest = ceilings.seconds(other, variant.precision)
+    return {
+        "variant": variant.name,
+        "ms": round(ms, 3),
+        "p10": round(measured.timing.p10, 3),
+        "p90": round(measured.timing.p90, 3),
+        "x_bf16": round(measured.bf16.median / ms, 4),
+        "bf16_ms": round(measured.bf16.median, 3),
+        "peak_gib": None if built.peak_bytes is None else round(built.peak_bytes / GIB, 3),
+        "tokens_per_s": round(1e3 * size.batch * size.seq / ms),
+        "joules": None if measured.joules is None else round(measured.joules, 2),
+        "tflops": round((linear + other) / ms / 1e9, 2),
+        "of_ceiling_pct": None if ideal is None or rest is None else round(1e5 * (ideal + rest) / ms, 1),
+        "loss": round(float(stepper.loss), 4),
+        **built.compile_facts,
+        **measured.extra,
+        "how": [stepper.note] if stepper.note else [],
+    }

@@ -1,0 +1,105 @@
+"""Time several variants fairly: in turn, round by round, so that a machine whose speed drifts tilts none of them.
+
+    round 1:  a a' b b' c c'      round 2:  a a' b b' c c'      ...      the first calls of a turn are not counted
+    median, p10, p90 over all counted samples of a variant               milliseconds
+
+On a GPU a sample is the time between two events in its stream, so it holds what the device did and whatever it waited
+for; the host is waited for once per turn. On a CPU it is the clock. `cold` overwrites the caches before each sample,
+which on a GPU also hides what the host needs to launch a few kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 1 << 30  # far more than any cache holds; writing it takes a GPU about a quarter of a millisecond
+Hook = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one call took, in milliseconds: the median, the 10th and the 90th percentile, and of how many samples."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+
+def summarize(milliseconds: Sequence[float]) -> Timing:
+    """The median and the spread of the samples, of which there is at least one."""
+    if len(milliseconds) == 1:
+        return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1)
+    tenths = statistics.quantiles(milliseconds, n=10, method="inclusive")
+    return Timing(statistics.median(milliseconds), tenths[0], tenths[-1], len(milliseconds))
+
+
+def wait(device: torch.device) -> None:
+    """Return when everything that was launched on `device` has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int = 10,
+    samples: int = 1,
+    block: int = 1,
+    lead: int = 0,
+    cold: bool = False,
+    turn_begins: Hook | None = None,
+    turn_ends: Hook | None = None,
+) -> dict[str, Timing]:
+    """Time every call and return its timing, milliseconds per call.
+
+    A turn is `lead` calls that are not counted, then `samples` samples of `block` calls each. `turn_begins` and
+    `turn_ends` are told the name around the counted part, when the device is idle.
+    """
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if cold else None
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for _ in range(lead):
+                call()
+            wait(device)
+            if turn_begins is not None:
+                turn_begins(name)
+            found[name] += _turn(call, device, samples, block, flush)
+            if turn_ends is not None:
+                turn_ends(name)
+    return {name: summarize(times) for name, times in found.items()}
+
+
+def _turn(
+    call: Callable[[], object], device: torch.device, samples: int, block: int, flush: torch.Tensor | None
+) -> list[float]:
+    """Milliseconds per call of each sample."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(samples):
+            if flush is not None:
+                flush.zero_()
+            began = time.perf_counter()
+            for _ in range(block):
+                call()
+            times.append(1e3 * (time.perf_counter() - began) / block)
+        return times
+    events = []
+    for _ in range(samples):
+        if flush is not None:
+            flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(block):
+            call()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) / block for begin, end in events]
