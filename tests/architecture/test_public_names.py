@@ -27,7 +27,7 @@ PINNED = {
     "compute.recipes": """
         BLOCKWISE CATALOG CURRENT DELAYED MXFP8 MXFP8_OCP ROLES ROWWISE STATIC Gemm Operand Recipe by_name fake
     """,
-    "compute.kernels": "BACKENDS Backend Reference ScaledMM choose",
+    "compute.kernels": "BACKENDS Backend Both Given Reference ScaledMM choose",
     "compute.nn": """
         ConversionReport Fp8Linear GemmSample O1 O2 Observer Rule StepClock clock_of convert load_scaling_state
         revert scaling_state set_observer

@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.nn.call import Call
-from narrowgauge.compute.nn.observer import GemmSample, picked, sample_rows
+from narrowgauge.compute.nn.observer import GemmSample, Samples, picked, sample_rows
 from narrowgauge.compute.quant import QTensor
-
-Samples = tuple[Tensor, Tensor, Tensor] | None
 
 
 def fprop(call: Call, x: QTensor, w: QTensor, bias: Tensor | None, high: tuple[Tensor, Tensor]) -> Tensor:

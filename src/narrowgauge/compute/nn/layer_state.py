@@ -7,12 +7,17 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
+from torch import Tensor
+
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
+from narrowgauge.compute.nn.handle import grain_of, new_handle
 from narrowgauge.compute.nn.kept_weight import KeptWeight
-from narrowgauge.compute.nn.observer import Observer, ResultRole
+from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
 from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.compute.recipes import Recipe
+from narrowgauge.formats import E5M2
 
 RESULT_ROLES: tuple[ResultRole, ...] = get_args(ResultRole)
 
@@ -41,6 +46,19 @@ class LayerState:
     sample_columns: int = 16
     check: tuple[int, int] = (-1, -1)
     kept_weight: KeptWeight = field(default_factory=KeptWeight)
+    samples: dict[tuple[int, int], Samples] = field(default_factory=dict)  # of compiled forwards, by step and codes
+    handle: Tensor = field(init=False)
+    grain: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rule = self.recipe.uses("input")[1]
+        self.grain = grain_of(rule.granularity, rule.fmt == E5M2)
+        self.handle = new_handle(self)
+
+    def move(self, device: torch.device) -> None:
+        """Follow the layer's weight: a handle elsewhere would keep CUDA graphs away."""
+        if self.handle.device != device:
+            self.handle = new_handle(self, device)
 
     def result_to_check(self, step: int) -> ResultRole:
         """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere."""
@@ -53,17 +71,20 @@ class LayerState:
         """A copy that shares nothing that changes; layers of one model share one copied table and clock."""
         twin = object.__new__(LayerState)
         memo[id(self)] = twin
-        vars(twin).update(self.__getstate__())
+        twin.__setstate__(self.__getstate__())
         twin.table, twin.clock = deepcopy(self.table, memo), deepcopy(self.clock, memo)
         twin.subscribe()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the observer, which belongs to a run, and the kept codes, which belong to this weight."""
-        return {**vars(self), "observer": None, "kept_weight": KeptWeight()}
+        state = {**vars(self), "observer": None, "kept_weight": KeptWeight(), "samples": {}}
+        del state["handle"]  # an address is nobody else's
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.handle = new_handle(self)
         self.subscribe()
 
     def subscribe(self) -> None:

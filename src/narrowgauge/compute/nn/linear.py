@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.function import fp8_linear
+from narrowgauge.compute.nn.compiled import compiled_linear
+from narrowgauge.compute.nn.function import expected_dtype, fp8_linear
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.scale_table import ScaleTable
@@ -63,6 +64,7 @@ class Fp8Linear(nn.Linear):
         state = LayerState(name=name, recipe=recipe, backend=backend, clock=clock, table=table, row=row)
         clock.follow(module)
         state.subscribe()
+        state.move(module.weight.device)
         module.__class__ = Fp8Linear
         vars(module)["_fp8"] = state
         return state
@@ -75,16 +77,21 @@ class Fp8Linear(nn.Linear):
         del module._fp8
         module.__class__ = nn.Linear  # type: ignore[assignment]
 
-    # Scales and the clock are read and written as Python objects, which no graph may bake in: under torch.compile the
-    # graph breaks here. This is torch.compiler.disable without its import at load time, which takes seconds.
-    @_disable_dynamo
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
         """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""
+        if torch.compiler.is_compiling():
+            dtype = expected_dtype(input, self.weight, self.bias)
+            return compiled_linear(input, self.weight, self.bias, self._fp8, dtype)
         state = self._fp8
         state.calls += 1
         if not state.clock.follows(self):
             state.clock.follow(self)  # a copy, or a module that was unpickled
         return fp8_linear(input, self.weight, self.bias, state)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        module = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._fp8.move(self.weight.device)
+        return module
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -22,6 +22,7 @@ from narrowgauge.compute.quant import QTensor
 
 OperandRole = Literal["input", "weight", "grad_output"]
 ResultRole = Literal["output", "grad_input", "grad_weight"]
+Samples = tuple[Tensor, Tensor, Tensor] | None  # columns, x at these columns, w: what the gradients' checks need
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""The linear layer under torch.compile: two operators that the compiler sees, and does not look into.
+
+    linear_forward    x, w, b, handle         -> y, codes_xT, scale_xT
+    linear_backward   dy, w, codes_xT, ...    -> dx, dw, db
+
+So a graph has no break at a layer, and what changes from step to step (scales, who watches, a weight's kept codes) is
+read when the operator runs, not when it is traced: nothing is compiled again. The operators run `gemms` and `operands`
+as the eager function does.
+
+**What is saved** for the backward pass are FP8 codes of x; w is quantized again for dgrad, which costs one more read of
+it and saves a byte per parameter from forward to backward. Where a step has several microbatches, both copies are kept
+anyway (`kept_weight`).
+
+A forward that runs inside a backward pass was recomputed by the compiler or a checkpoint; it is not observed again.
+
+Legend: M = tokens (all leading dimensions), K = input features, N = output features; T = transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.nn import gemms
+from narrowgauge.compute.nn.call import Call, without_autocast
+from narrowgauge.compute.nn.clock import inside_backward
+from narrowgauge.compute.nn.handle import granularity_of, layer_of
+from narrowgauge.compute.nn.observer import Samples
+from narrowgauge.compute.nn.operands import quantize_operand
+from narrowgauge.compute.quant import QTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.compute.nn.layer_state import LayerState
+
+
+def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, dtype: torch.dtype) -> Tensor:
+    """`fp8_linear` for a compiler's eyes; `dtype` is the result's."""
+    grad = torch.is_grad_enabled()
+    y: Tensor
+    y, _, _ = linear_forward(x, weight, bias, state.handle, dtype, state.grain, grad)
+    return y
+
+
+@torch.library.custom_op("narrowgauge::linear_forward", mutates_args=())
+def linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    dtype: torch.dtype,
+    grain: list[int],
+    grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [..., N] in `dtype`, and if `grad` the codes [K, M] of x and their scales for the backward pass."""
+    state: LayerState = layer_of(handle)
+    recomputed = inside_backward()
+    state.calls += 1
+    if not recomputed:
+        state.clock.catch_up()
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if grad:
+        state.rows_seen = x_MK.shape[0]
+        state.kept_weight.begin()
+    call = Call.begin(state, dtype, "write" if grad and not recomputed else "read")
+    with without_autocast(x.device.type):
+        q_x, q_xT = quantize_operand(call, "input", x_MK, True, grad)
+        q_w, _ = quantize_operand(call, "weight", weight, True, False)
+        assert q_x is not None  # both plain copies are always asked for
+        assert q_w is not None
+        y_MN = gemms.fprop(call, q_x, q_w, bias, (x_MK, weight))
+    codes, scale = (x.new_empty(0), x.new_empty(0)) if q_xT is None else (q_xT.codes.contiguous(), _flat(q_xT.scale))
+    if grad:
+        state.clock.saw_data()
+        _keep_samples(call, codes, gemms.keep_samples(call, x_MK, weight))
+    return y_MN.reshape(*x.shape[:-1], weight.shape[0]), codes, scale
+
+
+@linear_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    dtype: torch.dtype,
+    grain: list[int],
+    grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+    if not grad:
+        return y, x.new_empty(0), x.new_empty(0)
+    M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    codes = x.new_empty((K, M), dtype=torch.float8_e5m2 if grain[0] else torch.float8_e4m3fn)
+    scale = x.new_empty(math.prod(granularity_of(grain).scale_shape((K, M))), dtype=torch.float32)
+    return y, codes, scale
+
+
+@torch.library.custom_op("narrowgauge::linear_backward", mutates_args=())
+def linear_backward(
+    dy: Tensor,
+    x_like: list[int],
+    x_dtype: torch.dtype,
+    weight: Tensor,
+    bias_dtype: torch.dtype | None,
+    codes_xT: Tensor,
+    scale_xT: Tensor,
+    handle: Tensor,
+    dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dw and db, each empty if not among `needs`."""
+    state: LayerState = layer_of(handle)
+    call = Call.begin(state, dtype, "write")
+    samples = state.samples.pop((call.turn, codes_xT.data_ptr()), None)
+    dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    dx, dw, db = _nothing(dy, x_like, x_dtype, weight, bias_dtype, needs)
+    needs_dx, needs_dw, needs_db = needs
+    with without_autocast(dy.device.type):
+        q_dy, q_dyT = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw)
+        if q_dy is not None:
+            again = Call(state, dtype, "write", False, call.turn, None)  # the forward showed the weight
+            q_wT = quantize_operand(again, "weight", weight, False, True)[1]
+            assert q_wT is not None
+            dx = gemms.dgrad(call, q_dy, q_wT, x_dtype, dy_MN, samples).reshape(x_like)
+        if q_dyT is not None:
+            rule = state.recipe.uses("input")[1]
+            shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
+            q_xT = QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
+            dw = gemms.wgrad(call, q_dyT, q_xT, weight.dtype, dy_MN, samples)
+        if needs_db and bias_dtype is not None:
+            db = gemms.bias_gradient(dy_MN, bias_dtype)
+    state.clock.saw_data()
+    return dx, dw, db
+
+
+@linear_backward.register_fake
+def _(
+    dy: Tensor,
+    x_like: list[int],
+    x_dtype: torch.dtype,
+    weight: Tensor,
+    bias_dtype: torch.dtype | None,
+    codes_xT: Tensor,
+    scale_xT: Tensor,
+    handle: Tensor,
+    dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _nothing(dy, x_like, x_dtype, weight, bias_dtype, needs)
+
+
+def _nothing(
+    dy: Tensor,
+    x_like: list[int],
+    x_dtype: torch.dtype,
+    weight: Tensor,
+    bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = dy.new_empty(x_like if needs[0] else 0, dtype=x_dtype)
+    dw = dy.new_empty(tuple(weight.shape) if needs[1] else 0, dtype=weight.dtype)
+    return dx, dw, dy.new_empty(dy.shape[-1] if needs[2] else 0, dtype=bias_dtype or dy.dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, handle, dtype, _, _ = inputs
+    _, codes_xT, scale_xT = output
+    ctx.save_for_backward(weight, codes_xT, scale_xT, handle)
+    ctx.x_like, ctx.x_dtype, ctx.dtype = list(x.shape), x.dtype, dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(codes_xT, scale_xT)
+
+
+def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    weight, codes_xT, scale_xT, handle = ctx.saved_tensors
+    needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+    found = linear_backward(
+        dy, ctx.x_like, ctx.x_dtype, weight, ctx.bias_dtype, codes_xT, scale_xT, handle, ctx.dtype, needs
+    )
+    wanted = (grad if need else None for grad, need in zip(found, needs, strict=True))
+    return *wanted, None, None, None, None
+
+
+linear_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _keep_samples(call: Call, codes: Tensor, samples: Samples) -> None:
+    """Until its backward pass, which will be given the same codes. What no backward came for goes with its step."""
+    kept = call.state.samples
+    for turn, address in [key for key in kept if key[0] != call.turn]:
+        del kept[turn, address]
+    if samples is not None:
+        kept[call.turn, codes.data_ptr()] = samples
+
+
+def _flat(scale: Tensor) -> Tensor:
+    """All scales in a row, in the order that block scales have in memory: no copy where a kernel of ours made them."""
+    return (scale.t() if scale.dim() == 2 else scale).reshape(-1)
+
+
+def _unflat(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return flat.view(shape[::-1]).t() if len(shape) == 2 else flat.view(shape)

@@ -1,0 +1,162 @@
+"""Under torch.compile: the eager numbers to the last bit, one graph, and nothing compiled twice."""
+
+import copy
+
+import pytest
+import torch
+from tests.compute.nn.layers import Seen
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import narrowgauge as ng
+from narrowgauge.compute.nn.linear import set_observer
+from narrowgauge.compute.recipes import CATALOG
+from narrowgauge.errors import ShapeError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256, bias=bias), nn.Linear(256, 128, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def blocks(recipe, count=1, **kwargs):
+    torch.manual_seed(0)
+    return ng.convert(nn.Sequential(*(Block(**kwargs) for _ in range(count))), recipe=recipe)[0]
+
+
+def compiled(model):
+    # The compiler's front end and autograd without code generation: what is emitted is the operators themselves.
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=counter, fullgraph=True), counter
+
+
+def train(model, call, steps=3, batch=4, microbatches=1):
+    """A few steps; everything that came out of them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        for _ in range(microbatches):
+            x = torch.randn(batch, 32, 128, generator=generator, requires_grad=True)
+            y = call(x)
+            y.backward(torch.randn(y.shape, generator=generator))
+            found += [y.detach(), x.grad]
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + list(ng.scaling_state(model).values())
+
+
+def assert_same(found, want):
+    assert len(found) == len(want)
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)
+def test_the_same_bits_as_eager_from_one_graph(recipe):
+    eager, model = blocks(recipe), blocks(recipe)
+    call, counter = compiled(model)
+    assert_same(train(model, call), train(eager, eager))
+    assert counter.frame_count == 1  # no break (fullgraph would raise), and no step compiled it again
+    x = torch.randn(2, 32, 128)
+    with torch.no_grad():
+        assert torch.equal(call(x), eager(x))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_several_microbatches_and_no_bias(recipe):
+    eager, model = blocks(recipe, bias=False), blocks(recipe, bias=False)
+    call, counter = compiled(model)
+    assert_same(train(model, call, microbatches=3), train(eager, eager, microbatches=3))
+    assert counter.frame_count == 1
+
+
+def test_a_block_compiled_once_serves_every_block():
+    eager, model = blocks("delayed", 6), blocks("delayed", 6)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+    assert_same(train(model, model), train(eager, eager))
+    assert counter.frame_count == 1
+
+
+def test_who_watches_changes_without_compiling_again():
+    model, seen = blocks("delayed"), Seen()
+    call, counter = compiled(model)
+    train(model, call, steps=1)
+    set_observer(model, seen)
+    train(model, call, steps=3)
+    set_observer(model, None)
+    train(model, call, steps=1)
+    assert counter.frame_count == 1
+    roles = ("input", "weight", "grad_output", "output", "grad_input", "grad_weight")
+    assert seen.counts() == {(f"0.{name}", role): 3 for name in ("up", "down") for role in roles}
+    checked = [role for (_, role), results in seen.results.items() for _, check in results if check is not None]
+    assert sorted(checked) == sorted(2 * ["grad_input", "grad_weight", "output"])  # one result a step, in turn
+
+
+def test_under_autocast_the_result_has_its_dtype():
+    eager, model = blocks("current"), blocks("current")
+    call, _ = compiled(model[0].up)
+    x = torch.randn(4, 128, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, want = call(x), eager[0].up(x)
+    assert y.dtype == want.dtype == torch.bfloat16
+    assert torch.equal(y, want)
+
+
+def test_a_recomputed_forward_is_seen_once():
+    model, seen = blocks("delayed"), Seen()
+    set_observer(model, seen)
+    call, _ = compiled(lambda x: checkpoint(model[0], x, use_reentrant=False))
+    plain = blocks("delayed")
+    assert_same(train(model, call), train(plain, plain))
+    assert seen.counts()["0.up", "input"] == seen.counts()["0.down", "weight"] == 3
+
+
+def test_a_copy_has_state_of_its_own():
+    model = blocks("delayed")
+    call, _ = compiled(model)
+    train(model, call, steps=1)
+    twin = copy.deepcopy(model)
+    before = ng.scaling_state(model)
+    train(twin, compiled(twin)[0], steps=2)
+    assert_same(list(ng.scaling_state(model).values()), list(before.values()))
+    assert ng.scaling_state(twin)["narrowgauge.0.up.steps"] == 3
+
+
+def test_frozen_weights_and_inputs_without_grad():
+    eager, model = blocks("rowwise"), blocks("rowwise")
+    for each in (eager, model):
+        each[0].up.weight.requires_grad_(False)
+    call, _ = compiled(model)
+    found = []
+    for each in (eager, call):
+        y = each(torch.randn(4, 128, generator=torch.Generator().manual_seed(2)))
+        y.backward(torch.ones_like(y))
+        found.append(y)
+    assert torch.equal(*found)
+    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_what_does_not_fit_is_refused():
+    call, _ = compiled(blocks("current"))
+    with pytest.raises((RuntimeError, ShapeError), match=r"(?i)mat1|shape|size|fit"):
+        call(torch.randn(4, 64))
