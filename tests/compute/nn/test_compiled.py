@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from tests.compute.nn.layers import Seen
+from tests.compute.nn.layers import Seen, calc_diff
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
+from narrowgauge.compute.nn.handle import INPUT, INPUT_AND_AMAX
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.recipes import CATALOG
 from narrowgauge.errors import ShapeError
@@ -84,6 +85,24 @@ def test_several_microbatches_and_no_bias(recipe):
     call, counter = compiled(model)
     assert_same(train(model, call, microbatches=3), train(eager, eager, microbatches=3))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)
+def test_saving_the_input_instead_of_its_codes_changes_no_bit(recipe):
+    eager, model = blocks(recipe), blocks(recipe)
+    seen = Seen()
+    set_observer(model, seen)
+    for module in model.modules():
+        if hasattr(module, "_fp8"):
+            module._fp8.saves = INPUT if recipe.state != "none" or recipe.shares("input") is False else INPUT_AND_AMAX
+    call, counter = compiled(model)
+    assert_same(train(model, call), train(eager, eager))
+    assert counter.frame_count == 1
+    assert set(seen.counts().values()) == {3}
+    checks = [check for results in seen.results.values() for _, check in results if check is not None]
+    assert len(checks) == 6
+    if recipe.state == "none":  # where scales lag behind, these jumps saturate
+        assert all(calc_diff(check.want, check.got) < 3e-3 for check in checks)
 
 
 def test_a_block_compiled_once_serves_every_block():

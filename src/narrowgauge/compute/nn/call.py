@@ -23,7 +23,7 @@ from narrowgauge.compute.nn.observer import ResultRole
 if TYPE_CHECKING:
     from narrowgauge.compute.nn.layer_state import LayerState
 
-Mode = Literal["read", "write", "note"]
+Mode = Literal["read", "write", "note", "again"]  # again: what the forward recorded is quantized once more
 
 
 @dataclass

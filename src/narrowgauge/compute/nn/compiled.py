@@ -27,10 +27,10 @@ from torch import Tensor
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, without_autocast
 from narrowgauge.compute.nn.clock import inside_backward
-from narrowgauge.compute.nn.handle import granularity_of, layer_of
+from narrowgauge.compute.nn.handle import CODES, INPUT_AND_AMAX, granularity_of, layer_of
 from narrowgauge.compute.nn.observer import Samples
 from narrowgauge.compute.nn.operands import quantize_operand
-from narrowgauge.compute.quant import QTensor
+from narrowgauge.compute.quant import PerTensor, QTensor
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn.layer_state import LayerState
@@ -40,7 +40,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: Layer
     """`fp8_linear` for a compiler's eyes; `dtype` is the result's."""
     grad = torch.is_grad_enabled()
     y: Tensor
-    y, _, _ = linear_forward(x, weight, bias, state.handle, dtype, state.grain, grad)
+    y, _, _ = linear_forward(x, weight, bias, state.handle, dtype, state.grain, grad, state.saves)
     return y
 
 
@@ -53,8 +53,12 @@ def linear_forward(
     dtype: torch.dtype,
     grain: list[int],
     grad: bool,
+    saves: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., N] in `dtype`, and if `grad` the codes [K, M] of x and their scales for the backward pass."""
+    """y [..., N] in `dtype`, and if `grad` what the backward pass needs: codes [K, M] of x and their scales in a row.
+
+    Where the input itself is saved there are no codes, and instead of scales the amax [1] of x, if it makes the scale.
+    """
     state: LayerState = layer_of(handle)
     recomputed = inside_backward()
     state.calls += 1
@@ -66,15 +70,21 @@ def linear_forward(
         state.kept_weight.begin()
     call = Call.begin(state, dtype, "write" if grad and not recomputed else "read")
     with without_autocast(x.device.type):
-        q_x, q_xT = quantize_operand(call, "input", x_MK, True, grad)
+        amax = None
+        if grad and saves == INPUT_AND_AMAX:
+            amax = state.backend.amax(x_MK, PerTensor())
+        q_x, q_xT = quantize_operand(call, "input", x_MK, True, grad and saves == CODES, amax)
         q_w, _ = quantize_operand(call, "weight", weight, True, False)
         assert q_x is not None  # both plain copies are always asked for
         assert q_w is not None
         y_MN = gemms.fprop(call, q_x, q_w, bias, (x_MK, weight))
-    codes, scale = (x.new_empty(0), x.new_empty(0)) if q_xT is None else (q_xT.codes.contiguous(), _flat(q_xT.scale))
+    codes, scale = x.new_empty(0), x.new_empty(0) if amax is None else amax.reshape(1)
+    if q_xT is not None:
+        codes, scale = q_xT.codes.contiguous(), _flat(q_xT.scale)
     if grad:
         state.clock.saw_data()
-        _keep_samples(call, codes, gemms.keep_samples(call, x_MK, weight))
+        if saves == CODES:
+            _keep_samples(call, codes, gemms.keep_samples(call, x_MK, weight))
     return y_MN.reshape(*x.shape[:-1], weight.shape[0]), codes, scale
 
 
@@ -87,9 +97,12 @@ def _(
     dtype: torch.dtype,
     grain: list[int],
     grad: bool,
+    saves: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-    if not grad:
+    if grad and saves == INPUT_AND_AMAX:
+        return y, x.new_empty(0), x.new_empty(1, dtype=torch.float32)
+    if saves != CODES or not grad:
         return y, x.new_empty(0), x.new_empty(0)
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
     codes = x.new_empty((K, M), dtype=torch.float8_e5m2 if grain[0] else torch.float8_e4m3fn)
@@ -100,6 +113,7 @@ def _(
 @torch.library.custom_op("narrowgauge::linear_backward", mutates_args=())
 def linear_backward(
     dy: Tensor,
+    x: Tensor | None,
     x_like: list[int],
     x_dtype: torch.dtype,
     weight: Tensor,
@@ -113,21 +127,23 @@ def linear_backward(
     """dx, dw and db, each empty if not among `needs`."""
     state: LayerState = layer_of(handle)
     call = Call.begin(state, dtype, "write")
-    samples = state.samples.pop((call.turn, codes_xT.data_ptr()), None)
     dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    if x is None:
+        samples = state.samples.pop((call.turn, codes_xT.data_ptr()), None)
+    else:
+        x = x.reshape(dy_MN.shape[0], x.shape[-1])
+        samples = gemms.keep_samples(call, x, weight)
     dx, dw, db = _nothing(dy, x_like, x_dtype, weight, bias_dtype, needs)
     needs_dx, needs_dw, needs_db = needs
+    again = Call(state, dtype, "again", False, call.turn, None)
     with without_autocast(dy.device.type):
         q_dy, q_dyT = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw)
         if q_dy is not None:
-            again = Call(state, dtype, "write", False, call.turn, None)  # the forward showed the weight
             q_wT = quantize_operand(again, "weight", weight, False, True)[1]
             assert q_wT is not None
             dx = gemms.dgrad(call, q_dy, q_wT, x_dtype, dy_MN, samples).reshape(x_like)
         if q_dyT is not None:
-            rule = state.recipe.uses("input")[1]
-            shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
-            q_xT = QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
+            q_xT = _saved_codes(state, codes_xT, scale_xT) if x is None else _codes_again(again, x, scale_xT)
             dw = gemms.wgrad(call, q_dyT, q_xT, weight.dtype, dy_MN, samples)
         if needs_db and bias_dtype is not None:
             db = gemms.bias_gradient(dy_MN, bias_dtype)
@@ -138,6 +154,7 @@ def linear_backward(
 @linear_backward.register_fake
 def _(
     dy: Tensor,
+    x: Tensor | None,
     x_like: list[int],
     x_dtype: torch.dtype,
     weight: Tensor,
@@ -164,23 +181,46 @@ def _nothing(
     return dx, dw, dy.new_empty(dy.shape[-1] if needs[2] else 0, dtype=bias_dtype or dy.dtype)
 
 
+def _saved_codes(state: LayerState, codes_xT: Tensor, scale_xT: Tensor) -> QTensor:
+    rule = state.recipe.uses("input")[1]
+    shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
+    return QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
+
+
+def _codes_again(again: Call, x_MK: Tensor, amax: Tensor) -> QTensor:
+    known = amax.reshape(()) if amax.numel() else None
+    q_xT = quantize_operand(again, "input", x_MK, False, True, known)[1]
+    assert q_xT is not None
+    return q_xT
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, handle, dtype, _, _ = inputs
+    x, weight, bias, handle, dtype, _, _, saves = inputs
     _, codes_xT, scale_xT = output
-    ctx.save_for_backward(weight, codes_xT, scale_xT, handle)
+    ctx.save_for_backward(weight, codes_xT, scale_xT, handle, *(() if saves == CODES else (x,)))
     ctx.x_like, ctx.x_dtype, ctx.dtype = list(x.shape), x.dtype, dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(codes_xT, scale_xT)
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    weight, codes_xT, scale_xT, handle = ctx.saved_tensors
+    weight, codes_xT, scale_xT, handle, *x = ctx.saved_tensors
     needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
     found = linear_backward(
-        dy, ctx.x_like, ctx.x_dtype, weight, ctx.bias_dtype, codes_xT, scale_xT, handle, ctx.dtype, needs
+        dy,
+        x[0] if x else None,
+        ctx.x_like,
+        ctx.x_dtype,
+        weight,
+        ctx.bias_dtype,
+        codes_xT,
+        scale_xT,
+        handle,
+        ctx.dtype,
+        needs,
     )
     wanted = (grad if need else None for grad, need in zip(found, needs, strict=True))
-    return *wanted, None, None, None, None
+    return *wanted, *5 * (None,)
 
 
 linear_forward.register_autograd(_differentiate, setup_context=_save)

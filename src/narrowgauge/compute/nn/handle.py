@@ -14,6 +14,8 @@ from torch import Tensor
 
 from narrowgauge.compute.quant import Block, Granularity, PerRow, PerTensor
 
+CODES, INPUT, INPUT_AND_AMAX = range(3)  # what a forward saves of its input for the backward pass
+
 _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.handle import grain_of, new_handle
+from narrowgauge.compute.nn.handle import CODES, grain_of, new_handle
 from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
 from narrowgauge.compute.nn.scale_table import ScaleTable
@@ -49,6 +49,7 @@ class LayerState:
     samples: dict[tuple[int, int], Samples] = field(default_factory=dict)  # of compiled forwards, by step and codes
     handle: Tensor = field(init=False)
     grain: list[int] = field(init=False)
+    saves: int = CODES
 
     def __post_init__(self) -> None:
         rule = self.recipe.uses("input")[1]

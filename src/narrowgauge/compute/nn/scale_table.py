@@ -19,7 +19,6 @@ Source: FP8 Formats for Deep Learning (arXiv:2209.05433), section 4; Transformer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,23 +26,14 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.resume_warnings import warn_lost
+from narrowgauge.compute.nn.rolling import HAS_TRITON, NO_DATA, Group, roll_at_once, roll_by_groups, rules_of
 from narrowgauge.compute.quant import inv_scale_from_amax
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX
 from narrowgauge.compute.recipes import ROLES, Operand, Recipe
 from narrowgauge.errors import ConversionError, ShapeError, nearest
 
-NO_DATA = -1.0
 NOT_YET = 0.0
 _FOLD_AFTER = 4096  # amaxes of a long accumulation are folded early, so that they do not pile up
-
-
-@dataclass
-class _Group:
-    """The rows that share a rule, so that a roll is a few operations for the whole model."""
-
-    recipe: Recipe
-    operand: Operand
-    rows: list[int] = field(default_factory=list)
 
 
 class ScaleTable:
@@ -60,15 +50,16 @@ class ScaleTable:
         self.steps = 0
         self.sites: list[str] = []
         self.lost = ""  # a module whose weights came without their scaling state; told at the next record
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._pending: list[tuple[int, Tensor]] = []
         self._waiting: set[int] = set()  # rows whose scale may still be NOT_YET
         self._indices: dict[tuple[int, ...], Tensor] = {}
         self._given: dict[int, Given] = {}  # views of the rows
+        self._rules: Any = None  # of every row, for the kernel that rolls them
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the views, which would be copied apart from what they show."""
-        return {**vars(self), "_given": {}}
+        return {**vars(self), "_given": {}, "_rules": None}
 
     def add(self, module: str, recipe: Recipe) -> int:
         """Add the three sites of `module` and return the row of the first."""
@@ -94,6 +85,7 @@ class ScaleTable:
             self._group(recipe, recipe.uses(role)[0]).rows.append(first + i)
         self._indices.clear()
         self._given.clear()
+        self._rules = None
         return first
 
     def check_scales(self, recipe: Recipe) -> None:
@@ -161,21 +153,12 @@ class ScaleTable:
         """End the step: amaxes enter the history, scales follow."""
         self.fold()
         self.steps += 1
-        seen = self.amax_now >= 0
-        rolled = torch.cat([self.amax_now.unsqueeze(1), self.history[:, :-1]], dim=1)
-        self.history.copy_(torch.where(seen.unsqueeze(1), rolled, self.history))
-        self.amax_now.fill_(NO_DATA)
-        scale, inv_scale = self.scale, self.inv_scale
-        for group in self._groups:
-            recipe, operand = group.recipe, group.operand
-            if recipe.state == "static" and (not recipe.refresh_every or self.steps % recipe.refresh_every):
-                continue
-            index = self._index(tuple(group.rows))
-            window = self.history[index, : recipe.history]
-            assumed = window.amax(dim=1) if recipe.algorithm == "max" else window[:, 0]
-            fresh = inv_scale_from_amax(assumed, operand.fmt, operand.scaling, operand.margin)
-            scale[index] = torch.where(assumed > 0, fresh.reciprocal(), scale[index])
-            inv_scale[index] = torch.where(assumed > 0, fresh, inv_scale[index])
+        tensors = (self.history, self.amax_now, self.scale, self.inv_scale)
+        if self.scale.is_cuda and HAS_TRITON:
+            self._rules = self._rules or rules_of(self._groups, self.scale.device)
+            roll_at_once(*tensors, self._rules, self.steps)
+        else:
+            roll_by_groups(*tensors, [(group, self._index(tuple(group.rows))) for group in self._groups], self.steps)
         self._stop_waiting()
 
     def state(self, module: str) -> dict[str, Tensor]:
@@ -223,6 +206,7 @@ class ScaleTable:
                 setattr(self, name, getattr(self, name).to(device))
             self._indices.clear()
             self._given.clear()
+            self._rules = None
 
     def _tell_what_is_lost(self) -> None:
         if self.lost:
@@ -235,11 +219,11 @@ class ScaleTable:
             scales = self.scale.tolist()
             self._waiting = {row for row in self._waiting if scales[row] <= 0}
 
-    def _group(self, recipe: Recipe, operand: Operand) -> _Group:
+    def _group(self, recipe: Recipe, operand: Operand) -> Group:
         for group in self._groups:
             if group.recipe == recipe and group.operand == operand:
                 return group
-        self._groups.append(_Group(recipe, operand))
+        self._groups.append(Group(recipe, operand))
         return self._groups[-1]
 
     def _index(self, rows: tuple[int, ...]) -> Tensor:
