@@ -27,7 +27,7 @@ lint: $(READY)  ## ruff, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## run the CPU benchmarks, write benchmarks/results/
+bench: $(READY)  ## run the benchmarks, on the GPU if there is one, write benchmarks/results/
 	for file in $(BENCHMARKS); do echo "== $$file"; PYTHONPATH=. $(BIN)/python "$$file" || exit 1; done
 
 docs: $(READY)  ## write the pages that are generated from the code

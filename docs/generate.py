@@ -1,17 +1,21 @@
 """Writes the pages that are made from the code, so that they cannot lag behind it: `make docs`.
 
-metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves.
+metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves, and the
+picture of the speed map from the map that ships with the package.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from narrowgauge.bench.map_picture import svg
 from narrowgauge.cli.main import VERBS, cli
+from narrowgauge.compute.nn.speed_map import FOLDER
 from narrowgauge.compute.recipes import CATALOG, Operand, Recipe
 from narrowgauge.metrics.page import render as metrics
 
@@ -104,7 +108,19 @@ def _help(command: click.Command, name: str, parent: click.Context) -> tuple[cli
     return context, ["```text", command.get_help(context).rstrip(), "```"]
 
 
-PAGES: dict[str, Callable[[], str]] = {"metrics.md": metrics, "recipes.md": recipes, "cli.md": commands}
+def speed_map() -> str:
+    """The picture "where FP8 pays"."""
+    found = json.loads((FOLDER / "h200.json").read_text())
+    title = f"Speed of one layer's step in FP8 over BF16, quantizing included ({found['hardware']}, {found['date']})"
+    return svg(found["rows"], title, (2048, 8192, 32768))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "metrics.md": metrics,
+    "recipes.md": recipes,
+    "cli.md": commands,
+    "images/speed_map.svg": speed_map,
+}
 
 
 def main(check: bool) -> int:

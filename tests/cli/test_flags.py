@@ -12,9 +12,14 @@ FLAGS = {
     "compare": {"--recipes", "--baseline", "--steps", "--config", "--out"},
     "run": {"--convert", "--steps", "--every", "--config", "--out"},
     "report": {"-o", "--out", "--text"},
+    "bench quantize": {"--recipes", "--shape", "--rounds", "--device", "--json", "--out"},
+    "bench gemm": {"--shape", "--sweep", "--recipes", "--rounds", "--device", "--json", "--out"},
     "bench step": {
         "--size", "--recipes", "--precisions", "--peer", "--eager", "--cuda-graphs", "--rounds",
         "--device", "--json", "--out",
+    },
+    "bench overhead": {
+        "--size", "--recipes", "--eager", "--cuda-graphs", "--rounds", "--device", "--json", "--out",
     },
     "doctor": set(),
 }  # fmt: skip

@@ -48,7 +48,7 @@ class Ceilings:
 def measure_ceilings(device: torch.device, rounds: int = 12) -> Ceilings:
     """Measure them; about a second on a GPU, a few on a CPU."""
     gpu = device.type == "cuda"
-    side, words = (8192, 1 << 29) if gpu else (512, 1 << 23)
+    side, words = (8192, 1 << 29) if gpu else (256, 1 << 22)
     x = torch.empty(words, dtype=torch.bfloat16, device=device).normal_()
     y = torch.empty_like(x)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: y.copy_(x)}

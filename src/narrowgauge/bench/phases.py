@@ -1,9 +1,9 @@
-"""Where a step's time goes on a GPU: one profiled step, every kernel put into a phase by its name.
+"""Where a step's time goes on a GPU: a few profiled steps, every kernel put into a phase by its name.
 
     data         drawing tokens                           optimizer    AdamW over all tensors
     quantize     amax, scales, codes and their layouts    gemm         products of linear layers, any precision
     attention    its fused kernels                        rest         norms, activations, loss, copies
-    idle         the device waited: step - sum of all kernels
+    idle         the device waited: no kernel ran between the first and the last
 
 Names, not places, decide: the project's own kernels are known by the functions they are compiled from, generated ones
 by the operations in their names (a fused cast to float8 counts as quantization even where it also normalizes). The
@@ -12,15 +12,18 @@ largest kernels are kept with the phase they were given, so that anybody can che
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
+import ast
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from narrowgauge.bench.timing import wait
+from narrowgauge.compute.kernels import fused
 
 PHASES = ("data", "quantize", "gemm", "attention", "rest", "optimizer", "idle")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|_mm_", re.IGNORECASE)
@@ -33,16 +36,12 @@ _QUANTIZE = re.compile(r"float8|fp8|e4m3|e5m2|quantize|amax|scaled_mm|^triton_\w
 
 @cache
 def own_kernels() -> frozenset[str]:
-    """Names of the project's quantize kernels, found where they are defined."""
-    if importlib.util.find_spec("triton") is None:
-        return frozenset()
-    package = importlib.import_module("narrowgauge.compute.kernels.fused")
+    """Names of the project's quantize kernels: every function that Triton compiles, read from their sources."""
     names = set()
-    for found in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{found.name}")
-        for name, value in vars(module).items():
-            if type(value).__name__ in {"JITFunction", "Autotuner", "InterpretedFunction"}:
-                names.add(getattr(value, "__name__", name))
+    for path in Path(fused.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(mark) for mark in node.decorator_list):
+                names.add(node.name)
     return frozenset(names)
 
 
@@ -67,31 +66,46 @@ def phase_of(kernel: str) -> str:
     return "rest"
 
 
-def profile(step: Callable[[], object], device: torch.device, step_ms: float) -> dict[str, Any]:
-    """Milliseconds of one step by phase, and its largest kernels as (name, ms, calls, phase).
+def profile(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict[str, Any]:
+    """Milliseconds per step by phase, and the largest kernels as (name, ms, calls, phase), per step.
 
-    `step_ms` is what the step takes unprofiled; what no kernel accounts for is `idle`.
+    They run one behind the other and profiled, so their sum may differ a little from what an unprofiled step takes.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-        torch.cuda.synchronize(device)
-    took: dict[str, tuple[float, int]] = {}
-    for event in profiler.events():
-        if str(event.device_type).endswith("CUDA") and not event.name.startswith("narrowgauge."):
-            ms, calls = took.get(event.name, (0.0, 0))
-            took[event.name] = (ms + event.self_device_time_total / 1e3, calls + 1)
-    return split(took, step_ms)
+    wait(device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events.*")
+        # Kernels only: to follow the host as well would slow it down and leave the device waiting.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(steps):
+                step()
+            wait(device)
+        kernels = [
+            (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
+            for event in profiler.events()
+            if str(event.device_type).endswith("CUDA") and not is_span(event.name)
+        ]
+    return split(kernels, steps)
 
 
-def split(took: dict[str, tuple[float, int]], step_ms: float) -> dict[str, Any]:
-    """Kernel name -> (ms, calls) of one step, as `profile` returns it."""
+def is_span(name: str) -> bool:
+    """Whether it is no kernel but a stretch of time that somebody gave a name: they hold kernels counted already."""
+    return "#" in name or name.startswith(("narrowgauge.", "ProfilerStep", "Torch-Compiled Region"))
+
+
+def split(kernels: Sequence[tuple[str, float, float]], steps: int) -> dict[str, Any]:
+    """(name, begin, end) in ms of every kernel of so many steps, as `profile` returns it."""
     phases = dict.fromkeys(PHASES, 0.0)
-    for name, (ms, _) in took.items():
-        phases[phase_of(name)] += ms
-    phases["idle"] = max(0.0, step_ms - sum(phases.values()))
+    took: dict[str, tuple[float, int]] = {}
+    idle, busy_until = 0.0, kernels[0][1] if kernels else 0.0
+    for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        ms, calls = took.get(name, (0.0, 0))
+        took[name] = (ms + end - begin, calls + 1)
+        phases[phase_of(name)] += end - begin
+        idle += max(0.0, begin - busy_until)
+        busy_until = max(busy_until, end)
+    phases["idle"] = idle
     largest = sorted(took.items(), key=lambda item: -item[1][0])[:16]
     return {
-        "phases": {name: round(ms, 3) for name, ms in phases.items()},
-        "kernels": [[name[:120], round(ms, 3), calls, phase_of(name)] for name, (ms, calls) in largest],
+        "phases": {name: round(ms / steps, 3) for name, ms in phases.items()},
+        "kernels": [[name[:120], round(ms / steps, 3), calls / steps, phase_of(name)] for name, (ms, calls) in largest],
     }

@@ -5,7 +5,7 @@
     hardware    the GPU or the CPU  versions    of what took part
     settings    what was asked      ceilings    what this device was measured to reach, where that was done
     measured    false where there was nothing to measure on; `reason` then says so and `rows` is empty
-    rows        one flat object per line of the table; a dict in it is a table of its own
+    rows        one flat object per line of the table; a dict of numbers in it is a table of its own
     notes       sentences that the figures need
 
 The JSON has one line per row, so that two results can be compared line by line.
@@ -17,6 +17,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from narrowgauge.session.machine import git_revision, hardware, versions
@@ -38,8 +39,6 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, as the module's head describes."""
-        from pathlib import Path
-
         return {
             "schema": SCHEMA,
             "benchmark": self.benchmark,
@@ -73,9 +72,19 @@ class Result:
         parts += ["", aligned([_scalars(row) for row in self.rows])]
         names = [key for row in self.rows for key, value in row.items() if isinstance(value, dict)]
         for name in dict.fromkeys(names):
-            nested = [_named(row) | row[name] for row in self.rows if isinstance(row.get(name), dict)]
-            parts += ["", name, aligned(nested)]
+            nested = [row for row in self.rows if isinstance(row.get(name), dict)]
+            if not any(isinstance(value, list) for row in nested for value in row[name].values()):
+                parts += ["", name, aligned([_named(row) | row[name] for row in nested])]
         return "\n".join([*parts, *(["", *self.notes] if self.notes else [])])
+
+
+def figures(value: float, digits: int = 4) -> float:
+    """`value` with so many significant digits: what a measurement is worth.
+
+    >>> figures(0.000123456), figures(123456.7)
+    (0.0001235, 123500.0)
+    """
+    return float(f"{value:.{digits}g}")
 
 
 def aligned(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,6 @@ was built. Then they take turns. If they do not all fit in memory they are measu
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +19,12 @@ import torch
 from narrowgauge.bench import phases
 from narrowgauge.bench.ceilings import Ceilings, measure_ceilings
 from narrowgauge.bench.energy import EnergyMeter, EnergyPerTurn
+from narrowgauge.bench.memory import allocated, forget, peak_bytes
 from narrowgauge.bench.peers import check_peer
 from narrowgauge.bench.result import Result, Row
 from narrowgauge.bench.shapes import sized, step_flops
-from narrowgauge.bench.timing import Timing, interleave, wait
-from narrowgauge.bench.variants import Stepper, Variant, choose_variants
+from narrowgauge.bench.timing import Timing, interleave
+from narrowgauge.bench.variants import Stepper, Variant, choose_variants, many_graphs
 
 GIB = 2**30
 LEAD = 1  # the first step of a turn pays for the one before
@@ -36,7 +36,6 @@ class _Built:
 
     stepper: Stepper
     peak_bytes: int | None
-    held_bytes: int
     compile_facts: dict[str, int]
 
 
@@ -68,23 +67,8 @@ def bench_step(
     variants = choose_variants(precisions, recipes, peer)
     size, meter = sized(size_name), EnergyMeter(device)
     ceilings = measure_ceilings(device)
-    rows: dict[str, Row] = {}
-    alive: list[_Built] = []
-    torch._dynamo.config.recompile_limit = 64
-    for variant in variants:
-        if len(alive) > 1 and not _fits(variant, alive, device):
-            rows |= _measure(alive, rounds, samples, meter, ceilings)
-            del alive[1:]
-            _forget(device)
-        try:
-            alive.append(_build(variant, size_name, device, mode))
-        except Exception as error:
-            if not alive:  # without BF16 there is nothing to compare with
-                raise
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            rows[variant.name] = {"variant": variant.name, "error": cause}
-            _forget(device)
-    rows = _measure(alive, rounds, samples, meter, ceilings) | rows
+    with many_graphs():
+        rows = _all(variants, size_name, device, mode, rounds, samples, meter, ceilings)
     settings = {
         "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,
         "mode": mode, "rounds": rounds, "samples": samples, "peer": peer,
@@ -93,27 +77,48 @@ def bench_step(
     return Result("step", settings, [rows[v.name] for v in variants if v.name in rows], ceilings.to_dict(), notes)
 
 
+def _all(
+    variants: Sequence[Variant],
+    size_name: str,
+    device: torch.device,
+    mode: str,
+    rounds: int,
+    samples: int,
+    meter: EnergyMeter,
+    ceilings: Ceilings,
+) -> dict[str, Row]:
+    """Build and measure every variant, in as many groups as memory asks for."""
+    rows: dict[str, Row] = {}
+    alive: list[_Built] = []
+    for variant in variants:
+        if len(alive) > 1 and not _fits(variant, alive, device):
+            rows |= _measure(alive, rounds, samples, meter, ceilings)
+            del alive[1:]
+            forget(device)
+        try:
+            alive.append(_build(variant, size_name, device, mode))
+        except Exception as error:
+            if not alive:  # without BF16 there is nothing to compare with
+                raise
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            rows[variant.name] = {"variant": variant.name, "error": cause}
+            forget(device)
+    return _measure(alive, rounds, samples, meter, ceilings) | rows
+
+
 def _build(variant: Variant, size_name: str, device: torch.device, mode: str) -> _Built:
     counters = torch._dynamo.utils.counters
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    before = allocated(device)
     counters.clear()
     stepper = Stepper(variant, sized(size_name), device, mode)
     for _ in range(3):
         stepper()
     facts = {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
     counters.clear()
-    wait(device)
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(2):
-            stepper()
-        wait(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-        torch.cuda.empty_cache()
-    held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+    peak = peak_bytes(stepper, device, before)
     facts["recompiles"] = counters["stats"]["unique_graphs"]
-    return _Built(stepper, peak, held, facts)
+    forget(device)
+    return _Built(stepper, peak, facts)
 
 
 def _fits(variant: Variant, alive: Sequence[_Built], device: torch.device) -> bool:
@@ -121,14 +126,8 @@ def _fits(variant: Variant, alive: Sequence[_Built], device: torch.device) -> bo
     if device.type != "cuda":
         return True
     needs = (alive[0].peak_bytes or 0) * (2.4 if variant.wide else 1.4)
-    free = torch.cuda.get_device_properties(device).total_memory - torch.cuda.memory_allocated(device)
+    free = torch.cuda.get_device_properties(device).total_memory - allocated(device)
     return needs < 0.92 * free
-
-
-def _forget(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _measure(
@@ -145,7 +144,7 @@ def _measure(
         name = built.stepper.variant.name
         measured = _Measured(timings[name], timings["bf16"], energy.per_call(name, samples))
         if device.type == "cuda":
-            measured.extra = phases.profile(built.stepper, device, timings[name].median)
+            measured.extra = phases.profile(built.stepper, device)
         rows[name] = _row(built, measured, ceilings)
     return rows
 

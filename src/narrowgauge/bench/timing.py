@@ -4,8 +4,8 @@
     median, p10, p90 over all counted samples of a variant               milliseconds
 
 On a GPU a sample is the time between two events in its stream, so it holds what the device did and whatever it waited
-for; the host is waited for once per turn. On a CPU it is the clock. `cold` overwrites the caches before each sample,
-which on a GPU also hides what the host needs to launch a few kernels.
+for; the host waits once per turn. On a CPU it is the clock. `cold` overwrites the caches before each sample, and on a
+GPU so often that the host has launched the whole call before the device comes to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-FLUSH_BYTES = 1 << 30  # far more than any cache holds; writing it takes a GPU about a quarter of a millisecond
+FLUSH_BYTES = 1 << 30  # far more than any cache holds
+HIDDEN_SECONDS = 150e-6  # of the host's time, behind one flush of a fast GPU (H200: 270 microseconds)
 Hook = Callable[[str], None]
 
 
@@ -59,28 +60,38 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time every call and return its timing, milliseconds per call.
 
-    A turn is `lead` calls that are not counted, then `samples` samples of `block` calls each. `turn_begins` and
-    `turn_ends` are told the name around the counted part, when the device is idle.
+    The first call of each, in which kernels are compiled, is made before the first round. A turn is `lead` calls that
+    are not counted, then `samples` samples of `block` calls each. `turn_begins` and `turn_ends` are told the name
+    around the counted part, when the device is idle.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if cold else None
     found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
     for _ in range(rounds):
         for name, call in calls.items():
+            began = time.perf_counter()
             for _ in range(lead):
                 call()
+            hidden = (time.perf_counter() - began) / max(1, lead) * block
             wait(device)
             if turn_begins is not None:
                 turn_begins(name)
-            found[name] += _turn(call, device, samples, block, flush)
+            found[name] += _turn(call, device, samples, block, flush, 1 + int(hidden / HIDDEN_SECONDS))
             if turn_ends is not None:
                 turn_ends(name)
     return {name: summarize(times) for name, times in found.items()}
 
 
 def _turn(
-    call: Callable[[], object], device: torch.device, samples: int, block: int, flush: torch.Tensor | None
+    call: Callable[[], object],
+    device: torch.device,
+    samples: int,
+    block: int,
+    flush: torch.Tensor | None,
+    flushes: int,
 ) -> list[float]:
-    """Milliseconds per call of each sample."""
+    """Milliseconds per call of each sample; a GPU's caches are overwritten `flushes` times before it, at most 8."""
     if device.type != "cuda":
         times = []
         for _ in range(samples):
@@ -94,7 +105,8 @@ def _turn(
     events = []
     for _ in range(samples):
         if flush is not None:
-            flush.zero_()
+            for _ in range(min(flushes, 8)):
+                flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(block):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,15 @@ class Stepper:
 
 def _loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+
+def many_graphs() -> AbstractContextManager[Any]:
+    """While this is open, torch.compile keeps more graphs of one function than its usual eight.
+
+    Every variant has a loss function of its own, but where a graph breaks, the parts below it are shared by all.
+    """
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=64)
+    return patched
 
 
 def _compiled(name: str, mode: str) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:

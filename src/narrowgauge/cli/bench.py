@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from narrowgauge.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,6 +54,21 @@ def peer_option(command: Command) -> Command:
     return click.option("--peer", metavar="NAME", help="Measure this peer as well: torchao.")(command)
 
 
+def mode_options(command: Command) -> Command:
+    """How every variant runs; compiled if neither is given."""
+    for option in (
+        click.option(
+            "--cuda-graphs", "mode", flag_value="cuda-graphs", help="Every variant with mode='reduce-overhead'."
+        ),
+        click.option("--eager", "mode", flag_value="eager", help="Every variant without torch.compile."),
+    ):
+        command = option(command)
+    return command
+
+
+rounds_option = click.option("--rounds", type=click.IntRange(min=1), metavar="N", help="Turns that each variant takes.")
+
+
 def words(text: str) -> tuple[str, ...]:
     """What stands between the commas."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
@@ -60,15 +77,46 @@ def words(text: str) -> tuple[str, ...]:
 def finish(result: Result, as_json: bool, out: Path | None) -> None:
     """Print a result, and write it if asked."""
     if out is not None and not result.reason:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(result.to_json(), encoding="utf-8")
     click.echo(result.to_json() if as_json else result.table(), nl=not as_json)
 
 
-def device_or_reason(name: str, what: str) -> tuple[torch.device | None, str]:
-    """The device, or None and the line that says what was not measured and how to have it."""
+def nothing(benchmark: str, reason: str) -> Result:
+    """A result that says why there is none."""
+    from narrowgauge.bench.result import Result
+
+    return Result(benchmark, {}, reason=reason)
+
+
+def rounds_of(rounds: int | None) -> dict[str, Any]:
+    """The argument, if it was given; each benchmark has a default of its own."""
+    return {} if rounds is None else {"rounds": rounds}
+
+
+def sides(text: str, names: str) -> tuple[int, ...]:
+    """`8192x4096x14336` -> its numbers, as many as `names` has letters; UsageError otherwise."""
+    parts = text.lower().split("x")
+    if len(parts) != len(names) or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--shape is {text!r}; expected {'x'.join(names)}, such as {'x'.join(['4096'] * len(names))}.")
+    return tuple(int(part) for part in parts)
+
+
+def device_or_reason(name: str, what: str, out: Path | None) -> tuple[torch.device | None, str]:
+    """The device, or None and the line that says what was not measured and how to have it.
+
+    Raises UsageError if `out` cannot be written: better now than after the measurement.
+    """
     import torch
 
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with out.open("a"):
+                pass
+            if not out.stat().st_size:
+                out.unlink()
+        except OSError as error:
+            raise UsageError(f"--out: cannot write to {out}: {error.strerror}.") from error
     if name == "cpu":
         return torch.device("cpu"), ""
     if torch.cuda.is_available():
@@ -87,14 +135,71 @@ def bench_command() -> None:
     """
 
 
+@bench_command.command("quantize")
+@recipes_option
+@click.option("--shape", "shapes", multiple=True, metavar="MxK", help="Rows x columns; may be given several times.")
+@rounds_option
+@shared_options
+def quantize_command(
+    recipes: str, shapes: tuple[str, ...], rounds: int | None, device: str, as_json: bool, out: Path | None
+) -> None:
+    """Measure amax and quantizing against a plain copy: bytes per second, for every operand of every recipe."""
+    wanted = [sides(shape, "MK") for shape in shapes]
+    found, reason = device_or_reason(device, "the quantize kernels", out)
+    if found is None:
+        finish(nothing("quantize", reason), as_json, out)
+        return
+    from narrowgauge.bench.quantize import bench_quantize
+
+    pairs = [(m, k) for m, k in wanted]
+    finish(bench_quantize(found, recipes=words(recipes), shapes=pairs, **rounds_of(rounds)), as_json, out)
+
+
+@bench_command.command("gemm")
+@click.option("--shape", "shapes", multiple=True, metavar="MxKxN", help="Tokens x inputs x outputs; several times.")
+@click.option("--sweep", is_flag=True, help="Draw the map: where FP8 pays, over a grid of M, K and N.")
+@recipes_option
+@rounds_option
+@shared_options
+def gemm_command(
+    shapes: tuple[str, ...],
+    sweep: bool,
+    recipes: str,
+    rounds: int | None,
+    device: str,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    """Measure a linear layer's three products in FP32, TF32, FP16, BF16 and FP8.
+
+    By default those of the two compared models. With --sweep, the speed-up of every recipe over BF16 on a grid of
+    shapes, forward and backward, with and without quantizing: what convert(skip_slow=...) reads.
+    """
+    wanted = {shape: sides(shape, "MKN") for shape in shapes}
+    if sweep and wanted:
+        raise UsageError("--sweep has a grid of its own; leave --shape out.")
+    found, reason = device_or_reason(device, "the speed map" if sweep else "the products of linear layers", out)
+    if found is None:
+        finish(nothing("map" if sweep else "gemm", reason), as_json, out)
+        return
+    from narrowgauge.bench.gemm import bench_gemm
+    from narrowgauge.bench.sweep import bench_sweep
+
+    if sweep:
+        result = bench_sweep(found, recipes=words(recipes), **rounds_of(rounds))
+    else:
+        named = {name: (m, n, k) for name, (m, k, n) in wanted.items()}
+        result = bench_gemm(found, shapes=named or None, **rounds_of(rounds))
+    finish(result, as_json, out)
+
+
 @bench_command.command("step")
 @size_option
 @recipes_option
 @click.option("--precisions", default="", metavar="LIST", help="Also measure fp32, tf32, fp16, comma-separated.")
 @peer_option
-@click.option("--eager", "mode", flag_value="eager", help="Every variant without torch.compile.")
-@click.option("--cuda-graphs", "mode", flag_value="cuda-graphs", help="Every variant with mode='reduce-overhead'.")
-@click.option("--rounds", type=click.IntRange(min=1), default=6, show_default=True, help="Turns of each variant.")
+@mode_options
+@rounds_option
 @shared_options
 def step_command(
     size: str | None,
@@ -102,19 +207,18 @@ def step_command(
     precisions: str,
     peer: str | None,
     mode: str | None,
-    rounds: int,
+    rounds: int | None,
     device: str,
     as_json: bool,
     out: Path | None,
 ) -> None:
     """Measure a training step: forward, backward and AdamW of the packaged Llama."""
-    from narrowgauge.bench.result import Result
+    found, reason = device_or_reason(device, f"step of {size or '1b'} (bf16, {', '.join(words(recipes))})", out)
+    if found is None:
+        finish(nothing("step", reason), as_json, out)
+        return
     from narrowgauge.bench.step import bench_step
 
-    found, reason = device_or_reason(device, f"step of {size or '1b'} (bf16, {', '.join(words(recipes))})")
-    if found is None:
-        finish(Result("step", {"size": size, "recipes": words(recipes)}, reason=reason), as_json, out)
-        return
     result = bench_step(
         size or ("1b" if found.type == "cuda" else "tiny"),
         found,
@@ -122,6 +226,33 @@ def step_command(
         precisions=words(precisions),
         peer=peer,
         mode=mode or "compiled",
-        rounds=rounds,
+        **rounds_of(rounds),
     )
+    finish(result, as_json, out)
+
+
+@bench_command.command("overhead")
+@size_option
+@recipes_option
+@mode_options
+@rounds_option
+@shared_options
+def overhead_command(
+    size: str | None,
+    recipes: str,
+    mode: str | None,
+    rounds: int | None,
+    device: str,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    """Measure what watching costs: a step with every statistic recorded, every step and every ten."""
+    found, reason = device_or_reason(device, f"the watched step of {size or '1b'} ({', '.join(words(recipes))})", out)
+    if found is None:
+        finish(nothing("overhead", reason), as_json, out)
+        return
+    from narrowgauge.bench.overhead import bench_overhead
+
+    name = size or ("1b" if found.type == "cuda" else "tiny")
+    result = bench_overhead(name, found, recipes=words(recipes), mode=mode or "compiled", **rounds_of(rounds))
     finish(result, as_json, out)

@@ -7,6 +7,7 @@ every = 10                 # record tensors every so many steps
 skip = ["lm_head"]         # globs on module names
 first = 0                  # blocks kept high at the input end
 last = 2                   # ... and at the output end
+skip_slow = true           # layers that FP8 slows down on this GPU stay high
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ CONVERT_KEYS: dict[str, type | tuple[type, ...]] = {
     "first": int,
     "last": int,
     "backend": str,
+    "skip_slow": bool,
+    "tokens": int,
 }
 
 
@@ -65,6 +68,6 @@ def _check(path: Path, prefix: str, data: dict[str, Any], known: dict[str, type 
         if key not in known:
             raise UsageError(f"{path}: unknown key {prefix}{key!r}: {nearest(key, known)}")
         kind = known[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             wanted = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
             raise UsageError(f"{path}: {prefix}{key} is {value!r}; expected a value of type {wanted}.")

@@ -24,6 +24,7 @@ from narrowgauge.compute.nn.resume_warnings import steps_taken, warn_fresh_after
 from narrowgauge.compute.nn.rule_checks import some
 from narrowgauge.compute.nn.rules import O2, Rule
 from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.speed_map import SlowLayers, SpeedMap
 from narrowgauge.compute.nn.state_io import restore_to, take_pending
 from narrowgauge.compute.nn.structure import Layer, clean, is_wrapper, survey
 from narrowgauge.compute.recipes import Recipe
@@ -41,6 +42,8 @@ def convert(
     last: int = 0,
     backend: str | None = None,
     only: Sequence[str] | str | None = None,
+    skip_slow: bool | SpeedMap = False,
+    tokens: int | None = None,
 ) -> tuple[Model, ConversionReport]:
     """Convert the linear layers of `model` to FP8 in place; return the same model and what was done.
 
@@ -49,9 +52,13 @@ def convert(
     that many repeated blocks high at either end. `backend` names a kernel backend; left out, the best one
     that can is taken.
 
+    `skip_slow` keeps high every layer that was measured to be slower in FP8 on this kind of GPU (see `speed_map`), at
+    `tokens` rows of input, 8192 unless said otherwise; give a `SpeedMap` to use another one. Where no map holds, the
+    report has a line that says so, and nothing is kept high for its speed.
+
     Raises ConversionError when a rule, `skip` or `only` matches nothing, when no layer is eligible, and when
-    the model is already converted (call `revert` first: converting over it would drop its scaling state);
-    RecipeError for an unknown recipe. After an error the model is as it was.
+    the model is already converted (call `revert` first: converting over it would drop its scaling state), and for
+    `tokens` below 1 or without `skip_slow`; RecipeError for an unknown recipe. After an error the model is as it was.
     """
     request = Request(
         recipe=resolve(recipe),
@@ -62,12 +69,15 @@ def convert(
         backend=backend,
         only=None if only is None else _patterns(only),
     )
+    if tokens is not None and not skip_slow:
+        raise ConversionError(f"tokens={tokens} is only used by skip_slow; pass skip_slow=True, or leave tokens out.")
+    slow = SlowLayers(skip_slow, tokens) if skip_slow else None
     layers = survey(model)
     _refuse_converted(layers)
     wrapped = is_wrapper(model)
     modules = [clean(name, wrapped=wrapped) for name, _ in model.named_modules(remove_duplicate=False)]
     request.check(layers, modules)
-    plans = make_plans(request, layers)
+    plans = make_plans(request, layers, slow)
     if not any(plan.recipe for plan in plans):
         raise nothing_to_convert(model, plans)
     rows = _adopt(model, plans)
@@ -77,7 +87,7 @@ def convert(
         recipe=request.recipe.name,
         rows=tuple(rows),
         backends=tuple((n, p.backend.name, p.why_backend) for n, p in sorted(backends.items()) if p.backend),
-        notes=_notes(model),
+        notes=(*_notes(model), *(slow.notes() if slow else ())),
     )
     return model, report
 

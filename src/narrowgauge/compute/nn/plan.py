@@ -2,10 +2,10 @@
 
 The first reason that applies is the one that the report shows:
 
-    cannot (class, weight, dtype)  >  tied weight  >  skip  >  first/last  >  only  >  rules  >  shape
+    cannot (class, weight, dtype)  >  tied weight  >  skip  >  first/last  >  only  >  rules  >  shape  >  speed
 
 A tied weight converts only if a rule names the layer outright. The backend, chosen once per recipe and
-device, has the last word about shapes.
+device, has the last word about shapes. Speed is judged only where `skip_slow` asks for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.eligible import refusal
 from narrowgauge.compute.nn.rule_checks import check_patterns, check_rules, some
 from narrowgauge.compute.nn.rules import Rule, covers, decide
+from narrowgauge.compute.nn.speed_map import SlowLayers
 from narrowgauge.compute.nn.structure import Layer
 from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.errors import ConversionError
@@ -87,8 +88,8 @@ class Plan:
     why_backend: str = ""
 
 
-def make_plans(request: Request, layers: Sequence[Layer]) -> list[Plan]:
-    """One plan per layer; asks for a backend once per recipe and device."""
+def make_plans(request: Request, layers: Sequence[Layer], slow: SlowLayers | None = None) -> list[Plan]:
+    """One plan per layer; asks for a backend once per recipe and device. `slow` keeps high what FP8 slows down."""
     chosen: dict[tuple[Recipe, str], tuple[Backend, str]] = {}
     plans = []
     for layer in layers:
@@ -102,6 +103,8 @@ def make_plans(request: Request, layers: Sequence[Layer]) -> list[Plan]:
             chosen[key] = kernels.choose(recipe, device, request.backend)
         backend, why = chosen[key]
         refused = backend.refuses(recipe, *layer.shape)
+        if refused is None and slow is not None:
+            refused = slow.reason(recipe, *layer.shape, device)
         plans.append(Plan(layer, None, refused) if refused else Plan(layer, recipe, reason, backend, why))
     return plans
 

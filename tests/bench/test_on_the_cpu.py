@@ -1,0 +1,99 @@
+"""Every benchmark runs on tiny shapes: what it returns is complete, whatever the figures are."""
+
+import pytest
+import torch
+
+from narrowgauge.bench import timing
+from narrowgauge.bench.gemm import bench_gemm
+from narrowgauge.bench.operands import Tensors, quantizer, reads, written_bytes
+from narrowgauge.bench.overhead import bench_overhead
+from narrowgauge.bench.quantize import bench_quantize
+from narrowgauge.bench.step import bench_step
+from narrowgauge.bench.sweep import bench_sweep
+from narrowgauge.compute.kernels import BACKENDS
+from narrowgauge.compute.nn.speed_map import SpeedMap
+from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED, ROWWISE
+
+CPU = torch.device("cpu")
+
+
+def test_quantize_has_a_row_per_operand_of_every_recipe():
+    rows = bench_quantize(CPU, recipes=("current", "blockwise"), shapes=[(16, 128)], rounds=1).rows
+    assert [(r["recipe"], r["operand"]) for r in rows[1:]] == [
+        (recipe, role) for recipe in ("current", "blockwise") for role in ("input", "weight", "grad_output")
+    ]
+    assert rows[0]["by"] == "copy"
+    assert rows[0]["of_copy_pct"] == 100
+    assert all(row["us"] > 0 for row in rows)
+
+
+def test_bytes_are_counted_once_per_buffer():
+    x = torch.randn(128, 256).bfloat16()
+    reference = BACKENDS["reference"]
+    shared = quantizer(CURRENT, "input", x, reference)()
+    assert written_bytes(*shared) == x.numel() + 4  # one copy of codes, and one scale
+    rows = quantizer(ROWWISE, "input", x, reference)()
+    assert written_bytes(*rows) == 2 * x.numel() + 4 * (128 + 256)
+
+
+def test_a_tensor_is_read_twice_where_its_scale_needs_all_of_it():
+    assert [reads(recipe, "input") for recipe in (CURRENT, DELAYED, ROWWISE, BLOCKWISE)] == [2, 1, 2, 1]
+
+
+def test_gemm_has_a_row_per_product_and_says_what_it_left_out():
+    found = bench_gemm(CPU, shapes={"x": (16, 32, 16)}, rounds=1)
+    assert [row["gemm"] for row in found.rows] == ["fprop", "dgrad", "wgrad"]
+    assert set(found.rows[0]["tflops"]) == {"bf16", "fp16", "fp32"}
+    assert "blockwise: not measured, this device has no native FP8 product of that kind." in found.notes
+
+
+def test_products_are_what_their_names_say():
+    t = Tensors.random(8, 6, 4, CPU, torch.float32)
+    shapes = {gemm: tuple(t.product(gemm)().shape) for gemm in ("fprop", "dgrad", "wgrad")}
+    assert shapes == {"fprop": (8, 6), "dgrad": (8, 4), "wgrad": (6, 4)}
+
+
+def test_a_sweep_is_a_map_that_convert_can_read(tmp_path):
+    found = bench_sweep(CPU, recipes=("current", "delayed"), tokens=(16, 32), sides=(128,), rounds=1)
+    assert len(found.rows) == 4
+    for row in found.rows:
+        assert row["step"] <= row["step_gemm"]
+    path = tmp_path / "map.json"
+    path.write_text(found.to_json())
+    assert SpeedMap.read(path).speedup("delayed", 16, 128, 128) == pytest.approx(found.rows[1]["step"])
+
+
+def test_step_compares_every_variant_with_bf16():
+    found = bench_step("tiny", CPU, recipes=("current",), precisions=("fp32",), mode="eager", rounds=1, samples=1)
+    assert [row["variant"] for row in found.rows] == ["bf16", "fp32", "current"]
+    assert found.rows[0]["x_bf16"] == 1
+    assert all(4 < row["loss"] < 7 for row in found.rows)
+    assert found.notes == ["energy: no energy counter on 'cpu'"]
+    assert found.settings["vocab"] == 256
+
+
+def test_a_variant_that_fails_is_a_row_with_its_reason(monkeypatch):
+    from narrowgauge.bench import variants
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("out of\n luck")
+
+    monkeypatch.setattr(variants, "convert", refuse)
+    found = bench_step("tiny", CPU, recipes=("current",), mode="eager", rounds=1, samples=1)
+    assert found.rows[1] == {"variant": "current", "error": "RuntimeError: out of luck"}
+    assert found.rows[0]["variant"] == "bf16"
+
+
+def test_overhead_watches_every_step_and_every_tenth():
+    [row] = bench_overhead("tiny", CPU, recipes=("current",), mode="eager", rounds=1).rows
+    assert row["recipe"] == "current"
+    assert row["failures"] == 0
+    assert row["every_1_ms"] > 0
+    assert "every_10_overhead_pct" in row
+
+
+def test_timing_leaves_the_matmul_precision_alone():
+    before = torch.get_float32_matmul_precision()
+    bench_gemm(CPU, shapes={"x": (16, 16, 16)}, rounds=1)
+    assert torch.get_float32_matmul_precision() == before
+    assert timing.summarize([1.0]).samples == 1
