@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.compute.nn.handle import INPUT, INPUT_AND_AMAX
+from narrowgauge.compute.nn.handle import CODES, INPUT, INPUT_AND_AMAX
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.recipes import CATALOG
 from narrowgauge.errors import ShapeError
@@ -103,6 +103,26 @@ def test_saving_the_input_instead_of_its_codes_changes_no_bit(recipe):
     assert len(checks) == 6
     if recipe.state == "none":  # where scales lag behind, these jumps saturate
         assert all(calc_diff(check.want, check.got) < 3e-3 for check in checks)
+
+
+@pytest.mark.parametrize("saves", [CODES, INPUT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_amax_that_the_graph_makes_changes_no_bit(dtype, saves):
+    eager, model = blocks("current").to(dtype), blocks("current").to(dtype)
+    for block in model:
+        for layer in (block.up, block.down):
+            layer._fp8.amax_in_graph, layer._fp8.saves = True, saves
+    call, counter = compiled(model)
+    x = torch.randn(64, 128, dtype=dtype)
+    found = []
+    for each in (eager, call):
+        mine = x.clone().requires_grad_()
+        y = each(mine)
+        y.backward(torch.linspace(-3, 5, y.numel(), dtype=dtype).reshape(y.shape))
+        found.append((y, mine.grad))
+    assert_same(found[1], found[0])
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+    assert counter.frame_count == 1
 
 
 def test_a_block_compiled_once_serves_every_block():

@@ -39,14 +39,22 @@ if TYPE_CHECKING:
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, dtype: torch.dtype) -> Tensor:
     """`fp8_linear` for a compiler's eyes; `dtype` is the result's."""
     grad = torch.is_grad_enabled()
+    amax = _amax_in_graph(x) if state.amax_in_graph else None
     y: Tensor
-    y, _, _ = linear_forward(x, weight, bias, state.handle, dtype, state.grain, grad, state.saves)
+    y, _, _ = linear_forward(x, amax, weight, bias, state.handle, dtype, state.grain, grad, state.saves)
     return y
+
+
+def _amax_in_graph(x: Tensor) -> Tensor:
+    """max |x| in the compiler's own operations, which it merges with what made x; exact: it reads x's rounded bits."""
+    integers = torch.int16 if x.element_size() == 2 else torch.int32
+    return (x.detach().view(integers) & torch.iinfo(integers).max).amax().view(x.dtype).float()
 
 
 @torch.library.custom_op("narrowgauge::linear_forward", mutates_args=())
 def linear_forward(
     x: Tensor,
+    amax: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     handle: Tensor,
@@ -70,7 +78,6 @@ def linear_forward(
         state.kept_weight.begin()
     call = Call.begin(state, dtype, "write" if grad and not recomputed else "read")
     with without_autocast(x.device.type):
-        amax = None
         if grad and saves == INPUT_AND_AMAX:
             amax = state.backend.amax(x_MK, PerTensor())
         q_x, q_xT = quantize_operand(call, "input", x_MK, True, grad and saves == CODES, amax)
@@ -78,9 +85,11 @@ def linear_forward(
         assert q_x is not None  # both plain copies are always asked for
         assert q_w is not None
         y_MN = gemms.fprop(call, q_x, q_w, bias, (x_MK, weight))
-    codes, scale = x.new_empty(0), x.new_empty(0) if amax is None else amax.reshape(1)
+    codes, scale = x.new_empty(0), x.new_empty(0)
     if q_xT is not None:
         codes, scale = q_xT.codes.contiguous(), _flat(q_xT.scale)
+    elif grad and saves == INPUT_AND_AMAX and amax is not None:
+        scale = amax.reshape(1)
     if grad:
         state.clock.saw_data()
         if saves == CODES:
@@ -91,6 +100,7 @@ def linear_forward(
 @linear_forward.register_fake
 def _(
     x: Tensor,
+    amax: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     handle: Tensor,
@@ -113,6 +123,7 @@ def _(
 @torch.library.custom_op("narrowgauge::linear_backward", mutates_args=())
 def linear_backward(
     dy: Tensor,
+    amax: Tensor | None,
     x: Tensor | None,
     x_like: list[int],
     x_dtype: torch.dtype,
@@ -133,11 +144,11 @@ def linear_backward(
     else:
         x = x.reshape(dy_MN.shape[0], x.shape[-1])
         samples = gemms.keep_samples(call, x, weight)
-    dx, dw, db = _nothing(dy, x_like, x_dtype, weight, bias_dtype, needs)
+    dx = dw = db = dy.new_empty(0)
     needs_dx, needs_dw, needs_db = needs
     again = Call(state, dtype, "again", False, call.turn, None)
     with without_autocast(dy.device.type):
-        q_dy, q_dyT = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw)
+        q_dy, q_dyT = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
         if q_dy is not None:
             q_wT = quantize_operand(again, "weight", weight, False, True)[1]
             assert q_wT is not None
@@ -148,12 +159,14 @@ def linear_backward(
         if needs_db and bias_dtype is not None:
             db = gemms.bias_gradient(dy_MN, bias_dtype)
     state.clock.saw_data()
-    return dx, dw, db
+    nothing = _nothing(dy, [0], x_dtype, weight, bias_dtype, [False] * 3)
+    return dx if needs_dx else nothing[0], dw if needs_dw else nothing[1], db if needs_db else nothing[2]
 
 
 @linear_backward.register_fake
 def _(
     dy: Tensor,
+    amax: Tensor | None,
     x: Tensor | None,
     x_like: list[int],
     x_dtype: torch.dtype,
@@ -195,9 +208,11 @@ def _codes_again(again: Call, x_MK: Tensor, amax: Tensor) -> QTensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, handle, dtype, _, _, saves = inputs
+    x, amax, weight, bias, handle, dtype, _, _, saves = inputs
     _, codes_xT, scale_xT = output
-    ctx.save_for_backward(weight, codes_xT, scale_xT, handle, *(() if saves == CODES else (x,)))
+    known = scale_xT if amax is None or saves == CODES else amax
+    ctx.save_for_backward(weight, codes_xT, known, handle, *(() if saves == CODES else (x,)))
+    ctx.amax_in_graph = amax is not None
     ctx.x_like, ctx.x_dtype, ctx.dtype = list(x.shape), x.dtype, dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(codes_xT, scale_xT)
@@ -205,22 +220,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     weight, codes_xT, scale_xT, handle, *x = ctx.saved_tensors
-    needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-    found = linear_backward(
-        dy,
-        x[0] if x else None,
-        ctx.x_like,
-        ctx.x_dtype,
-        weight,
-        ctx.bias_dtype,
-        codes_xT,
-        scale_xT,
-        handle,
-        ctx.dtype,
-        needs,
-    )
-    wanted = (grad if need else None for grad, need in zip(found, needs, strict=True))
-    return *wanted, *5 * (None,)
+    needs = [bool(ctx.needs_input_grad[i]) for i in (0, 2, 3)]
+    amax = _amax_in_graph(dy) if ctx.amax_in_graph else None
+    like = (x[0] if x else None, ctx.x_like, ctx.x_dtype, weight, ctx.bias_dtype)
+    found = linear_backward(dy, amax, *like, codes_xT, scale_xT, handle, ctx.dtype, needs)
+    dx, dw, db = (grad if need else None for grad, need in zip(found, needs, strict=True))
+    return dx, None, dw, db, *5 * (None,)
 
 
 linear_forward.register_autograd(_differentiate, setup_context=_save)

@@ -6,9 +6,9 @@ A stale copy would train on yesterday's weights without a sign, so what is kept 
     the weight has the same memory and `_version`     in-place changes by autograd's rules, swapped storage
     no checkpoint was loaded into the layer           `Module.load_state_dict`
 
-`p.data.copy_()` between two microbatches of one step is seen by none of these: call `forget` after it. Nothing is
-kept before a step has shown that it has several microbatches, without grad, or while a CUDA graph is captured, which
-would replay without asking again.
+`p.data.copy_()` between two microbatches of one step is seen by none of these. Nothing is kept where no optimizer steps
+(a training loop that updates weights by hand), before a step has shown that it has several microbatches, without grad,
+or while a CUDA graph is captured, which would replay without asking again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class KeptWeight:
     def __init__(self) -> None:
         self._made: Made | None = None
         self._made_from: tuple[int, int] | None = None
+        self._amax: tuple[tuple[int, int], Tensor] | None = None
         self._step = -1
         self._asked = self._asked_before = 0
 
@@ -52,9 +53,19 @@ class KeptWeight:
         """Keep both copies of a weight for the rest of the step."""
         self._made, self._made_from = made, _mark(w_NK)
 
+    def amax(self, w_NK: Tensor) -> Tensor | None:
+        """The amax [] that was kept of this weight: the backward pass, which makes the other copy, need not ask again."""
+        if self._amax is None or self._step != optimizer_steps() or self._amax[0] != _mark(w_NK) or _capturing(w_NK):
+            return None
+        return self._amax[1]
+
+    def keep_amax(self, w_NK: Tensor, amax: Tensor) -> None:
+        """Keep a weight's amax for the rest of the step."""
+        self._amax = _mark(w_NK), amax
+
     def forget(self) -> None:
         """Let go of what is kept: the weight has changed."""
-        self._made = self._made_from = None
+        self._made = self._made_from = self._amax = None
 
 
 def _mark(w_NK: Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from narrowgauge.compute.nn.handle import CODES, grain_of, new_handle
 from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
 from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.formats import E5M2
 
@@ -50,10 +51,12 @@ class LayerState:
     handle: Tensor = field(init=False)
     grain: list[int] = field(init=False)
     saves: int = CODES
+    amax_in_graph: bool = field(init=False)
 
     def __post_init__(self) -> None:
         rule = self.recipe.uses("input")[1]
         self.grain = grain_of(rule.granularity, rule.fmt == E5M2)
+        self.amax_in_graph = self.recipe.state == "none" and rule.granularity == PerTensor()
         self.handle = new_handle(self)
 
     def move(self, device: torch.device) -> None:

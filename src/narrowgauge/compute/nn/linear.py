@@ -101,6 +101,7 @@ class Fp8Linear(nn.Linear):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        self._fp8.kept_weight.forget()
         load_from(self._fp8, local_metadata, f"{prefix}weight" in state_dict, errors=lists[-1])
 
     def extra_repr(self) -> str:

@@ -50,7 +50,7 @@ def _weight(call: Call, w_NK: Tensor, plain: bool, turned: bool) -> Made:
     found = kept.find(w_NK)
     if found is None:
         both = kept.worth_keeping(w_NK)
-        found = _quantize(call, "weight", w_NK, plain or both, turned or both, None)
+        found = _quantize(call, "weight", w_NK, plain or both, turned or both, kept.amax(w_NK))
         if both:
             kept.keep(w_NK, found)
     return found
@@ -65,6 +65,8 @@ def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: 
     q, q_T, amax = state.backend.quantize_both(
         x_MK, rule if plain else None, rule_T if turned else None, shared=recipe.shares(role), given=given, amax=amax
     )
+    if role == "weight" and given is None and amax is not None and call.mode != "read":
+        state.kept_weight.keep_amax(x_MK, amax)
     ratio = None
     if given is not None and amax is not None:
         if given.slot is None and x_MK.numel():  # an expert without tokens has no data, and pushes none out

@@ -1,0 +1,125 @@
+"""A weight is quantized once per step, and a stale copy is never multiplied."""
+
+import pytest
+import torch
+from tests.compute.nn.layers import Counting, adopt
+from torch import nn
+
+from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED, ROWWISE
+
+
+class CountingCasts(Counting):
+    """Counts the tensors of a weight's shape that are quantized."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = 0
+
+    def quantize_both(self, x_MK, *args, **kwargs):
+        self.weights += tuple(x_MK.shape) == (48, 64)
+        return super().quantize_both(x_MK, *args, **kwargs)
+
+
+OPTIMIZERS = {
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
+}
+
+
+def layer_and_backend(recipe, keeping=True):
+    torch.manual_seed(0)
+    backend = CountingCasts()
+    layer = adopt(nn.Linear(64, 48), recipe, backend=backend)
+    if not keeping:
+        layer._fp8.kept_weight.worth_keeping = lambda weight: False
+    return layer, backend
+
+
+def microbatch(layer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 64, generator=generator, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.randn(y.shape, generator=generator))
+    return [y.detach(), x.grad]
+
+
+def train(layer, optimizer, steps=4, microbatches=3, between=lambda step: None):
+    found = []
+    for step in range(steps):
+        for i in range(microbatches):
+            found += microbatch(layer, 10 * step + i)
+            between(10 * step + i)
+        found += [p.grad.clone() for p in layer.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_same(found, want):
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, ROWWISE, BLOCKWISE], ids=lambda r: r.name)
+def test_kept_codes_are_those_of_fresh_ones(recipe, make):
+    (kept, counting), (fresh, always) = layer_and_backend(recipe), layer_and_backend(recipe, keeping=False)
+    assert_same(train(kept, make(kept.parameters())), train(fresh, make(fresh.parameters())))
+    assert always.weights == 4 * 3
+    assert counting.weights == 3 + 3  # every microbatch of the first step, then once per step
+
+
+def test_the_guard_is_needed():
+    """Believing a copy across an optimizer's step would show: fused AdamW leaves no mark on the weight."""
+    layer, _ = layer_and_backend(CURRENT)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    train(layer, optimizer, steps=2)
+    version = layer.weight._version
+    kept = layer._fp8.kept_weight
+    microbatch(layer, 0)
+    stale = kept.find(layer.weight.detach())
+    assert stale is not None
+    optimizer.step()
+    assert layer.weight._version == version
+    assert kept.find(layer.weight.detach()) is None
+    fresh, _ = layer_and_backend(CURRENT)
+    fresh.load_state_dict(layer.state_dict())
+    y, _ = microbatch(fresh, 1)
+    kept._step += 1  # as if nobody had stepped
+    kept._made, kept._made_from = stale, (layer.weight.data_ptr(), layer.weight._version)
+    with torch.no_grad():
+        assert torch.equal(layer(torch.ones(1, 64)), fresh(torch.ones(1, 64)))  # without grad nothing kept is used
+    assert not torch.equal(microbatch(layer, 1)[0], y)
+
+
+CHANGES = {
+    "in place": lambda layer, new: layer.weight.detach().copy_(new),
+    "another memory": lambda layer, new: setattr(layer.weight, "data", new.clone()),
+    "a checkpoint": lambda layer, new: layer.load_state_dict({"weight": new, "bias": layer.bias.detach()}),
+    "an assigned checkpoint": lambda layer, new: layer.load_state_dict(
+        {"weight": new.clone(), "bias": layer.bias.detach()}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_a_weight_changed_between_microbatches_is_quantized_anew(change):
+    found = []
+    for keeping in (True, False):
+        layer, _ = layer_and_backend(CURRENT, keeping)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        train(layer, optimizer, steps=2)
+        microbatch(layer, 100)
+        with torch.no_grad():
+            change(layer, torch.linspace(-1, 1, 48 * 64).reshape(48, 64))
+        found.append(microbatch(layer, 101))
+    assert_same(*found)
+
+
+def test_weights_updated_by_hand_are_never_kept():
+    layer, backend = layer_and_backend(CURRENT)
+    for step in range(4):
+        microbatch(layer, step)
+        layer.weight.data.sub_(0.1 * layer.weight.grad)
+    assert backend.weights == 4
