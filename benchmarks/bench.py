@@ -1,6 +1,7 @@
 """Every table of docs/bench.md: `narrowgauge bench` in all its subjects, into results/bench_*_GPU.json.
 
-Without a GPU each subject says in one line what was not measured. torchao stands beside us where it is installed.
+Without a GPU each subject says in one line what was not measured. torchao stands beside us where it is installed. The map
+that ships with the package, compute/nn/speed_maps/, is a copy of results/bench_map_GPU.json.
 
     python benchmarks/bench.py [--only step]
 """
@@ -44,7 +45,7 @@ def main() -> int:
     peer = ["--peer", "torchao"] if importlib.util.find_spec("torchao") else []
     if torch.cuda.is_available() and not peer:
         print("torchao is not installed, so its rows are missing: pip install torchao")
-    slug = hardware().split()[-1].lower() if torch.cuda.is_available() else "none"
+    slug = "-".join(hardware().lower().split()[1:]) if torch.cuda.is_available() else "none"
     codes = []
     for name, words in commands(peer).items():
         if not name.startswith(args.only):

@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from narrowgauge.bench.energy import EnergyMeter, EnergyPerTurn
+from narrowgauge.bench.energy import EnergyMeter, joules_per_call
 
 
 def fake_nvml(readings):
@@ -41,10 +41,14 @@ def test_an_error_of_nvml_is_the_reason(monkeypatch):
     assert meter.joules() is None
 
 
-def test_turns_add_up_to_joules_per_call(monkeypatch):
-    energy = EnergyPerTurn(on_a_gpu(monkeypatch, fake_nvml([0, 1000, 3000, 5000, 11000])))
-    for _ in range(2):
-        energy.begins("a")
-        energy.ends("a")
-    assert energy.per_call("a", calls_per_turn=2) == (2.0 + 6.0) / 4
-    assert energy.per_call("never", 2) is None
+def test_joules_are_those_of_one_of_many_calls(monkeypatch):
+    meter = on_a_gpu(monkeypatch, fake_nvml([0, 1000, 9000]))
+    calls = []
+    found = joules_per_call(meter, lambda: calls.append(1), torch.device("cpu"), ms=500.0)
+    assert found == 2.0  # 8 joules, 4 calls of half a second
+    assert len(calls) == 5  # one of them before the counter was read
+
+
+def test_without_a_counter_nothing_is_run():
+    meter = EnergyMeter(torch.device("cpu"))
+    assert joules_per_call(meter, lambda: 1 / 0, torch.device("cpu"), ms=1.0) is None

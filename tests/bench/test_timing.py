@@ -32,19 +32,6 @@ def test_a_block_is_one_sample_of_several_calls(monkeypatch):
     assert found["a"].median == pytest.approx(100.0)  # one second of ten calls
 
 
-def test_hooks_stand_around_the_counted_part():
-    told = []
-    timing.interleave(
-        {"a": lambda: told.append("call")},
-        CPU,
-        rounds=1,
-        lead=1,
-        turn_begins=lambda name: told.append(f"begin {name}"),
-        turn_ends=lambda name: told.append(f"end {name}"),
-    )
-    assert told == ["call", "call", "begin a", "call", "end a"]
-
-
 def test_cold_runs_on_a_cpu_too(monkeypatch):
     monkeypatch.setattr(timing, "FLUSH_BYTES", 1024)
     assert timing.interleave({"a": lambda: None}, CPU, rounds=3, cold=True)["a"].samples == 3

@@ -2,9 +2,9 @@
 
     joules = (energy after - energy before) / 1000          NVML counts millijoules since the driver was loaded
 
-The counter belongs to the whole board and moves in steps of some tens of milliseconds, so a reading is worth something
-over a good part of a second and nothing over one kernel. It needs the package nvidia-ml-py (the extra `bench`) and a
-GPU of the Volta generation or newer; where it cannot be read, the reason is said in its place.
+The counter belongs to the whole board and moves in steps of some tens of milliseconds, so it says something over two
+seconds of steps, within some percent, and nothing over one kernel. It needs the package nvidia-ml-py (the extra
+`bench`) and a GPU of the Volta generation or newer; where it cannot be read, the reason is said in its place.
 
 Source: NVML API reference, nvmlDeviceGetTotalEnergyConsumption.
 """
@@ -12,9 +12,13 @@ Source: NVML API reference, nvmlDeviceGetTotalEnergyConsumption.
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from narrowgauge.bench.timing import wait
 
 
 class EnergyMeter:
@@ -48,27 +52,18 @@ class EnergyMeter:
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
 
 
-class EnergyPerTurn:
-    """Adds up the energy of each variant's turns; made for the hooks of `timing.interleave`."""
-
-    def __init__(self, meter: EnergyMeter) -> None:
-        self._meter = meter
-        self._before: float | None = None
-        self._spent: dict[str, float] = {}
-        self._turns: dict[str, int] = {}
-
-    def begins(self, name: str) -> None:
-        """A turn begins; the device is idle."""
-        self._before = self._meter.joules()
-
-    def ends(self, name: str) -> None:
-        """The turn ended; the device is idle again."""
-        after = self._meter.joules()
-        if after is not None and self._before is not None:
-            self._spent[name] = self._spent.get(name, 0.0) + after - self._before
-            self._turns[name] = self._turns.get(name, 0) + 1
-
-    def per_call(self, name: str, calls_per_turn: int) -> float | None:
-        """Joules per call over all turns of `name`, None if nothing was read."""
-        turns = self._turns.get(name, 0)
-        return self._spent[name] / (turns * calls_per_turn) if turns else None
+def joules_per_call(
+    meter: EnergyMeter, call: Callable[[], object], device: torch.device, ms: float, seconds: float = 2.0
+) -> float | None:
+    """Joules of one call that takes `ms`, over as many of them as last `seconds`; None without a counter."""
+    if meter.reason:
+        return None
+    calls = max(3, math.ceil(1e3 * seconds / ms))
+    call()
+    wait(device)
+    before = meter.joules()
+    for _ in range(calls):
+        call()
+    wait(device)
+    after = meter.joules()
+    return None if before is None or after is None else (after - before) / calls

@@ -5,7 +5,8 @@
     of ceiling  = (FP8 FLOPs / FP8 ceiling + other FLOPs / that precision's ceiling) / median
 
 Variants are built one after the other; a variant's peak memory is what its own steps added to what lay there before it
-was built. Then they take turns. If they do not all fit in memory they are measured in groups, and BF16 is in every one.
+was built; of CUDA graphs, the steps in which they were captured. Then variants take turns. If they do not all fit in
+memory they are measured in groups, and BF16 is in every one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from narrowgauge.bench import phases
 from narrowgauge.bench.ceilings import Ceilings, measure_ceilings
-from narrowgauge.bench.energy import EnergyMeter, EnergyPerTurn
+from narrowgauge.bench.energy import EnergyMeter, joules_per_call
 from narrowgauge.bench.memory import allocated, forget, peak_bytes
 from narrowgauge.bench.peers import check_peer
 from narrowgauge.bench.result import Result, Row
@@ -111,11 +112,12 @@ def _build(variant: Variant, size_name: str, device: torch.device, mode: str) ->
     before = allocated(device)
     counters.clear()
     stepper = Stepper(variant, sized(size_name), device, mode)
-    for _ in range(3):
-        stepper()
+    at_capture = peak_bytes(stepper, device, before, steps=3)
     facts = {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
     counters.clear()
     peak = peak_bytes(stepper, device, before)
+    if mode == "cuda-graphs":  # a replayed graph allocates nothing: its memory was taken when it was captured
+        peak = at_capture
     facts["recompiles"] = counters["stats"]["unique_graphs"]
     forget(device)
     return _Built(stepper, peak, facts)
@@ -133,16 +135,14 @@ def _fits(variant: Variant, alive: Sequence[_Built], device: torch.device) -> bo
 def _measure(
     group: Sequence[_Built], rounds: int, samples: int, meter: EnergyMeter, ceilings: Ceilings
 ) -> dict[str, Row]:
-    device, energy = group[0].stepper.device, EnergyPerTurn(meter)
+    device = group[0].stepper.device
     steppers = {built.stepper.variant.name: built.stepper for built in group}
-    timings = interleave(
-        steppers, device, rounds=rounds, samples=samples, lead=LEAD,
-        turn_begins=energy.begins, turn_ends=energy.ends,
-    )  # fmt: skip
+    timings = interleave(steppers, device, rounds=rounds, samples=samples, lead=LEAD)
     rows = {}
     for built in group:
         name = built.stepper.variant.name
-        measured = _Measured(timings[name], timings["bf16"], energy.per_call(name, samples))
+        joules = joules_per_call(meter, built.stepper, device, timings[name].median)
+        measured = _Measured(timings[name], timings["bf16"], joules)
         if device.type == "cuda":
             measured.extra = phases.profile(built.stepper, device)
         rows[name] = _row(built, measured, ceilings)

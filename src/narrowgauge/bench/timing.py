@@ -19,7 +19,6 @@ import torch
 
 FLUSH_BYTES = 1 << 30  # far more than any cache holds
 HIDDEN_SECONDS = 150e-6  # of the host's time, behind one flush of a fast GPU (H200: 270 microseconds)
-Hook = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,11 @@ def interleave(
     block: int = 1,
     lead: int = 0,
     cold: bool = False,
-    turn_begins: Hook | None = None,
-    turn_ends: Hook | None = None,
 ) -> dict[str, Timing]:
     """Time every call and return its timing, milliseconds per call.
 
     The first call of each, in which kernels are compiled, is made before the first round. A turn is `lead` calls that
-    are not counted, then `samples` samples of `block` calls each. `turn_begins` and `turn_ends` are told the name
-    around the counted part, when the device is idle.
+    are not counted, then `samples` samples of `block` calls each.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if cold else None
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -75,11 +71,7 @@ def interleave(
                 call()
             hidden = (time.perf_counter() - began) / max(1, lead) * block
             wait(device)
-            if turn_begins is not None:
-                turn_begins(name)
             found[name] += _turn(call, device, samples, block, flush, 1 + int(hidden / HIDDEN_SECONDS))
-            if turn_ends is not None:
-                turn_ends(name)
     return {name: summarize(times) for name, times in found.items()}
 
 
