@@ -1,7 +1,7 @@
 """Every table of docs/bench.md: `narrowgauge bench` in all its subjects, into results/bench_*_GPU.json.
 
-Without a GPU each subject says in one line what was not measured. torchao stands beside us where it is installed. The map
-that ships with the package, compute/nn/speed_maps/, is a copy of results/bench_map_GPU.json.
+Without a GPU each subject says in one line what was not measured. torchao stands beside us where it is installed. The
+map that ships with the package, in compute/nn/speed_maps/, is a copy of results/bench_map_GPU.json.
 
     python benchmarks/bench.py [--only step]
 """
