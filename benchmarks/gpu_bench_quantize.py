@@ -16,7 +16,8 @@ import torch
 from benchmarks.record import record
 
 from narrowgauge.compute.kernels.fused import amax, blocks, rows, tensorwise
-from narrowgauge.compute.quant import CURRENT_POW2, ROWWISE
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, PerTensor
+from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN
 
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336), (8192, 2048))
@@ -36,12 +37,17 @@ def milliseconds(call: Callable[[], object], flush: torch.Tensor) -> float:
 def calls(x: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
     """Name -> (bytes moved per element of x, the call)."""
     copy, one = torch.empty_like(x), torch.ones((), device=x.device)
+    rule, scratch = Operand(E4M3FN, PerTensor(), CURRENT), torch.zeros(2, dtype=torch.int32, device=x.device)
+    given = partial(tensorwise.cast_given, x, rule, one, one, scratch=scratch)
     return {
         "copy": (4, partial(copy.copy_, x)),
         "amax": (2, partial(amax.amax, x)),
-        "tensor, both": (4, partial(tensorwise.cast, x, one, E4M3FN)),
-        "tensor, plain": (3, partial(tensorwise.cast, x, one, E4M3FN, turned=False)),
-        "tensor, turned": (3, partial(tensorwise.cast, x, one, E4M3FN, plain=False)),
+        "tensor, both": (4, partial(tensorwise.cast, x, rule, one)),
+        "tensor, plain": (3, partial(tensorwise.cast, x, rule, one, turned=False)),
+        "tensor, turned": (3, partial(tensorwise.cast, x, rule, one, plain=False)),
+        "given scale and amax, both": (4, given),
+        "given scale and amax, plain": (3, partial(given, turned=False)),
+        "given scale and amax, turned": (3, partial(given, plain=False)),
         "tiles, both": (4, partial(blocks.cast_tiles, x, E4M3FN, CURRENT_POW2)),
         "tiles, plain": (3, partial(blocks.cast_tiles, x, E4M3FN, CURRENT_POW2, turned=False)),
         "squares, both": (4, partial(blocks.cast_squares, x, E4M3FN, CURRENT_POW2)),

@@ -1,6 +1,6 @@
 """`quantize_both` and `amax` through the kernels: the same arguments, the same codes and scales, bit for bit.
 
-    one scale per tensor     amax (unless given), then one cast for both layouts
+    one scale per tensor     amax (unless known), then one cast for both layouts; a given scale: amax and cast in one
     1x128 tiles              one kernel: amaxes, scales and codes of both layouts
     128x128 squares          the same, one amax per tile
     rows                     amaxes of rows and columns, then one cast for both layouts
@@ -10,15 +10,17 @@ What no kernel here does (1x32 blocks, two different rules, float64) goes the re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
-from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise
+from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise, watched_tensorwise
+from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
-from narrowgauge.compute.quant.quantize import scales_for
 from narrowgauge.compute.recipes import Operand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,22 +42,28 @@ def quantize_both(
     shared: bool,
     given: Given | None = None,
     amax: Tensor | None = None,
+    look: Look | None = None,
 ) -> Both:
-    """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`."""
+    """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`. Fills `look`, if given."""
     rule = plain or turned
     scale: Tensor | None
     scale_T: Tensor | None
     if rule is None or not _can(x_MK, rule, plain, turned):
         return by_reference(x_MK, plain, turned, shared=shared, given=given, amax=amax)
-    wanted = {"plain": plain is not None, "turned": turned is not None}
+    wanted: dict[str, Any] = {"plain": plain is not None, "turned": turned is not None}
+    if look is not None:
+        wanted["look"] = look
     if rule.granularity == PerTensor():
-        if amax is None:
-            amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
-        scales = (given.scale, given.inv_scale) if given else (None, None)
-        scale, inv_scale = scales_for(amax, rule.fmt, rule.scaling, rule.margin, *scales)
-        if given and given.slot is not None:
-            torch.maximum(given.slot, torch.where(amax < torch.inf, amax, -1.0), out=given.slot)
-        codes, codes_T = tensorwise.cast(x_MK, inv_scale, rule.fmt, **wanted)
+        casts: Any = tensorwise if look is None else watched_tensorwise
+        if given:
+            slot = None if given.slot is None else given.slot.view(torch.int32)
+            codes, codes_T, scale, amax = casts.cast_given(
+                x_MK, rule, given.scale, given.inv_scale, slot=slot, **wanted
+            )
+        else:
+            if amax is None:
+                amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
+            codes, codes_T, scale = casts.cast(x_MK, rule, amax, **wanted)
         scale_T = scale
     elif rule.granularity == BLOCK_128x128:
         codes, codes_T, scale = blocks.cast_squares(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)

@@ -1,58 +1,129 @@
 """One scale per tensor: codes in both layouts from one read.
 
-    codes_MK = cast(x_MK * inv_scale)         codes_KM = the same bytes, transposed in the tile
+    codes_MK = cast(x_MK * inv_scale)         codes_KM = the same, transposed in the tile
 
 A gemm reads both operands along the contracted dimension, so a tensor that serves two gemms is needed twice. Reading
 it once saves a third of the traffic: 2 + 1 + 1 bytes per element instead of 2 + 1 + 1 + 1 read back.
 
-Legend: M = rows, K = columns.
+    cast          the scale comes of the tensor's own amax, which is known: every program divides for itself
+    cast_given    the scale is given, and the amax found on the way for the scales to come
+
+Programs of cast_given join their amaxes by an atomic maximum of bits, then count themselves; who counts last knows all.
+It counts before it writes its codes, so that none waits for memory on that account.
+
+Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.room import as_codes, room
-from narrowgauge.compute.kernels.fused.rules import INTERPRETED, apart, to_codes, widen
-from narrowgauge.formats import Format
-
-TILE_M, TILE_K = 64, 128
+from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.tile import SIDE, grid, load, place, store_plain, store_turned, tile_amax, words
+from narrowgauge.compute.recipes import Operand
 
 
 @triton.jit
 def _cast(
-    x_ptr, inv_scale_ptr, plain_ptr, turned_ptr, M, K, stride_m, stride_k,
-    MANTISSA: tl.constexpr, MAX: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, amax_ptr, plain_ptr, turned_ptr, scale_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
+    MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    m = (tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    k = (tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    x = widen(tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=inside, other=0.0))
-    inv_scale = tl.load(inv_scale_ptr)
+    m, w, tile_m, tile_w = place(W, SIDE, BACKWARDS=True)
+    amax = tl.load(amax_ptr + tl.arange(0, 1))
+    inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+    if (tile_m == 0) & (tile_w == 0):
+        tl.store(scale_ptr + tl.arange(0, 1), scale_of(amax, inv_scale, POW2))
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    inv = inv_scale[:, None]
     if PLAIN:
-        codes = to_codes(x * inv_scale, MANTISSA, MAX, INTERPRET)
-        tl.store(plain_ptr + m[:, None] * K + k[None, :], codes, mask=inside)
+        store_plain(plain_ptr, a, b, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if TURNED:
-        codes = to_codes(x * apart(inv_scale, INTERPRET), MANTISSA, MAX, INTERPRET)
-        tl.store(turned_ptr + k[:, None] * M + m[None, :], tl.trans(codes), mask=tl.trans(inside))
+        store_turned(turned_ptr, a, b, inv, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+
+
+@triton.jit
+def _cast_given(
+    x_ptr, given_ptr, inv_scale_ptr, plain_ptr, turned_ptr, scale_ptr, amax_ptr, slot_ptr, scratch_ptr,
+    M, K, W, stride_m, stride_w, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, SLOT: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    m, w, _, _ = place(W, SIDE, BACKWARDS=True)
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    given = tl.load(given_ptr)
+    usable = (given > 0) & (given < float("inf"))
+    inv_scale = tl.where(usable, tl.load(inv_scale_ptr), 1.0)
+    tl.atomic_max(scratch_ptr, tile_amax(a, b, KIND, INTERPRET), sem="relaxed")
+    before = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
+    if PLAIN:
+        store_plain(plain_ptr, a, b, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+    if TURNED:
+        store_turned(turned_ptr, a, b, inv_scale, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+    if before == tl.num_programs(0) - 1:
+        bits = tl.atomic_xchg(scratch_ptr, 0, sem="relaxed")
+        tl.atomic_xchg(scratch_ptr + 1, 0, sem="relaxed")
+        amax = bits.to(tl.float32, bitcast=True)
+        tl.store(amax_ptr, amax)
+        tl.store(scale_ptr, tl.where(usable & (amax < float("inf")), given, float("nan")))
+        if SLOT:
+            tl.atomic_max(slot_ptr, bits, mask=amax < float("inf"), sem="relaxed")
 
 
 def cast(
-    x_MK: Tensor, inv_scale: Tensor, fmt: Format, *, plain: bool = True, turned: bool = True
-) -> tuple[Tensor | None, Tensor | None]:
-    """Codes of x_MK under one inv_scale [], as [M, K] and as [K, M], each only if asked for.
+    x_MK: Tensor, rule: Operand, amax: Tensor, *, plain: bool = True, turned: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Codes of x_MK as [M, K] and as [K, M], each only if asked for, and their scale [], by its amax [] float32.
 
     x_MK may have any strides and any float dtype of 32 bits or fewer.
     """
-    M, K = x_MK.shape
     codes_MK, codes_KM = room(x_MK, plain, turned)
-    if x_MK.numel() and (plain or turned):
-        grid = (triton.cdiv(M, TILE_M), triton.cdiv(K, TILE_K))
-        _cast[grid](
-            x_MK, inv_scale, codes_MK, codes_KM, M, K, *x_MK.stride(),
-            fmt.mantissa_bits, fmt.max, plain, turned, INTERPRETED, TILE_M, TILE_K, num_warps=4,
-        )  # fmt: skip
-    return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt)
+    scale = torch.empty((), device=x_MK.device)
+    W, stride_m, stride_w, kind = words(x_MK)
+    M, K = x_MK.shape
+    _cast[grid(M, W)](
+        x_MK, amax, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
+        *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
+    )  # fmt: skip
+    return as_codes(codes_MK, rule.fmt), as_codes(codes_KM, rule.fmt), scale
+
+
+def cast_given(
+    x_MK: Tensor,
+    rule: Operand,
+    scale: Tensor,
+    inv_scale: Tensor,
+    *,
+    plain: bool = True,
+    turned: bool = True,
+    slot: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Codes of x_MK under a given scale, the scale that tells of them, and the amax of x_MK, in one launch.
+
+    Args:
+        x_MK: as for `cast`.
+        rule: its format counts.
+        scale, inv_scale: [] float32 each. Codes are made with inv_scale, or with 1 where scale is no positive number.
+        plain, turned: which layouts to write.
+        slot: int32 [1] (or the bits of a float32), at first negative: raised to the bits of amax, if that is finite.
+        scratch: int32 [2], zeros, which it holds again afterwards; calls on one stream may share it.
+
+    Returns:
+        Codes [M, K]; codes [K, M]; scale [], NaN where amax is not finite or the given one no positive number; amax [].
+    """
+    codes_MK, codes_KM = room(x_MK, plain, turned)
+    out = torch.empty(2, device=x_MK.device)
+    if scratch is None:
+        scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
+    seen = slot is not None and x_MK.numel() > 0  # nothing leaves no trace
+    W, stride_m, stride_w, kind = words(x_MK)
+    M, K = x_MK.shape
+    _cast_given[grid(M, W)](
+        x_MK, scale, inv_scale, codes_MK, codes_KM, out, out[1:], slot, scratch, M, K, W, stride_m, stride_w, kind,
+        rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE, num_warps=4,
+    )  # fmt: skip
+    return as_codes(codes_MK, rule.fmt), as_codes(codes_KM, rule.fmt), out[0], out[1]
