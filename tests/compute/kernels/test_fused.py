@@ -105,6 +105,29 @@ def test_amax_of_any_length(dtype, n):
     assert amax.amax(x).isnan()
 
 
+def test_amax_leaves_its_scratch_as_it_found_it():
+    scratch = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for largest in (3.0, math.nan, 1.0):
+        x = torch.zeros(40_000, device=DEVICE)
+        x[-1] = -largest
+        found = amax.amax(x, scratch=scratch)
+        assert found == largest or (math.isnan(largest) and found.isnan())
+        assert scratch.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda fmt: fmt.name)
+def test_powers_of_two_beside_every_binade(fmt, margin):
+    tops = torch.ldexp(torch.tensor(fmt.max, dtype=torch.float64), torch.arange(-160.0, 121.0)).float()
+    beside = torch.stack([tops.nextafter(tops * 0), tops, tops.nextafter(tops * 2), tops * 0.8, tops * 1.3], 1)
+    x = torch.zeros(beside.numel(), 128)
+    x[:, 5] = beside.flatten()
+    x[3, 7], x[9, 11] = math.inf, math.nan
+    rule = Operand(fmt, BLOCK_1x128, CURRENT_POW2, margin=margin)
+    found = quantize.quantize_both(x.to(DEVICE), rule, None, shared=False)
+    assert_same(found.plain, by_reference(x.to(DEVICE), rule, None, shared=False).plain)
+
+
 def test_amax_of_nothing_is_zero():
     assert amax.amax(torch.zeros(0, 5, device=DEVICE)) == 0
     x = torch.zeros(0, 16, device=DEVICE)

@@ -6,7 +6,7 @@
 
 The scales of `tiles` are stored as the gemm reads them: outer dimension contiguous, strides (1, M) and (1, K).
 
-Legend: M = rows, K = columns.
+Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
 
 from __future__ import annotations
@@ -17,70 +17,69 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
-from narrowgauge.compute.kernels.fused.rules import (
-    INTERPRETED,
-    apart,
-    inv_scale_of,
-    magnitude_bits,
-    scale_of,
-    to_codes,
-    widen,
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.tile import (
+    SIDE,
+    column_amaxes,
+    grid,
+    load,
+    place,
+    row_amaxes,
+    store_plain,
+    store_turned,
+    tile_amax,
+    words,
 )
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
 
-SIDE = 128
-
-
-@triton.jit
-def _load(x_ptr, M, K, stride_m, stride_k, SIDE: tl.constexpr):
-    m = (tl.program_id(0) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
-    k = (tl.program_id(1) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    x = widen(tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=inside, other=0.0))
-    return m, k, inside, x
-
 
 @triton.jit
 def _tiles(
-    x_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, M, K, stride_m, stride_k,
+    x_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
     MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    m, k, inside, x = _load(x_ptr, M, K, stride_m, stride_k, SIDE)
-    bits = magnitude_bits(x)
+    m, w, tile_m, tile_w = place(W, SIDE, BACKWARDS=True)
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
     if PLAIN:
-        amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
+        amax = row_amaxes(a, b, KIND, INTERPRET).to(tl.float32, bitcast=True)
         inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-        tl.store(plain_scale_ptr + tl.program_id(1).to(tl.int64) * M + m, scale_of(amax, inv_scale), mask=m < M)
-        codes = to_codes(x * inv_scale[:, None], MANTISSA, MAX, INTERPRET)
-        tl.store(plain_ptr + m[:, None] * K + k[None, :], codes, mask=inside)
+        tl.store(plain_scale_ptr + tile_w * M + m, scale_of(amax, inv_scale, POW2), mask=m < M)
+        store_plain(plain_ptr, a, b, inv_scale[:, None], m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if TURNED:
-        amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
-        inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-        tl.store(turned_scale_ptr + tl.program_id(0).to(tl.int64) * K + k, scale_of(amax, inv_scale), mask=k < K)
-        codes = to_codes(x * inv_scale[None, :], MANTISSA, MAX, INTERPRET)
-        tl.store(turned_ptr + k[:, None] * M + m[None, :], tl.trans(codes), mask=tl.trans(inside))
+        low, high = column_amaxes(a, b, KIND, INTERPRET)
+        # The compiler would carry the amaxes' layout on to the codes. Gathered, in the order they have, they lose it.
+        same = tl.arange(0, SIDE // 2)
+        amax_low = tl.gather(low, same, 0).to(tl.float32, bitcast=True)
+        amax_high = tl.gather(high, same, 0).to(tl.float32, bitcast=True)
+        inv_low = inv_scale_of(amax_low, GOAL, POW2, FLOOR)
+        inv_high = inv_scale_of(amax_high, GOAL, POW2, FLOOR)
+        at = turned_scale_ptr + tile_m * K + 2 * w
+        tl.store(at, scale_of(amax_low, inv_low, POW2), mask=w < W)
+        tl.store(at + 1, scale_of(amax_high, inv_high, POW2), mask=2 * w + 1 < K)
+        low, high = inv_low[:, None], inv_high[:, None]
+        store_turned(turned_ptr, a, b, low, high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
 @triton.jit
 def _squares(
-    x_ptr, plain_ptr, turned_ptr, scale_ptr, M, K, stride_m, stride_k,
+    x_ptr, plain_ptr, turned_ptr, scale_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
     MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    m, k, inside, x = _load(x_ptr, M, K, stride_m, stride_k, SIDE)
-    amax = tl.max(tl.max(magnitude_bits(x), 1), 0).to(tl.float32, bitcast=True)
-    amax = tl.full((1,), 1.0, tl.float32) * amax
+    m, w, tile_m, tile_w = place(W, SIDE, BACKWARDS=True)
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    bits = tl.full((1,), 0, tl.int32) + tile_amax(a, b, KIND, INTERPRET)
+    amax = bits.to(tl.float32, bitcast=True)
     inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-    at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1) + tl.arange(0, 1)
-    tl.store(scale_ptr + at, scale_of(amax, inv_scale))
+    at = tile_m * tl.cdiv(2 * W, SIDE) + tile_w + tl.arange(0, 1)
+    tl.store(scale_ptr + at, scale_of(amax, inv_scale, POW2))
+    inv = inv_scale[:, None]
     if PLAIN:
-        codes = to_codes(x * inv_scale[:, None], MANTISSA, MAX, INTERPRET)
-        tl.store(plain_ptr + m[:, None] * K + k[None, :], codes, mask=inside)
+        store_plain(plain_ptr, a, b, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if TURNED:
-        codes = to_codes(x * apart(inv_scale, INTERPRET)[:, None], MANTISSA, MAX, INTERPRET)
-        tl.store(turned_ptr + k[:, None] * M + m[None, :], tl.trans(codes), mask=tl.trans(inside))
+        store_turned(turned_ptr, a, b, inv, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
 def cast_tiles(
@@ -88,13 +87,13 @@ def cast_tiles(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes [M, K] with scales [M, K/128], codes [K, M] with scales [K, M/128]; each pair only if asked for."""
     M, K = x_MK.shape
-    rows, columns = triton.cdiv(M, SIDE), triton.cdiv(K, SIDE)
     codes_MK, codes_KM = room(x_MK, plain, turned)
-    scale_M = torch.empty(columns, M, device=x_MK.device).t() if plain else None
-    scale_K = torch.empty(rows, K, device=x_MK.device).t() if turned else None
+    scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
+    scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
+    W, stride_m, stride_w, kind = words(x_MK)
     if x_MK.numel() and (plain or turned):
-        _tiles[(rows, columns)](
-            x_MK, codes_MK, scale_M, codes_KM, scale_K, M, K, *x_MK.stride(),
+        _tiles[grid(M, W)](
+            x_MK, codes_MK, scale_M, codes_KM, scale_K, M, K, W, stride_m, stride_w, kind,
             *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8,
         )  # fmt: skip
     return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
@@ -105,12 +104,12 @@ def cast_squares(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Codes [M, K] and [K, M], each only if asked for, and their scales [M/128, K/128]."""
     M, K = x_MK.shape
-    rows, columns = triton.cdiv(M, SIDE), triton.cdiv(K, SIDE)
     codes_MK, codes_KM = room(x_MK, plain, turned)
-    scale = torch.empty(rows, columns, device=x_MK.device)
+    scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
+    W, stride_m, stride_w, kind = words(x_MK)
     if x_MK.numel():
-        _squares[(rows, columns)](
-            x_MK, codes_MK, codes_KM, scale, M, K, *x_MK.stride(),
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8,
+        _squares[grid(M, W)](
+            x_MK, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
+            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
         )  # fmt: skip
     return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt), scale

@@ -3,10 +3,10 @@
     first      amax_M = max_k |x_mk|, amax_K = max_m |x_mk|         one atomic maximum of bits per line and tile
     second     codes_MK = cast(x_mk inv_scale_m), codes_KM = cast(x_mk inv_scale_k)
 
-The second read makes inv_scale from amax anew in every tile: a division per line, which no other kernel has to be
-launched for.
+The second read goes backwards, so that it begins with what the first has left in the cache. It makes inv_scale from
+amax anew in every tile: a division per line, which no other kernel has to be launched for.
 
-Legend: M = rows, K = columns.
+Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
 
 from __future__ import annotations
@@ -16,48 +16,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.blocks import _load
 from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
-from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, magnitude_bits, scale_of, to_codes
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.tile import (
+    SIDE,
+    column_amaxes,
+    grid,
+    load,
+    place,
+    row_amaxes,
+    store_plain,
+    store_turned,
+    words,
+)
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
-
-TILE = 128
 
 
 @triton.jit
 def _amaxes(
-    x_ptr, row_ptr, column_ptr, M, K, stride_m, stride_k, PLAIN: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr
+    x_ptr, row_ptr, column_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    m, k, _, x = _load(x_ptr, M, K, stride_m, stride_k, TILE)
-    bits = magnitude_bits(x)
+    m, w, _, _ = place(W, SIDE, BACKWARDS=False)
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
     if PLAIN:
-        tl.atomic_max(row_ptr + m, tl.max(bits, 1), mask=m < M)
+        tl.atomic_max(row_ptr + m, row_amaxes(a, b, KIND, INTERPRET), mask=m < M, sem="relaxed")
     if TURNED:
-        tl.atomic_max(column_ptr + k, tl.max(bits, 0), mask=k < K)
+        low, high = column_amaxes(a, b, KIND, INTERPRET)
+        tl.atomic_max(column_ptr + 2 * w, low, mask=w < W, sem="relaxed")
+        tl.atomic_max(column_ptr + 2 * w + 1, high, mask=2 * w + 1 < K, sem="relaxed")
 
 
 @triton.jit
 def _rows(
-    x_ptr, row_ptr, column_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, M, K, stride_m, stride_k,
+    x_ptr, row_ptr, column_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
+    M, K, W, stride_m, stride_w, KIND: tl.constexpr,
     MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr,
-    PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, TILE: tl.constexpr,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    m, k, inside, x = _load(x_ptr, M, K, stride_m, stride_k, TILE)
+    m, w, tile_m, tile_w = place(W, SIDE, BACKWARDS=True)
     if PLAIN:
         amax = tl.load(row_ptr + m, mask=m < M, other=0).to(tl.float32, bitcast=True)
         inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-        if tl.program_id(1) == 0:
-            tl.store(plain_scale_ptr + m, scale_of(amax, inv_scale), mask=m < M)
-        codes = to_codes(x * inv_scale[:, None], MANTISSA, MAX, INTERPRET)
-        tl.store(plain_ptr + m[:, None] * K + k[None, :], codes, mask=inside)
+        if tile_w == 0:
+            tl.store(plain_scale_ptr + m, scale_of(amax, inv_scale, POW2), mask=m < M)
     if TURNED:
-        amax = tl.load(column_ptr + k, mask=k < K, other=0).to(tl.float32, bitcast=True)
-        inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-        if tl.program_id(0) == 0:
-            tl.store(turned_scale_ptr + k, scale_of(amax, inv_scale), mask=k < K)
-        codes = to_codes(x * inv_scale[None, :], MANTISSA, MAX, INTERPRET)
-        tl.store(turned_ptr + k[:, None] * M + m[None, :], tl.trans(codes), mask=tl.trans(inside))
+        odd = 2 * w + 1 < K
+        amax_low = tl.load(column_ptr + 2 * w, mask=w < W, other=0).to(tl.float32, bitcast=True)
+        amax_high = tl.load(column_ptr + 2 * w + 1, mask=odd, other=0).to(tl.float32, bitcast=True)
+        inv_low = inv_scale_of(amax_low, GOAL, POW2, FLOOR)
+        inv_high = inv_scale_of(amax_high, GOAL, POW2, FLOOR)
+        if tile_m == 0:
+            tl.store(turned_scale_ptr + 2 * w, scale_of(amax_low, inv_low, POW2), mask=w < W)
+            tl.store(turned_scale_ptr + 2 * w + 1, scale_of(amax_high, inv_high, POW2), mask=odd)
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    if PLAIN:
+        store_plain(plain_ptr, a, b, inv_scale[:, None], m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+    if TURNED:
+        low, high = inv_low[:, None], inv_high[:, None]
+        store_turned(turned_ptr, a, b, low, high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
 def cast_rows(
@@ -68,12 +86,14 @@ def cast_rows(
     codes_MK, codes_KM = room(x_MK, plain, turned)
     bits = torch.zeros(M + K, dtype=torch.int32, device=x_MK.device)
     scale = torch.empty(M + K, device=x_MK.device)
-    grid = (triton.cdiv(M, TILE), triton.cdiv(K, TILE))
+    W, stride_m, stride_w, kind = words(x_MK)
     if x_MK.numel() and (plain or turned):
-        _amaxes[grid](x_MK, bits, bits[M:], M, K, *x_MK.stride(), plain, turned, TILE, num_warps=8)
-        _rows[grid](
-            x_MK, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], M, K, *x_MK.stride(),
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, TILE, num_warps=8,
+        _amaxes[grid(M, W)](
+            x_MK, bits, bits[M:], M, K, W, stride_m, stride_w, kind, plain, turned, INTERPRETED, SIDE, num_warps=4
+        )
+        _rows[grid(M, W)](
+            x_MK, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], M, K, W, stride_m, stride_w, kind,
+            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
         )  # fmt: skip
     scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
     return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
