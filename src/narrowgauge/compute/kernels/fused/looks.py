@@ -1,0 +1,167 @@
+"""Looks: where watched kernels leave their sums during a step, and how these become packed moments at its end.
+
+    look = looks.open("blocks.0.wq:input", x, rule, turn)      room for the sums of one call
+    cast(x, rule, amax, look=look)                             a watched kernel fills it
+    sites, packed = looks.pack()                               [L, width] float64, one row per look, on the device
+    looks.clear()                                              the next step begins
+
+Nothing here waits for the device. A step that opens the same looks in the same order finds them at the same addresses,
+so that a captured graph stays right; room for more is taken in chunks, which are never given back.
+
+Legend: M = rows, K = columns, W = ceil(K / 2) words, L = looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.kernels.fused import packing
+from narrowgauge.compute.kernels.fused.moments import FIELDS
+from narrowgauge.compute.kernels.fused.plan import Plan, pieces
+from narrowgauge.compute.kernels.fused.sampling import COUNTS, ERRORS, GROUP
+from narrowgauge.compute.quant import PerTensor
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.errors import UsageError
+from narrowgauge.metrics import MOMENTS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
+LOOKS = 4096  # headers
+
+
+@dataclass
+class Look:
+    """One call's place in the room. `sizes` and `choice` are numbers for the kernel, in its order."""
+
+    site: str
+    plan: Plan
+    header: Tensor
+    room: Tensor
+    rows: Tensor
+    columns: Tensor
+    counts: Tensor
+    ratio: Tensor
+    words: list[int]
+    end: tuple[int, int]  # chunk, and where in it the next look begins
+    turn: int = 0
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where the kernel writes."""
+        return self.room, self.rows, self.columns, self.counts
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """samples, errors, lines, segments; then first, stride and number of sampled rows; group and phase."""
+        plan, turn = self.plan, self.turn
+        shape = (plan.samples, plan.errors, plan.lines, plan.segments)
+        return (*shape, turn % plan.stride, plan.stride, plan.sampled, plan.group, turn % plan.share)
+
+
+@dataclass
+class Looks:
+    """The room of one device's looks.
+
+    Args:
+        device: where it is.
+    """
+
+    device: torch.device
+    _chunks: list[Tensor] = field(default_factory=list)
+    _open: list[Look] = field(default_factory=list)
+    _known: list[Look] = field(default_factory=list)  # looks by order, from steps before
+    _place: tuple[int, int] = (0, 0)  # chunk, and how much of it is taken
+    _headers: Tensor | None = None
+    _neutral: Tensor | None = None
+    _kept: list[Tensor] = field(default_factory=list)
+
+    def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int) -> Look | None:
+        """Room for one call's sums; None for what no watched kernel can do."""
+        if not _can(x_MK, rule):
+            return None
+        M, K = x_MK.shape
+        plan, order = Plan.of(M, K), len(self._open)
+        look = self._known[order] if order < len(self._known) else None
+        if look is None or look.plan != plan:
+            look = self._new(plan, order)
+        look.site, look.turn = site, turn
+        self._open.append(look)
+        return look
+
+    def note(self, look: Look, amax_ratio: Tensor) -> None:
+        """Beside a look that has been filled: amax now / amax that its delayed scale assumed, []."""
+        look.ratio.copy_(amax_ratio.detach().reshape(1), non_blocking=True)
+
+    def pack(self) -> tuple[list[str], Tensor]:
+        """The sites of all open looks, in order, and their packed moments [L, width] float64."""
+        if self._neutral is None:
+            self._neutral = torch.from_numpy(MOMENTS.empty()).to(self.device)
+        count = len(self._open)
+        out = self._neutral.expand(count, MOMENTS.width).clone()
+        if count:
+            packing.heads[(count,)](self._headers, out, MOMENTS.width, packing.WORDS, 256, 16, num_warps=4)
+            packing.lines[(count, packing.LINE_PROGRAMS)](
+                self._headers, out, MOMENTS.width, packing.WORDS, 512, num_warps=4
+            )
+        return [look.site for look in self._open], out
+
+    def clear(self) -> None:
+        """Begin the next step."""
+        self._open = []
+
+    def reserve(self, numbers: int) -> None:
+        """Take room for so many float64 numbers more; to be called before a graph is captured."""
+        before = self._place
+        self._take(numbers)
+        self._place = before
+
+    def _new(self, plan: Plan, order: int) -> Look:
+        if order >= LOOKS:
+            raise UsageError(f"a step has room for {LOOKS} looks, and this is one more; watch fewer microbatches.")
+        # What stood here and behind was of another shape: from here on, the room is given anew.
+        del self._known[order:]
+        self._place = self._known[-1].end if self._known else (0, 0)
+        at = FIELDS * plan.programs + ERRORS * plan.errors + GROUP * plan.samples
+        doubles = (at + 2) // 2 * 2  # one more for the ratio
+        sizes = (2 * plan.segments * plan.lines, 2 * plan.bands * plan.K, COUNTS * plan.samples)
+        halves = [pieces(size, 4) * 2 for size in sizes]
+        room = self._take(doubles + sum(halves))
+        parts = room[doubles:].split(halves)
+        rows, columns, counts = parts[0].view(torch.float32), parts[1].view(torch.float32), parts[2].view(torch.int32)
+        if self._headers is None:
+            self._headers = torch.zeros(LOOKS, packing.WORDS, dtype=torch.int64, device=self.device)
+        words = [plan.programs, plan.errors, plan.samples, plan.lines, plan.segments, plan.bands, plan.K, 1, 0]
+        words += [part.data_ptr() for part in (room, rows, columns, counts)]
+        words += [0] * (packing.WORDS - len(words))
+        look = Look("", plan, self._headers[order], room, rows, columns, counts, room[at : at + 1], words, self._place)
+        self._write(look)
+        self._known.append(look)
+        return look
+
+    def _write(self, look: Look) -> None:
+        """The header, once; its source stays, for a captured graph copies from it again."""
+        words = torch.tensor(look.words, dtype=torch.int64)
+        if self.device.type == "cuda":
+            words = words.pin_memory()
+            self._kept.append(words)
+        look.header.copy_(words, non_blocking=True)
+
+    def _take(self, numbers: int) -> Tensor:
+        chunk, taken = self._place
+        while chunk < len(self._chunks) and taken + numbers > len(self._chunks[chunk]):
+            chunk, taken = chunk + 1, 0
+        if chunk == len(self._chunks):
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise UsageError(
+                    "a look needs more room while a CUDA graph is being captured; run the same step once before."
+                )
+            self._chunks.append(torch.zeros(max(CHUNK, numbers), dtype=torch.float64, device=self.device))
+        self._place = (chunk, taken + numbers)
+        return self._chunks[chunk][taken : taken + numbers]
+
+
+def _can(x_MK: Tensor, rule: Operand) -> bool:
+    return x_MK.dtype in DTYPES and x_MK.numel() > 0 and rule.granularity == PerTensor() and rule.scaling.e8m0 is None

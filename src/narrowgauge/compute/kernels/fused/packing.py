@@ -1,0 +1,242 @@
+"""From what watched kernels left to packed moments, all looks of a step in two launches.
+
+    heads     one program per look: records added up in float64, errors, the sample's moments, its histograms
+    lines     a few programs per look: 10 log10(sum v^2 / sum e^2) of rows and columns, into bins
+
+    mean = S / n        M2 = Q - S^2 / n
+    xx, xd, dd, ee and the flushed energy come from a share of the rows: times (all elements / looked at)
+
+so that their ratios are the share's, and sums over microbatches and ranks weigh every tensor by its size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from narrowgauge.compute.kernels.fused import moments as own
+from narrowgauge.compute.kernels.fused import sampling
+from narrowgauge.metrics import MOMENTS
+from narrowgauge.metrics.bins import EXPONENT_BINS, RANGE_BINS, SQNR_BINS, SQNR_LOW, SQNR_WIDTH
+
+# A look's header, int64: sizes and addresses.
+WORDS = 16
+PROGRAMS, ERRORS, SAMPLES, LINES, SEGMENTS, BANDS, K, WHOLE, HEALTHY = (tl.constexpr(i) for i in range(9))
+ROOM, ROWS, COLUMNS, COUNTS = (tl.constexpr(i) for i in range(9, 13))
+LINE_PROGRAMS = 8
+
+_FIELDS, _ERRORS, _GROUP = (tl.constexpr(n) for n in (own.FIELDS, sampling.ERRORS, sampling.GROUP))
+_N, _SUM, _SQUARES, _AMIN, _AMAX, _FLUSHED, _SATURATED, _NANS, _INFS = (
+    own.N, own.SUM, own.SQUARES, own.AMIN, own.AMAX, own.FLUSHED, own.SATURATED, own.NANS, own.INFS,
+)  # fmt: skip
+_SCALED, _SCALE_N, _SCALE_SUM, _SCALE_SQUARES, _SCALE_MIN, _SCALE_MAX = (
+    own.SCALED, own.SCALE_N, own.SCALE_SUM, own.SCALE_SQUARES, own.SCALE_MIN, own.SCALE_MAX,
+)  # fmt: skip
+_TAKEN, _XX, _XD, _DD, _EE, _LOST = (
+    sampling.TAKEN, sampling.XX, sampling.XD, sampling.DD, sampling.EE, sampling.LOST,
+)  # fmt: skip
+_COUNTS = tl.constexpr(sampling.COUNTS)
+_EXPONENT_BINS, _RANGE_BINS, _SQNR_BINS = (tl.constexpr(n) for n in (EXPONENT_BINS, RANGE_BINS, SQNR_BINS))
+_SQNR_LOW, _SQNR_WIDTH = tl.constexpr(SQNR_LOW), tl.constexpr(SQNR_WIDTH)
+
+
+def _at(name: str) -> tl.constexpr:
+    return tl.constexpr(MOMENTS.offsets[name])
+
+
+_S_NUMEL, _S_NAN, _S_INF, _S_AMAX, _S_AMIN = map(_at, ("numel", "nan_count", "inf_count", "amax", "amin"))
+_S_N, _S_MEAN, _S_M2, _S_SCALED, _S_FLUSHED = map(_at, ("n", "mean", "m2", "scaled", "flushed"))
+_S_SATURATED, _S_SCALED_XX, _S_FLUSHED_XX = map(_at, ("saturated", "scaled_xx", "flushed_xx"))
+_S_COMPARED, _S_XX, _S_XD, _S_DD, _S_EE = map(_at, ("compared", "xx", "xd", "dd", "ee"))
+_S_SCALE, _S_RATIO, _S_SAMPLE = map(_at, ("scale_n", "amax_ratio", "sample_n"))
+_S_ROWS, _S_COLUMNS, _S_EXPONENTS, _S_RANGES = map(_at, ("row_sqnr", "col_sqnr", "exponents", "block_range"))
+
+
+@triton.jit
+def _total(ptr, count, CHUNK: tl.constexpr):
+    """The sum of `count` float64 numbers."""
+    total = tl.zeros((CHUNK,), tl.float64)
+    first = tl.zeros_like(count)
+    while first < count:
+        i = first + tl.arange(0, CHUNK)
+        total += tl.load(ptr + i, mask=i < count, other=0.0)
+        first += CHUNK
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _largest(ptr, count, CHUNK: tl.constexpr):
+    largest = tl.full((CHUNK,), -float("inf"), tl.float64)
+    first = tl.zeros_like(count)
+    while first < count:
+        i = first + tl.arange(0, CHUNK)
+        largest = tl.maximum(largest, tl.load(ptr + i, mask=i < count, other=-float("inf")))
+        first += CHUNK
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _smallest(ptr, count, CHUNK: tl.constexpr):
+    smallest = tl.full((CHUNK,), float("inf"), tl.float64)
+    first = tl.zeros_like(count)
+    while first < count:
+        i = first + tl.arange(0, CHUNK)
+        smallest = tl.minimum(smallest, tl.load(ptr + i, mask=i < count, other=float("inf")))
+        first += CHUNK
+    return tl.min(smallest, 0)
+
+
+@triton.jit
+def _put_group(out, n, total, squares):
+    """n, mean and M2 from raw sums."""
+    mean = total / tl.maximum(n, 1.0)
+    tl.store(out, n)
+    tl.store(out + 1, mean)
+    tl.store(out + 2, tl.where(n > 1, tl.maximum(squares - total * mean, 0.0), 0.0))
+
+
+@triton.jit
+def _put_sample(out, groups, samples, CHUNK: tl.constexpr):
+    """The groups of all programs of the sample as one, after Pébay."""
+    n, s = tl.zeros((CHUNK,), tl.float64), tl.zeros((CHUNK,), tl.float64)
+    first = tl.zeros_like(samples)
+    while first < samples:
+        i = first + tl.arange(0, CHUNK)
+        count = tl.load(groups + i, mask=i < samples, other=0.0)
+        n += count
+        s += count * tl.load(groups + samples + i, mask=i < samples, other=0.0)
+        first += CHUNK
+    total = tl.sum(n, 0)
+    mean = tl.sum(s, 0) / tl.maximum(total, 1.0)
+    zero = tl.zeros((CHUNK,), tl.float64)
+    m2, m3, m4 = zero, zero, zero
+    first = tl.zeros_like(samples)
+    while first < samples:
+        i = first + tl.arange(0, CHUNK)
+        inside = i < samples
+        count = tl.load(groups + i, mask=inside, other=0.0)
+        p = tl.where(count > 0, tl.load(groups + samples + i, mask=inside, other=0.0) - mean, 0.0)
+        two = tl.load(groups + 2 * samples + i, mask=inside, other=0.0)
+        three = tl.load(groups + 3 * samples + i, mask=inside, other=0.0)
+        four = tl.load(groups + 4 * samples + i, mask=inside, other=0.0)
+        m2 += two + count * p * p
+        m3 += three + 3 * p * two + count * p * p * p
+        m4 += four + 4 * p * three + 6 * p * p * two + count * p * p * p * p
+        first += CHUNK
+    tl.store(out, total)
+    tl.store(out + 1, mean)
+    tl.store(out + 2, tl.sum(m2, 0))
+    tl.store(out + 3, tl.sum(m3, 0))
+    tl.store(out + 4, tl.sum(m4, 0))
+
+
+@triton.jit
+def heads(headers_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr):
+    """All but the SQNR histograms of one look, into its row of `out`, which was neutral."""
+    header = headers_ptr + tl.program_id(0) * WORDS
+    out = out_ptr + tl.program_id(0) * WIDTH
+    P, E, samples = tl.load(header + PROGRAMS), tl.load(header + ERRORS), tl.load(header + SAMPLES)
+    whole = tl.load(header + WHOLE) != 0
+    record = tl.load(header + ROOM).to(tl.pointer_type(tl.float64))
+    errors = record + _FIELDS * P
+    groups = errors + _ERRORS * E
+    n, nans, infs = (
+        _total(record + _N * P, P, CHUNK),
+        _total(record + _NANS * P, P, CHUNK),
+        _total(record + _INFS * P, P, CHUNK),
+    )
+    tl.store(out + _S_NUMEL, n + nans + infs)
+    tl.store(out + _S_NAN, nans)
+    tl.store(out + _S_INF, infs)
+    tl.store(out + _S_AMAX, _largest(record + _AMAX * P, P, CHUNK))
+    tl.store(out + _S_AMIN, _smallest(record + _AMIN * P, P, CHUNK))
+    _put_group(out + _S_N, n, _total(record + _SUM * P, P, CHUNK), _total(record + _SQUARES * P, P, CHUNK))
+
+    # One scale for all: it was finite, and is still if everything under it is.
+    scales = tl.where(whole, 1, P)
+    scale_n = _total(record + _SCALE_N * P, scales, CHUNK)
+    healthy = (scale_n > 0) & ((nans + infs == 0) | (whole == 0))
+    tl.store(header + HEALTHY, healthy.to(tl.int64))
+    if healthy:
+        scaled = n
+        if whole == 0:
+            scaled = _total(record + _SCALED * P, P, CHUNK)
+        tl.store(out + _S_SCALED, scaled)
+        tl.store(out + _S_COMPARED, scaled)
+        tl.store(out + _S_FLUSHED, _total(record + _FLUSHED * P, P, CHUNK))
+        tl.store(out + _S_SATURATED, _total(record + _SATURATED * P, P, CHUNK))
+        total, squares = (
+            _total(record + _SCALE_SUM * P, scales, CHUNK),
+            _total(record + _SCALE_SQUARES * P, scales, CHUNK),
+        )
+        _put_group(out + _S_SCALE, scale_n, total, squares)
+        tl.store(out + _S_SCALE + 3, _smallest(record + _SCALE_MIN * P, scales, CHUNK))
+        tl.store(out + _S_SCALE + 4, _largest(record + _SCALE_MAX * P, scales, CHUNK))
+        taken = _total(errors + _TAKEN * E, E, CHUNK)
+        share = tl.where(taken > 0, scaled / tl.maximum(taken, 1.0), 0.0)
+        xx = _total(errors + _XX * E, E, CHUNK) * share
+        tl.store(out + _S_XX, xx)
+        tl.store(out + _S_SCALED_XX, xx)
+        tl.store(out + _S_XD, _total(errors + _XD * E, E, CHUNK) * share)
+        tl.store(out + _S_DD, _total(errors + _DD * E, E, CHUNK) * share)
+        tl.store(out + _S_EE, _total(errors + _EE * E, E, CHUNK) * share)
+        tl.store(out + _S_FLUSHED_XX, _total(errors + _LOST * E, E, CHUNK) * share)
+    tl.store(out + _S_RATIO, tl.load(groups + _GROUP * samples))
+    _put_sample(out + _S_SAMPLE, groups, samples, CHUNK)
+
+    counts = tl.load(header + COUNTS).to(tl.pointer_type(tl.int32))
+    bins = tl.arange(0, 256)
+    found = tl.zeros((256,), tl.int32)
+    first = tl.zeros_like(samples)
+    while first < samples:
+        i = first + tl.arange(0, FEW)
+        at = counts + i[:, None] * _COUNTS + bins[None, :]
+        found += tl.sum(tl.load(at, mask=(i[:, None] < samples) & (bins[None, :] < _COUNTS), other=0), 0)
+        first += FEW
+    tl.store(out + _S_EXPONENTS + bins, found.to(tl.float64), mask=bins < _EXPONENT_BINS)
+    bins -= _EXPONENT_BINS
+    tl.store(out + _S_RANGES + bins, found.to(tl.float64), mask=(bins >= 0) & (bins < _RANGE_BINS))
+
+
+@triton.jit
+def _sqnr_bins(signal, error):
+    """Bins as in `metrics.bins`; 255 for a line that says nothing."""
+    decibel = 3.010299956639812 * (
+        tl.log2(tl.where(signal > 0, signal, 1.0)) - tl.log2(tl.where(error > 0, error, 1.0))
+    )
+    place = tl.floor((decibel - _SQNR_LOW) / _SQNR_WIDTH) + 1
+    bins = tl.minimum(tl.maximum(place, 0.0), _SQNR_BINS - 1.0).to(tl.int32)
+    bins = tl.where(error > 0, tl.where(signal > 0, bins, 0), _SQNR_BINS - 1)
+    return tl.where((signal > 0) | (error > 0), bins, 255)
+
+
+@triton.jit
+def _count_lines(out, ptr, lines, parts, CHUNK: tl.constexpr):
+    """Add lines to a histogram: of `parts` pieces each, first all signals, then all errors, is their sum."""
+    found = tl.zeros((256,), tl.int32)
+    first = tl.program_id(1) * CHUNK
+    while first < lines:
+        i = first + tl.arange(0, CHUNK)
+        signal, error = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+        part = tl.zeros_like(parts)
+        while part < parts:
+            at = ptr + part * 2 * lines + i
+            signal += tl.load(at, mask=i < lines, other=0.0)
+            error += tl.load(at + lines, mask=i < lines, other=0.0)
+            part += 1
+        found += tl.histogram(_sqnr_bins(signal, error), 256)
+        first += tl.num_programs(1) * CHUNK
+    bins = tl.arange(0, 256)
+    tl.atomic_add(out + bins, found.to(tl.float64), mask=(bins < _SQNR_BINS) & (found > 0), sem="relaxed")
+
+
+@triton.jit
+def lines(headers_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, CHUNK: tl.constexpr):
+    """The SQNR histograms of one look, rows and columns."""
+    header = headers_ptr + tl.program_id(0) * WORDS
+    out = out_ptr + tl.program_id(0) * WIDTH
+    if tl.load(header + HEALTHY) != 0:
+        rows = tl.load(header + ROWS).to(tl.pointer_type(tl.float32))
+        columns = tl.load(header + COLUMNS).to(tl.pointer_type(tl.float32))
+        _count_lines(out + _S_ROWS, rows, tl.load(header + LINES), tl.load(header + SEGMENTS), CHUNK)
+        _count_lines(out + _S_COLUMNS, columns, tl.load(header + K), tl.load(header + BANDS), CHUNK)

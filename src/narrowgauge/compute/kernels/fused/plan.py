@@ -1,0 +1,109 @@
+"""How the work on one watched tensor is cut into programs, and which of its rows stand for all.
+
+    cast       bands of `steps` tiles, `segments` side by side                      everything
+    errors     rows m with (m % 64) // group == turn % share, group = 64 / share    a share, another one every turn
+    sample     rows turn % stride + i * stride                                      about 65,536 elements
+
+Legend: M = rows, K = columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.kernels.fused.sampling import SAMPLE_ROWS
+from narrowgauge.metrics.bins import RANGE_BLOCK
+
+ROWS, STEPS, SEGMENT = 32, 16, 128  # a program that casts walks down STEPS tiles, ROWS x SEGMENT each
+EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
+LARGE = 1 << 22  # elements from which on a share is enough
+ERROR_LINES = 128  # compared rows of a program, at most
+SAMPLE = 1 << 16  # elements that histograms and kurtosis come from, about
+
+
+def pieces(n: int, size: int) -> int:
+    """How many pieces of a size cover n."""
+    return -(-n // size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work on one tensor [M, K] is cut, and which rows stand for all."""
+
+    M: int
+    K: int
+    share: int
+
+    @classmethod
+    @cache
+    def of(cls, M: int, K: int) -> Plan:
+        """A 32nd of a large tensor, all of a small one."""
+        return cls(M, K, SHARE if M * K >= LARGE and M >= 16 * EVERY else 1)
+
+    @cached_property
+    def segments(self) -> int:
+        """Programs side by side."""
+        return pieces(self.K, SEGMENT)
+
+    @cached_property
+    def steps(self) -> int:
+        """Tiles of a program that casts."""
+        return min(STEPS, 1 << (pieces(self.M, ROWS) - 1).bit_length())
+
+    @cached_property
+    def programs(self) -> int:
+        """Programs that cast."""
+        return pieces(self.M, ROWS * self.steps) * self.segments
+
+    @cached_property
+    def group(self) -> int:
+        """Neighbours taken of every EVERY rows."""
+        return EVERY // self.share
+
+    @cached_property
+    def lines(self) -> int:
+        """Rows taken, some of them perhaps beyond the last."""
+        return pieces(self.M, EVERY) * self.group
+
+    @cached_property
+    def error_lines(self) -> int:
+        """Rows of a program that looks at errors."""
+        return ERROR_LINES if self.lines > ERROR_LINES // 2 else ERROR_LINES // 2
+
+    @cached_property
+    def bands(self) -> int:
+        """Programs below each other that look at errors."""
+        return pieces(self.lines, self.error_lines)
+
+    @cached_property
+    def errors(self) -> int:
+        """Programs that look at errors."""
+        return self.bands * self.segments
+
+    @cached_property
+    def sampled(self) -> int:
+        """Rows of the sample."""
+        return min(self.M, max(1, SAMPLE // self.K // SAMPLE_ROWS) * SAMPLE_ROWS)
+
+    @cached_property
+    def stride(self) -> int:
+        """Rows from one of the sample to the next."""
+        return self.M // self.sampled
+
+    @cached_property
+    def samples(self) -> int:
+        """Programs that look at the sample."""
+        return pieces(self.sampled, SAMPLE_ROWS) * pieces(self.K, RANGE_BLOCK)
+
+    def compared_rows(self, turn: int) -> Tensor:
+        """Which rows' errors are summed in a turn, int64."""
+        m = torch.arange(self.M)
+        return m[(m % EVERY) // self.group == turn % self.share]
+
+    def sampled_rows(self, turn: int) -> Tensor:
+        """Which rows the histograms come from in a turn, int64."""
+        return turn % self.stride + self.stride * torch.arange(self.sampled)

@@ -1,0 +1,222 @@
+"""`tensorwise`, watched: the same codes and scales, and what the packed moments need, in the same launch.
+
+    programs      the first few    a sample of rows: histograms, kurtosis
+                  then             errors of a share of the rows
+                  then             codes of everything, with amax, amin, sums and counts of everything
+
+A program that casts walks down a band of rows, so that what it gathers is reduced once for many tiles.
+
+Legend: M = rows, K = columns, W = ceil(K / 2) words.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.compute.kernels.fused.looks import Look
+from narrowgauge.compute.kernels.fused.moments import (
+    AMAX,
+    FIELDS,
+    INFS,
+    LARGEST,
+    MARGIN,
+    NANS,
+    SATURATED,
+    SCALE_MAX,
+    SCALE_MIN,
+    SCALE_N,
+    SCALE_SQUARES,
+    SCALE_SUM,
+    add_amax,
+    add_own,
+    close_amax,
+    close_own,
+    flush_limit,
+    nothing_yet,
+    packed_limit,
+    recount,
+)
+from narrowgauge.compute.kernels.fused.plan import EVERY, ROWS, SEGMENT
+from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.sampling import (
+    COUNTS,
+    ERRORS,
+    GROUP,
+    SAMPLE_ROWS,
+    look_at_errors,
+    look_at_sample,
+)
+from narrowgauge.compute.kernels.fused.tile import high, load, low, store_plain, store_turned, words
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.metrics.bins import RANGE_BLOCK
+
+WORDS = SEGMENT // 2  # of a tile with ROWS rows
+RUN = 8  # words summed by one thread before anything else
+RECOUNTED = 16  # rows looked at together where something is rare
+CAP = {} if INTERPRETED else {"maxnreg": 128}  # four programs to a multiprocessor
+
+
+_LATE = [
+    "samples",
+    "errors",
+    "lines",
+    "segments",
+    "first",
+    "stride",
+    "sampled",
+    "group",
+    "phase",
+]  # no reason to compile
+
+
+@triton.jit(do_not_specialize=_LATE)
+def _watched(
+    x_ptr, amax_ptr, given_ptr, inv_scale_ptr, plain_ptr, turned_ptr, scale_ptr, slot_ptr, scratch_ptr,
+    room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
+    samples, errors, lines, segments, first, stride, sampled, group, phase,
+    KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
+    FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, GIVEN: tl.constexpr,
+    SLOT: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
+    RUN: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr,
+    ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    P = tl.num_programs(0) - samples - errors
+    if GIVEN:
+        given = tl.load(given_ptr)
+        usable = (given > 0) & (given < float("inf"))
+        inv_scale = tl.where(usable, tl.load(inv_scale_ptr), 1.0)
+        scale = tl.where(usable, given, float("nan"))
+    else:
+        known = tl.load(amax_ptr + tl.arange(0, 1))
+        inv = inv_scale_of(known, GOAL, POW2, FLOOR)
+        if pid == 0:
+            tl.store(scale_ptr + tl.arange(0, 1), scale_of(known, inv, POW2))
+        known = tl.max(known, 0)
+        inv_scale, scale = tl.max(inv, 0), tl.sum(scale_of(known, inv, POW2), 0)
+    unit = 1.0 / inv_scale.to(tl.float64)
+    if pid < samples:
+        look_at_sample(
+            room_ptr + FIELDS * P + ERRORS * errors, counts_ptr, samples, x_ptr, M, K, x_stride_m, x_stride_k,
+            first, stride, sampled, tl.cdiv(K, BLOCK), SAMPLE_ROWS, BLOCK, COUNTS,
+        )  # fmt: skip
+    elif pid < samples + errors:
+        at = pid - samples
+        band, segment = at // segments, at % segments
+        look_at_errors(
+            room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
+            x_ptr, M, K, stride_m, stride_w, band * LINES, segment * WORDS, group, phase, inv_scale, unit,
+            KIND, MANTISSA, MAX, INTERPRET, EVERY, LINES, C, WORDS,
+        )  # fmt: skip
+    else:
+        at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
+        band, segment = at // segments, at % segments
+        row0 = band * STEPS * ROWS
+        record = room_ptr + at
+        w = (segment * WORDS + tl.arange(0, WORDS)).to(tl.int64)
+        limit = packed_limit(flush_limit(inv_scale, HALF), KIND, INTERPRET)
+        s, q, least, flushed = nothing_yet(ROWS, WORDS // RUN, KIND, INTERPRET)
+        top = tl.zeros((ROWS, WORDS // RUN), tl.int32)
+        rows = tl.minimum(STEPS * ROWS, M - row0)
+        m = (row0 + tl.arange(0, ROWS)).to(tl.int64)
+        next_a, next_b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+        for _ in range(STEPS):
+            a, b = next_a, next_b  # the next tile is on its way while this one is worked on
+            next_a, next_b = load(x_ptr, m + ROWS, w, row0 + rows, K, W, stride_m, stride_w, KIND)
+            if PLAIN:
+                store_plain(plain_ptr, a, b, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+            if TURNED:
+                store_turned(turned_ptr, a, b, inv_scale, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+            va, vb = low(a, KIND) * inv_scale, high(b, KIND) * inv_scale
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, va, vb, limit, RUN, KIND, INTERPRET)
+            if GIVEN:
+                top = add_amax(top, a, b, RUN, KIND, INTERPRET)
+            m += ROWS
+        n = rows * tl.minimum(2 * WORDS, K - segment * 2 * WORDS)
+        again = close_own(record, P, s, q, least, flushed, n, unit, KIND, INTERPRET)
+        # As the oracle has it: the inverse of the stored scale.
+        inverse = tl.minimum(tl.math.div_rn(1.0, scale), LARGEST)
+        if GIVEN:
+            largest = close_amax(top, KIND, INTERPRET)
+            known = largest.to(tl.float32, bitcast=True)
+            again = again | (known * inverse > MAX * MARGIN)
+        again = again | ((known < float("inf")) == 0)
+        tl.store(record + AMAX * P, known.to(tl.float64))
+        tl.store(record + SATURATED * P, 0.0)
+        tl.store(record + NANS * P, 0.0)
+        tl.store(record + INFS * P, 0.0)
+        if at == 0:
+            tl.store(room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples, -float("inf"))  # no ratio yet
+            healthy = (scale < float("inf")).to(tl.float64)
+            wide = tl.where(healthy > 0, scale, 0.0).to(tl.float64)
+            tl.store(record + SCALE_N * P, healthy)
+            tl.store(record + SCALE_SUM * P, wide)
+            tl.store(record + SCALE_SQUARES * P, wide * wide)
+            tl.store(record + SCALE_MIN * P, tl.where(healthy > 0, wide, float("inf")))
+            tl.store(record + SCALE_MAX * P, tl.where(healthy > 0, wide, -float("inf")))
+        if again:
+            recount(
+                record, P, x_ptr, M, K, x_stride_m, x_stride_k, row0, STEPS * ROWS, segment * 2 * WORDS,
+                inverse, MAX * MARGIN, C, 2 * WORDS, 2 * RUN,
+            )  # fmt: skip
+        if GIVEN:
+            tl.atomic_max(scratch_ptr, largest, sem="relaxed")
+            if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == P - 1:
+                bits = tl.atomic_xchg(scratch_ptr, 0, sem="relaxed")
+                tl.atomic_xchg(scratch_ptr + 1, 0, sem="relaxed")
+                amax = bits.to(tl.float32, bitcast=True)
+                tl.store(amax_ptr, amax)
+                tl.store(scale_ptr, tl.where(usable & (amax < float("inf")), given, float("nan")))
+                if SLOT:
+                    tl.atomic_max(slot_ptr, bits, mask=amax < float("inf"), sem="relaxed")
+
+
+def _launch(
+    x_MK: Tensor, rule: Operand, look: Look, plain: bool, turned: bool, amax: Tensor, given: Tensor | None,
+    inv_scale: Tensor | None, scale: Tensor, slot: Tensor | None, scratch: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    codes_MK, codes_KM = room(x_MK, plain, turned)
+    W, stride_m, stride_w, kind = words(x_MK)
+    M, K = x_MK.shape
+    plan, fmt = look.plan, rule.fmt
+    mantissa, largest, goal, pow2, floor = facts(fmt, rule.scaling, rule.margin)
+    half = 2.0 ** (1 - fmt.bias - mantissa) / 2
+    _watched[(plan.samples + plan.errors + plan.programs,)](
+        x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
+        M, K, W, stride_m, stride_w, *x_MK.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
+        plain, turned, given is not None, slot is not None, INTERPRETED, ROWS, WORDS, plan.steps, RUN, plan.error_lines,
+        RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4, **CAP,
+    )  # fmt: skip
+    return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt)
+
+
+def cast(
+    x_MK: Tensor, rule: Operand, amax: Tensor, *, look: Look, plain: bool = True, turned: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """As `tensorwise.cast`, filling `look`."""
+    scale = torch.empty((), device=x_MK.device)
+    return *_launch(x_MK, rule, look, plain, turned, amax, None, None, scale, None, None), scale
+
+
+def cast_given(
+    x_MK: Tensor,
+    rule: Operand,
+    scale: Tensor,
+    inv_scale: Tensor,
+    *,
+    look: Look,
+    plain: bool = True,
+    turned: bool = True,
+    slot: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """As `tensorwise.cast_given`, filling `look`."""
+    out = torch.empty(2, device=x_MK.device)
+    if scratch is None:
+        scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
+    codes = _launch(x_MK, rule, look, plain, turned, out[1:], scale, inv_scale, out, slot, scratch)
+    return *codes, out[0], out[1]

@@ -1,0 +1,252 @@
+"""What watched kernels gather while they quantize is what the slow oracle counts; codes are the plain kernels'."""
+
+import math
+
+import pytest
+import torch
+
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, BLOCK_1x32, PerTensor, QTensor
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.errors import UsageError
+from narrowgauge.formats import E4M3FN, E5M2
+from narrowgauge.metrics import MOMENTS
+from narrowgauge.observe.stats.moments import moments
+
+pytest.importorskip("triton")
+
+from narrowgauge.compute.kernels.fused import amax, looks, plan, tensorwise, watched_tensorwise
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+RULES = [Operand(E4M3FN, PerTensor(), CURRENT), Operand(E5M2, PerTensor(), CURRENT_POW2, margin=2)]
+SHAPES = [(150, 134), (1, 300), (129, 1), (700, 260), (1024, 128)] if GPU else [(35, 131)]
+EXACT = {
+    "numel",
+    "nan_count",
+    "inf_count",
+    "amax",
+    "amin",
+    "n",
+    "scaled",
+    "flushed",
+    "saturated",
+    "compared",
+    "sample_n",
+}
+# Sums of errors have no digits where nothing was lost: theirs are measured against the sum of squares.
+ERRORS = {"dd", "ee", "xd", "flushed_xx"}
+
+
+def hard(name, M, K):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(M, K, generator=g)
+    spread = x * torch.exp(4 * torch.randn(M, K, generator=g))
+    match name:
+        case "spread":
+            x = spread
+        case "tiny":
+            x = spread * 1e-30
+        case "subnormal":
+            x = x * 1e-39
+        case "huge":
+            x = x * 1e37
+        case "zeros":
+            x = x * 0
+        case "sparse":
+            x = torch.where(x > 1.5, x, 0.0)
+        case "ties":  # every midpoint of two codes, and what overflows
+            steps = torch.arange(M * K).reshape(M, K) % 4096
+            x = torch.ldexp(1 + (steps % 32) / 32, steps // 32 % 40 - 20)
+        case "far from zero":
+            x = x + 1000
+        case "not finite":
+            x[0, 0], x[M // 2, K // 2], x[-1, -1] = math.inf, math.nan, -math.inf
+    return x.to(DEVICE)
+
+
+NAMES = ["normal", "spread", "tiny", "subnormal", "huge", "zeros", "sparse", "ties", "far from zero", "not finite"]
+
+
+def assert_packed(found, want, share=1.0, skip=()):
+    """Counts equal, sums to 1e-5, histograms but for lines on the edge of two bins."""
+    found, want = found.cpu(), want.cpu()
+    energy = float(want[MOMENTS["xx"]]) * share
+    for slot in MOMENTS.slots:
+        if slot.name in skip:
+            continue
+        a, b = found[MOMENTS[slot.name]], want[MOMENTS[slot.name]]
+        if slot.width > 1:
+            edge = 0.02 * float(b.sum()) + 2 if "sqnr" in slot.name else 0
+            assert float((a - b).abs().sum()) <= edge, slot.name
+            assert float(a.sum()) == float(b.sum()), slot.name
+        elif slot.name in EXACT:
+            assert torch.equal(a, b), (slot.name, a, b)
+        else:
+            slack = 1e-12 * energy if slot.name in ERRORS else 1e-6 * float(want[MOMENTS["scale_mean"]]) ** 2
+            slack = slack if slot.name in ERRORS | {"scale_m2"} else 0.0
+            assert torch.allclose(a, b, rtol=1e-5, atol=slack, equal_nan=True), (slot.name, float(a), float(b))
+
+
+def assert_same_codes(found, want):
+    for a, b in zip(found, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            a, b = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t.nan_to_num(-1.0) for t in (a, b))
+            assert torch.equal(a, b)
+
+
+def look_at(x, rule, given=None, turn=0, **wanted):
+    """Packed moments, and the plain kernel's codes to compare with, which the watched one's must equal."""
+    room = looks.Looks(DEVICE)
+    look = room.open("site", x, rule, turn)
+    if given is None:
+        known = amax.amax(x.contiguous())
+        found = watched_tensorwise.cast(x, rule, known, look=look, **wanted)
+        want = tensorwise.cast(x, rule, known, **wanted)
+    else:
+        scale = torch.tensor(given, device=DEVICE)
+        slots = [torch.full((1,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        found = watched_tensorwise.cast_given(x, rule, scale, 1 / scale, look=look, slot=slots[0], **wanted)
+        want = tensorwise.cast_given(x, rule, scale, 1 / scale, slot=slots[1], **wanted)
+        assert torch.equal(*slots)
+    assert_same_codes(found, want)
+    sites, packed = room.pack()
+    assert sites == ["site"]
+    assert packed.shape == (1, MOMENTS.width)
+    return packed[0], want, look
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_of_a_tensor_under_its_own_scale(name, shape):
+    index = NAMES.index(name)
+    for dtype in DTYPES if GPU else [DTYPES[index % 2]]:
+        for rule in RULES if GPU else [RULES[index % 2]]:
+            x = hard(name, *shape).to(dtype)
+            packed, (codes, _, scale), _ = look_at(x, rule)
+            assert_packed(packed, moments(x, QTensor(codes, scale, rule.fmt, PerTensor())))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "given"), [("normal", 1e-3), ("spread", 0.5), ("not finite", 0.01), ("normal", math.nan), ("huge", 1.0)]
+)
+def test_moments_of_a_tensor_under_a_given_scale(name, given, shape):
+    for dtype in DTYPES if GPU else [torch.bfloat16]:
+        for rule in RULES if GPU else RULES[:1]:
+            x = hard(name, *shape).to(dtype)
+            packed, (codes, _, scale, _), _ = look_at(x, rule, given)
+            want = moments(x, QTensor(codes, scale, rule.fmt, PerTensor()))
+            # Squares beyond float32 beside a given scale: only what is compared with codes is lost.
+            skip = {"scaled_xx", "xx", "xd", "dd", "ee", "row_sqnr", "col_sqnr"} if name == "huge" else ()
+            assert_packed(packed, want, skip=skip)
+
+
+def test_a_share_of_the_rows_is_what_the_oracle_says_of_these_rows(monkeypatch):
+    monkeypatch.setattr(plan, "LARGE", 1)
+    monkeypatch.setattr(plan, "SAMPLE", 1 << 12)
+    plan.Plan.of.cache_clear()
+    M, K = (2048, 256) if GPU else (1024, 34)
+    x, rule = hard("spread", M, K).to(torch.bfloat16), RULES[0]
+    packed, (codes, _, scale), look = look_at(x, rule, turn=5)
+    plan.Plan.of.cache_clear()
+    all_of_it = moments(x, QTensor(codes, scale, rule.fmt, PerTensor())).cpu()
+    compared, sampled = look.plan.compared_rows(5).to(DEVICE), look.plan.sampled_rows(5).to(DEVICE)
+    assert len(compared) == M // plan.SHARE
+    assert len(sampled) < M
+    some = moments(x[compared], QTensor(codes[compared], scale, rule.fmt, PerTensor())).cpu()
+    few = moments(x[sampled], QTensor(codes[sampled], scale, rule.fmt, PerTensor())).cpu()
+    want = all_of_it.clone()
+    for name in ("scaled_xx", "flushed_xx", "xx", "xd", "dd", "ee"):
+        want[MOMENTS[name]] = some[MOMENTS[name]] * M / len(compared)
+    for name in ("row_sqnr", "col_sqnr"):
+        want[MOMENTS[name]] = some[MOMENTS[name]]
+    for name in ("sample_n", "sample_mean", "sample_m2", "sample_m3", "sample_m4", "exponents", "block_range"):
+        want[MOMENTS[name]] = few[MOMENTS[name]]
+    assert_packed(packed, want)
+
+
+@pytest.mark.parametrize("wanted", [{"turned": False}, {"plain": False}], ids=str)
+def test_one_layout_and_any_strides(wanted):
+    wide = hard("spread", 70, 60)
+    for x in (wide.T, wide[:, 3:40]) if GPU else (wide.T[:33],):
+        packed, _, _ = look_at(x, RULES[0], **wanted)
+        codes, _, scale = tensorwise.cast(x, RULES[0], amax.amax(x.contiguous()))
+        assert_packed(packed, moments(x, QTensor(codes, scale, E4M3FN, PerTensor())))
+
+
+def test_a_step_has_many_looks_and_the_next_one_the_same_addresses():
+    x, rule = hard("normal", 20, 40), RULES[0]
+    room = looks.Looks(DEVICE)
+    known = amax.amax(x)
+    addresses = []
+    for step in range(2):
+        for site in ("a", "b"):
+            look = room.open(site, x if site == "a" else 2 * x, rule, step)
+            watched_tensorwise.cast(x if site == "a" else 2 * x, rule, known if site == "a" else 2 * known, look=look)
+            addresses.append(look.room.data_ptr())
+        room.note(look, torch.tensor(1.5, device=DEVICE))
+        sites, packed = room.pack()
+        assert sites == ["a", "b"]
+        assert packed[:, MOMENTS["amax"]].tolist() == [known.item(), 2 * known.item()]
+        assert packed[:, MOMENTS["amax_ratio"]].tolist() == [-math.inf, 1.5]
+        room.clear()
+    assert addresses[:2] == addresses[2:]
+    assert room.pack()[1].shape == (0, MOMENTS.width)
+
+
+def test_a_look_that_no_kernel_can_fill_is_not_opened():
+    room, rule = looks.Looks(DEVICE), RULES[0]
+    x = torch.zeros(4, 4, device=DEVICE)
+    assert room.open("site", x.double(), rule, 0) is None
+    assert room.open("site", x[:0], rule, 0) is None
+    assert room.open("site", x, Operand(E4M3FN, BLOCK_1x32, CURRENT_POW2), 0) is None
+
+
+def test_another_shape_takes_the_place_of_the_first(monkeypatch):
+    monkeypatch.setattr(looks, "LOOKS", 2)
+    room, rule = looks.Looks(DEVICE), RULES[0]
+    small, large = torch.zeros(4, 4, device=DEVICE), torch.zeros(400, 400, device=DEVICE)
+    first = room.open("a", small, rule, 0)
+    second = room.open("b", small, rule, 0)
+    room.clear()
+    assert room.open("a", small, rule, 0) is first
+    other = room.open("b", large, rule, 0)
+    assert other is not second
+    assert other.room.data_ptr() == second.room.data_ptr()
+    with pytest.raises(UsageError, match="room for 2 looks"):
+        room.open("c", small, rule, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs CUDA")
+def test_a_captured_step_fills_its_looks_again_and_nothing_waits():
+    rule, x = RULES[0], hard("spread", 2048, 512).to(torch.bfloat16)
+    room, known, ratio = looks.Looks(DEVICE), amax.amax(x), torch.ones((), device=DEVICE)
+
+    def step():
+        room.clear()
+        for turn in range(2):
+            look = room.open("site", x, rule, turn)
+            watched_tensorwise.cast(x, rule, known, look=look)
+            room.note(look, ratio)
+        return room.pack()[1]
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        want = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = step()
+    packed.zero_()
+    graph.replay()
+    assert torch.equal(packed, want)
+    with pytest.raises(UsageError, match="more room while a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        room.open("more", hard("normal", 30_000, 5_000), rule, 0)
+        room.reserve(1 << 24)
