@@ -50,14 +50,14 @@ from narrowgauge.compute.kernels.fused.sampling import (
     look_at_errors,
     look_at_sample,
 )
-from narrowgauge.compute.kernels.fused.tile import high, load, low, store_plain, store_turned, words
+from narrowgauge.compute.kernels.fused.tile import BF16, high, load, low, store_plain, store_turned, words
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile with ROWS rows
 RUN = 8  # words summed by one thread before anything else
 RECOUNTED = 16  # rows looked at together where something is rare
-CAP = {} if INTERPRETED else {"maxnreg": 128}  # four programs to a multiprocessor
+REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
 
 
 _LATE = [
@@ -180,16 +180,18 @@ def _launch(
     inv_scale: Tensor | None, scale: Tensor, slot: Tensor | None, scratch: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     codes_MK, codes_KM = room(x_MK, plain, turned)
-    W, stride_m, stride_w, kind = words(x_MK)
-    M, K = x_MK.shape
+    *copied, W, stride_m, stride_w, kind = words(x_MK)
+    x = copied[0] if copied else x_MK
+    M, K = x.shape
     plan, fmt = look.plan, rule.fmt
     mantissa, largest, goal, pow2, floor = facts(fmt, rule.scaling, rule.margin)
     half = 2.0 ** (1 - fmt.bias - mantissa) / 2
     _watched[(plan.samples + plan.errors + plan.programs,)](
-        x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
-        M, K, W, stride_m, stride_w, *x_MK.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
+        x, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
+        M, K, W, stride_m, stride_w, *x.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
         plain, turned, given is not None, slot is not None, INTERPRETED, ROWS, WORDS, plan.steps, RUN, plan.error_lines,
-        RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4, **CAP,
+        RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4,
+        maxnreg=REGISTERS if kind >= BF16.value else None,
     )  # fmt: skip
     return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt)
 
