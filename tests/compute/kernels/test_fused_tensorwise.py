@@ -125,11 +125,18 @@ def test_a_tensor_without_elements_still_has_a_scale():
     assert (codes_MK.shape, codes_KM.shape, scale, amax) == ((0, 16), (16, 0), 2, 0)
 
 
-def test_what_lies_evenly_in_memory_is_loaded_by_the_word():
-    def kind(x):
-        return tile.words(x)[3]
+def test_what_lies_evenly_in_memory_is_loaded_by_the_word_and_the_rest_copied_first():
+    def loaded(x):
+        found = tile.even(x)
+        W, stride_m, stride_w, kind = tile.words(found)
+        assert torch.equal(found, x)
+        assert x.shape[1] + x.shape[1] % 2 == 2 * W
+        assert found.stride() == ((2 * stride_m, stride_w) if kind else (stride_m, stride_w))
+        return kind, found is x
 
     x = torch.zeros(8, 64)
-    assert [kind(x.to(dtype)) for dtype in DTYPES] == [1, 2, 3]
-    assert kind(x[:, 2:]) == kind(x[::3]) == kind(x[:, :62]) == 1
-    assert kind(x[:, 1:]) == kind(x[:, 1:63]) == kind(x.T) == kind(torch.zeros(8, 63)[:, :62]) == 0
+    assert [loaded(x.to(dtype)) for dtype in DTYPES] == [(kind, True) for kind in (1, 2, 3)]
+    assert loaded(x[:, 2:]) == loaded(x[::3]) == loaded(x[:, :62]) == (1, True)
+    for uneven in (x[:, 1:63], x.T, x[:, :1].expand(8, 64), torch.zeros(8, 63)[:, :62]):
+        assert loaded(uneven) == (1, False)
+    assert loaded(x[:, 1:]) == loaded(x[:, 1::3]) == (0, True)

@@ -18,8 +18,8 @@ from torch import Tensor
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, magnitude_bits, widen
 from narrowgauge.compute.kernels.fused.tile import ANY, high, larger_halves, low
 
-BLOCK, WARPS = 8192, 16  # numbers or pairs of numbers per program and round
-PER_SM = 4  # programs of 16 warps that run at once on a multiprocessor, at 32 registers each
+BLOCK, WARPS = 8192, 8  # numbers or pairs of numbers per program and round
+PER_SM, REGISTERS = 4, 64  # programs of that many warps that run at once on a multiprocessor
 
 
 @triton.jit
@@ -46,9 +46,9 @@ def _amax(x_ptr, scratch_ptr, out_ptr, n, KIND: tl.constexpr, INTERPRET: tl.cons
         both = tl.reduce(largest, 0, larger_halves)
         bits = tl.maximum(magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND)))
     tl.atomic_max(scratch_ptr, bits, sem="relaxed")
-    if tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    if tl.atomic_add(scratch_ptr + 1, 1, sem="release") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(scratch_ptr + 1, 0, sem="acquire")  # after what all others released
         tl.store(out_ptr, tl.atomic_xchg(scratch_ptr, 0, sem="relaxed").to(tl.float32, bitcast=True))
-        tl.atomic_xchg(scratch_ptr + 1, 0, sem="relaxed")
 
 
 def amax(x: Tensor, *, scratch: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def amax(x: Tensor, *, scratch: Tensor | None = None) -> Tensor:
     if x.element_size() == 2 and n % 2 == 0 and x.data_ptr() % 4 == 0:
         n, kind = n // 2, 2 if x.dtype == torch.bfloat16 else 3
     programs = min(triton.cdiv(n, BLOCK), PER_SM * _multiprocessors(x.device))
-    _amax[(max(1, programs),)](x, scratch, out, n, kind, INTERPRETED, BLOCK, num_warps=WARPS, maxnreg=32)
+    _amax[(max(1, programs),)](x, scratch, out, n, kind, INTERPRETED, BLOCK, num_warps=WARPS, maxnreg=REGISTERS)
     return out
 
 

@@ -21,9 +21,11 @@ from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, s
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
+    even,
     grid,
     load,
     place,
+    registers,
     row_amaxes,
     store_plain,
     store_turned,
@@ -42,17 +44,15 @@ def _tiles(
 ):  # fmt: skip
     m, w, tile_m, tile_w = place(W, SIDE, BACKWARDS=True)
     a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    if TURNED:  # before x is widened for the plain codes, which takes registers
+        low, high = column_amaxes(a, b, KIND, INTERPRET, LOOSE=True)
+        amax_low, amax_high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     if PLAIN:
         amax = row_amaxes(a, b, KIND, INTERPRET).to(tl.float32, bitcast=True)
         inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
         tl.store(plain_scale_ptr + tile_w * M + m, scale_of(amax, inv_scale, POW2), mask=m < M)
         store_plain(plain_ptr, a, b, inv_scale[:, None], m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if TURNED:
-        low, high = column_amaxes(a, b, KIND, INTERPRET)
-        # The compiler would carry the amaxes' layout on to the codes. Gathered, in the order they have, they lose it.
-        same = tl.arange(0, SIDE // 2)
-        amax_low = tl.gather(low, same, 0).to(tl.float32, bitcast=True)
-        amax_high = tl.gather(high, same, 0).to(tl.float32, bitcast=True)
         inv_low = inv_scale_of(amax_low, GOAL, POW2, FLOOR)
         inv_high = inv_scale_of(amax_high, GOAL, POW2, FLOOR)
         at = turned_scale_ptr + tile_m * K + 2 * w
@@ -90,11 +90,12 @@ def cast_tiles(
     codes_MK, codes_KM = room(x_MK, plain, turned)
     scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
     scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
-    W, stride_m, stride_w, kind = words(x_MK)
+    x = even(x_MK)
+    W, stride_m, stride_w, kind = words(x)
     if x_MK.numel() and (plain or turned):
         _tiles[grid(M, W)](
-            x_MK, codes_MK, scale_M, codes_KM, scale_K, M, K, W, stride_m, stride_w, kind,
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8,
+            x, codes_MK, scale_M, codes_KM, scale_K, M, K, W, stride_m, stride_w, kind,
+            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8, maxnreg=registers(kind, 64),
         )  # fmt: skip
     return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
 
@@ -106,10 +107,11 @@ def cast_squares(
     M, K = x_MK.shape
     codes_MK, codes_KM = room(x_MK, plain, turned)
     scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
-    W, stride_m, stride_w, kind = words(x_MK)
+    x = even(x_MK)
+    W, stride_m, stride_w, kind = words(x)
     if x_MK.numel():
         _squares[grid(M, W)](
-            x_MK, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
+            x, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
             *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
         )  # fmt: skip
     return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt), scale

@@ -21,9 +21,11 @@ from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, s
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
+    even,
     grid,
     load,
     place,
+    registers,
     row_amaxes,
     store_plain,
     store_turned,
@@ -86,14 +88,15 @@ def cast_rows(
     codes_MK, codes_KM = room(x_MK, plain, turned)
     bits = torch.zeros(M + K, dtype=torch.int32, device=x_MK.device)
     scale = torch.empty(M + K, device=x_MK.device)
-    W, stride_m, stride_w, kind = words(x_MK)
+    x = even(x_MK)
+    W, stride_m, stride_w, kind = words(x)
     if x_MK.numel() and (plain or turned):
         _amaxes[grid(M, W)](
-            x_MK, bits, bits[M:], M, K, W, stride_m, stride_w, kind, plain, turned, INTERPRETED, SIDE, num_warps=4
+            x, bits, bits[M:], M, K, W, stride_m, stride_w, kind, plain, turned, INTERPRETED, SIDE, num_warps=4
         )
         _rows[grid(M, W)](
-            x_MK, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], M, K, W, stride_m, stride_w, kind,
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
+            x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], M, K, W, stride_m, stride_w, kind,
+            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4, maxnreg=registers(kind, 128),
         )  # fmt: skip
     scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
     return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K

@@ -23,7 +23,18 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
-from narrowgauge.compute.kernels.fused.tile import SIDE, grid, load, place, store_plain, store_turned, tile_amax, words
+from narrowgauge.compute.kernels.fused.tile import (
+    SIDE,
+    even,
+    grid,
+    load,
+    place,
+    registers,
+    store_plain,
+    store_turned,
+    tile_amax,
+    words,
+)
 from narrowgauge.compute.recipes import Operand
 
 
@@ -58,14 +69,14 @@ def _cast_given(
     usable = (given > 0) & (given < float("inf"))
     inv_scale = tl.where(usable, tl.load(inv_scale_ptr), 1.0)
     tl.atomic_max(scratch_ptr, tile_amax(a, b, KIND, INTERPRET), sem="relaxed")
-    before = tl.atomic_add(scratch_ptr + 1, 1, sem="acq_rel")
+    before = tl.atomic_add(scratch_ptr + 1, 1, sem="release")
     if PLAIN:
         store_plain(plain_ptr, a, b, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if TURNED:
         store_turned(turned_ptr, a, b, inv_scale, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if before == tl.num_programs(0) - 1:
+        tl.atomic_xchg(scratch_ptr + 1, 0, sem="acquire")  # after what all others released
         bits = tl.atomic_xchg(scratch_ptr, 0, sem="relaxed")
-        tl.atomic_xchg(scratch_ptr + 1, 0, sem="relaxed")
         amax = bits.to(tl.float32, bitcast=True)
         tl.store(amax_ptr, amax)
         tl.store(scale_ptr, tl.where(usable & (amax < float("inf")), given, float("nan")))
@@ -82,11 +93,12 @@ def cast(
     """
     codes_MK, codes_KM = room(x_MK, plain, turned)
     scale = torch.empty((), device=x_MK.device)
-    W, stride_m, stride_w, kind = words(x_MK)
+    x = even(x_MK)
+    W, stride_m, stride_w, kind = words(x)
     M, K = x_MK.shape
     _cast[grid(M, W)](
-        x_MK, amax, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
-        *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
+        x, amax, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
+        *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE, num_warps=8,
     )  # fmt: skip
     return as_codes(codes_MK, rule.fmt), as_codes(codes_KM, rule.fmt), scale
 
@@ -120,10 +132,12 @@ def cast_given(
     if scratch is None:
         scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
     seen = slot is not None and x_MK.numel() > 0  # nothing leaves no trace
-    W, stride_m, stride_w, kind = words(x_MK)
+    x = even(x_MK)
+    W, stride_m, stride_w, kind = words(x)
     M, K = x_MK.shape
     _cast_given[grid(M, W)](
-        x_MK, scale, inv_scale, codes_MK, codes_KM, out, out[1:], slot, scratch, M, K, W, stride_m, stride_w, kind,
-        rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE, num_warps=4,
+        x, scale, inv_scale, codes_MK, codes_KM, out, out[1:], slot, scratch, M, K, W, stride_m, stride_w, kind,
+        rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE,
+        num_warps=4 if plain and turned else 8, maxnreg=registers(kind, 128 if plain and turned else 64),
     )  # fmt: skip
     return as_codes(codes_MK, rule.fmt), as_codes(codes_KM, rule.fmt), out[0], out[1]

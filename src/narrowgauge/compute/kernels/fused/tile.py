@@ -8,7 +8,7 @@ is cheaper than turning bytes. So kernels work on pairs of neighbours (a, b), ea
     kind     a, b
     HALVES   both the words of bfloat16 or float16         two more of them come of `low` and `high`
     WIDE     float32 of even and odd columns, loaded as 64-bit words
-    ANY      the same, loaded one by one: any dtype and strides, odd K
+    ANY      the same, loaded one by one: any dtype and strides, for odd K
 
 Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
@@ -27,6 +27,13 @@ _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 SIDE = 128  # rows and columns of a tile: a block's, and four warps' or eight's worth of registers
 
 
+def even(x_MK: Tensor) -> Tensor:
+    """x_MK, copied if it does not lie in words in memory though it could: two more passes, instead of single bytes."""
+    if x_MK.shape[1] % 2 or words(x_MK)[3]:
+        return x_MK
+    return x_MK.clone(memory_format=torch.contiguous_format)
+
+
 def words(x_MK: Tensor) -> tuple[int, int, int, int]:
     """W, strides along M and W in words (in elements for ANY), and the kind of word that x_MK can be loaded as."""
     K = x_MK.shape[1]
@@ -35,6 +42,11 @@ def words(x_MK: Tensor) -> tuple[int, int, int, int]:
     if whole and x_MK.data_ptr() % (2 * x_MK.element_size()) == 0:
         return K // 2, stride_m // 2, 1, _KINDS[x_MK.dtype]
     return triton.cdiv(K, 2), stride_m, stride_k, 0
+
+
+def registers(kind: int, most: int) -> int | None:
+    """`most` for words of 16-bit numbers: more programs at once are worth it. The other kinds need what they take."""
+    return most if kind >= _KINDS[torch.bfloat16] else None
 
 
 def grid(M: int, W: int) -> tuple[int]:
@@ -51,7 +63,8 @@ def place(W, SIDE: tl.constexpr, BACKWARDS: tl.constexpr):
     program = tl.program_id(0)
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
-    tiles_w = tl.maximum(tl.cdiv(2 * W, SIDE), 1)
+    program = program.to(tl.uint32)
+    tiles_w = tl.maximum((W + (SIDE // 2 - 1)) // (SIDE // 2), 1).to(tl.uint32)
     tile_m = (program // tiles_w).to(tl.int64)
     tile_w = (program % tiles_w).to(tl.int64)
     m = tile_m * SIDE + tl.arange(0, SIDE)
@@ -109,12 +122,22 @@ def larger_halves(a, b):
 
 
 @triton.jit
-def column_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
-    """Bits of the largest magnitudes of even and of odd columns, [tile_W] each."""
+def column_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr, LOOSE: tl.constexpr = False):
+    """Bits of the largest magnitudes of even and of odd columns, [tile_W] each.
+
+    LOOSE: gathered once more, in the order they have. The compiler would else make whatever is computed with them lie
+    in the registers as they do, and turn codes by the byte.
+    """
     if KIND >= BF16 and not INTERPRET:
         both = tl.reduce(a & 0x7FFF7FFF, 0, larger_halves)
+        if LOOSE:
+            both = tl.gather(both, tl.arange(0, both.shape[0]), 0)
         return magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND))
-    return tl.max(magnitude_bits(low(a, KIND)), 0), tl.max(magnitude_bits(high(b, KIND)), 0)
+    even, odd = tl.max(magnitude_bits(low(a, KIND)), 0), tl.max(magnitude_bits(high(b, KIND)), 0)
+    if LOOSE:
+        even = tl.gather(even, tl.arange(0, even.shape[0]), 0)
+        odd = tl.gather(odd, tl.arange(0, odd.shape[0]), 0)
+    return even, odd
 
 
 @triton.jit
@@ -166,8 +189,10 @@ def store_turned(
     if KIND >= BF16:
         a = a.to(tl.int64)
         b = a
-    k = 2 * w[:, None]
-    at = codes_ptr + k * M + m[None, :]
+    at = codes_ptr + 2 * w[:, None] * M + m[None, :]
     inside = (m[None, :] < M) & (w[:, None] < W)
+    odd = inside
+    if KIND == ANY:
+        odd = inside & (2 * w[:, None] + 1 < K)
     tl.store(at, to_codes(low(a, KIND) * inv_low, MANTISSA, MAX, INTERPRET), mask=inside)
-    tl.store(at + M, to_codes(high(b, KIND) * inv_high, MANTISSA, MAX, INTERPRET), mask=inside & (k + 1 < K))
+    tl.store(at + M, to_codes(high(b, KIND) * inv_high, MANTISSA, MAX, INTERPRET), mask=odd)
