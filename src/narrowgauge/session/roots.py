@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
 from narrowgauge.compute.nn.observer import GemmSample, Observer
 from narrowgauge.compute.quant import QTensor
-from narrowgauge.compute.recipes import by_name
+from narrowgauge.compute.recipes import Operand, by_name
 from narrowgauge.errors import ConversionError
 from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import weights_hash
@@ -39,6 +39,14 @@ class Renamed:
     def wants(self, module: str) -> bool:
         """As the observer does."""
         return self.observer.wants(self.prefix + module)
+
+    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
+        """Pass it on."""
+        return self.observer.look(self.prefix + module, role, x, rule)
+
+    def ratio(self, look: Any, amax_ratio: Tensor) -> None:
+        """Pass it on."""
+        self.observer.ratio(look, amax_ratio)
 
     def operand(
         self,

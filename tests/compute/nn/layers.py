@@ -52,6 +52,9 @@ class Seen:
     def wants(self, module):
         return self.wanted
 
+    def look(self, module, role, x, rule):
+        return None
+
     def operand(self, module, role, x, q, moments=None, amax_ratio=None):
         self.operands.setdefault((module, role), []).append((x, q, amax_ratio))
 

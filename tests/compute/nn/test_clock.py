@@ -304,3 +304,17 @@ def test_one_hook_for_all_clocks():
     before = clock_module._hook_handle
     clock_module.StepClock()
     assert clock_module._hook_handle is before
+
+
+def test_a_replayed_graph_counts_once_per_step_of_the_optimizer_that_counted_before():
+    layer = nn.Linear(4, 4)
+    clock = clock_module.StepClock()
+    clock.follow(layer)
+    one, two = torch.optim.SGD([layer.weight], lr=0.1), torch.optim.SGD([layer.bias], lr=0.1)
+    clock.saw_data()
+    clock.captured()
+    for _ in range(3):  # after the first round nothing is heard of any data
+        layer.weight.grad, layer.bias.grad = torch.ones(4, 4), torch.ones(4)
+        one.step()
+        two.step()
+    assert clock.step == 3

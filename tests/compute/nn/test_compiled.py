@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.compute.nn.handle import CODES, INPUT, INPUT_AND_AMAX
+from narrowgauge.compute.nn.in_graph import CODES, RECODED
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.recipes import CATALOG
 from narrowgauge.errors import ShapeError
@@ -87,42 +87,56 @@ def test_several_microbatches_and_no_bias(recipe):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)
-def test_saving_the_input_instead_of_its_codes_changes_no_bit(recipe):
+def test_codes_left_to_the_graph_change_no_bit(recipe, microbatches):
     eager, model = blocks(recipe), blocks(recipe)
     seen = Seen()
     set_observer(model, seen)
-    for module in model.modules():
-        if hasattr(module, "_fp8"):
-            module._fp8.saves = INPUT if recipe.state != "none" or recipe.shares("input") is False else INPUT_AND_AMAX
+    for block in model:
+        for layer in (block.up, block.down):
+            layer._fp8.save(RECODED)
     call, counter = compiled(model)
-    assert_same(train(model, call), train(eager, eager))
+    assert_same(train(model, call, microbatches=microbatches), train(eager, eager, microbatches=microbatches))
     assert counter.frame_count == 1
-    assert set(seen.counts().values()) == {3}
+    assert set(seen.counts().values()) == {3 * microbatches}
     checks = [check for results in seen.results.values() for _, check in results if check is not None]
-    assert len(checks) == 6
+    assert len(checks) == 6 * microbatches
     if recipe.state == "none":  # where scales lag behind, these jumps saturate
         assert all(calc_diff(check.want, check.got) < 3e-3 for check in checks)
 
 
-@pytest.mark.parametrize("saves", [CODES, INPUT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_amax_that_the_graph_makes_changes_no_bit(dtype, saves):
+@pytest.mark.parametrize("saves", [CODES, RECODED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.0, 1e-6, float("inf"), float("nan")])
+def test_what_the_graph_computes_is_exact(dtype, saves, factor):
     eager, model = blocks("current").to(dtype), blocks("current").to(dtype)
     for block in model:
         for layer in (block.up, block.down):
-            layer._fp8.amax_in_graph, layer._fp8.saves = True, saves
+            layer._fp8.save(saves)
     call, counter = compiled(model)
     x = torch.randn(64, 128, dtype=dtype)
+    x[3, 5] *= factor
+    x = x * 0 if factor == 0 else x
     found = []
     for each in (eager, call):
         mine = x.clone().requires_grad_()
         y = each(mine)
         y.backward(torch.linspace(-3, 5, y.numel(), dtype=dtype).reshape(y.shape))
-        found.append((y, mine.grad))
-    assert_same(found[1], found[0])
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+        found.append([y, mine.grad])
+    for params, results in zip((eager.parameters(), model.parameters()), found, strict=True):
+        results += [p.grad for p in params]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
     assert counter.frame_count == 1
+
+
+def test_convert_chooses_what_is_saved():
+    for recipe, plain, codes in (("delayed", RECODED, CODES), ("rowwise", CODES, CODES)):  # rows cannot be left to it
+        for kwargs, want in (({}, plain), ({"save_codes": True}, codes)):
+            model, _ = ng.convert(nn.Sequential(Block()), recipe=recipe, **kwargs)
+            assert model[0].up._fp8.traced.saves == want
 
 
 def test_a_block_compiled_once_serves_every_block():

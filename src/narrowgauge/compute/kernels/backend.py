@@ -7,7 +7,7 @@ Legend: P, Q = rows of a and b; C = the contracted dimension, last in both.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The name that reports print and `backend=` takes."""
+        ...
+
+    @property
+    def watches(self) -> bool:
+        """Whether `quantize_both` fills a `look` while it quantizes."""
         ...
 
     def supports(self, recipe: Recipe, device: torch.device) -> str | None:
@@ -47,6 +52,7 @@ class Backend(Protocol):
         shared: bool,
         given: Given | None = None,
         amax: Tensor | None = None,
+        look: Any | None = None,
     ) -> Both:
         """Quantize a tensor for up to two gemms; see `kernels.both`. Codes and scales are the reference's."""
         ...

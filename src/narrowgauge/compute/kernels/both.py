@@ -11,7 +11,7 @@ Legend: M = rows, K = columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ def quantize_both(
     shared: bool,
     given: Given | None = None,
     amax: Tensor | None = None,
+    look: Any | None = None,
 ) -> Both:
     """Quantize x_MK by one rule or two; a rule that is None asks for nothing. The reference, on any device.
 
@@ -58,6 +59,7 @@ def quantize_both(
         shared: the rules are equal and one copy serves both.
         given: a scale from elsewhere; only where the copy is shared.
         amax: that of this same x, to save its being computed twice; only where the copy is shared.
+        look: left alone; only backends that watch fill it.
     """
     if shared:
         rule = plain or turned

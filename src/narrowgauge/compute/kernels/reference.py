@@ -25,6 +25,7 @@ class Reference:
     """Multiplies decoded codes; what every faster backend is compared with."""
 
     name = "reference"
+    watches = False
 
     def supports(self, recipe: Recipe, device: torch.device) -> str | None:
         """Return None: every recipe runs on every device, emulated."""

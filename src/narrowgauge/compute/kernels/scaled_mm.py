@@ -40,6 +40,7 @@ class ScaledMM:
     """Runs each gemm with torch's scaled matrix multiply."""
 
     name = "scaled_mm"
+    watches = False
 
     def supports(self, recipe: Recipe, device: torch.device) -> str | None:
         """Return None when every gemm of `recipe` runs on `device`, else the first reason why not."""

@@ -39,11 +39,15 @@ class Call:
     notes: list[Callable[[], object]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, state: LayerState, compute_dtype: torch.dtype, mode: Mode) -> Call:
-        """A call in `mode`, watched if the layer's observer wants this step."""
-        watched = mode != "read" and state.observer is not None and state.observer.wants(state.name)
+    def begin(cls, state: LayerState, compute_dtype: torch.dtype, mode: Mode, captured: bool = False) -> Call:
+        """A call in `mode`, watched if the layer's observer wants this step; what is `captured` cannot be watched."""
+        watched = mode != "read" and state.observer is not None and not captured and state.observer.wants(state.name)
         turn = state.clock.step
         return cls(state, compute_dtype, mode, watched, turn, state.result_to_check(turn) if watched else None)
+
+    def shows(self, result: ResultRole) -> bool:
+        """Whether a result is looked at: on a GPU only in its turn."""
+        return self.watched and (result == self.checked or not self.state.backend.watches)
 
     def tell(self, note: Callable[[], object]) -> None:
         """Run `note` now, or when the backward pass shows that this forward was not recomputed in vain."""

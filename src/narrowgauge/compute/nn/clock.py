@@ -8,6 +8,8 @@ all, a closure that runs forward and backward many times once, accumulation over
 is torch's global one, installed once, and filtered by who owns the stepped parameters; optimizers made before
 or after conversion are the same to it. Forwards without grad and recomputed ones never count as data.
 
+A replayed CUDA graph tells nothing. Once one was captured, every step of the optimizer that ended the last one counts.
+
 An optimizer may also step *inside* a backward pass (one per parameter, to free gradients early). The step is
 then still running, so it ends at the next forward or the next optimizer step outside of a backward.
 """
@@ -37,6 +39,8 @@ class StepClock:
         self.step = 0
         self._has_data = False
         self._ended_inside_backward = False
+        self._replays = False
+        self._leader: weakref.ref[Optimizer] | None = None
         self._strange_steps = 0
         self._new_to_strangers = False
         self._listeners: list[Callable[[], None]] = []
@@ -72,6 +76,10 @@ class StepClock:
         """Note that the running step recorded something: it is worth ending."""
         self._has_data = self._new_to_strangers = True
 
+    def captured(self) -> None:
+        """Note that a CUDA graph will repeat what runs now, and `saw_data` will not be heard of again."""
+        self._replays = True
+
     @property
     def has_data(self) -> bool:
         """Whether anything was recorded since the last step ended."""
@@ -79,7 +87,7 @@ class StepClock:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """End the step if it has data and `optimizer` owns parameters of a followed module."""
-        if not self._has_data:
+        if not self._has_data and not self._replayed_for(optimizer):
             return
         if not self._owns(optimizer):
             self._stepped_by_a_stranger()
@@ -87,10 +95,15 @@ class StepClock:
         if self._first is not None:
             listener, self._first = self._first, None
             listener(optimizer)
+        self._leader = weakref.ref(optimizer)
         if inside_backward():
             self._ended_inside_backward = True
         else:
             self._end_step()
+
+    def _replayed_for(self, optimizer: Optimizer) -> bool:
+        # Of several optimizers, the one that ended the last step ends this one too.
+        return self._replays and self._leader is not None and self._leader() is optimizer
 
     def _end_step(self) -> None:
         self._has_data = self._ended_inside_backward = False

@@ -1,15 +1,20 @@
 """The linear layer under torch.compile: two operators that the compiler sees, and does not look into.
 
-    linear_forward    x, w, b, handle         -> y, codes_xT, scale_xT
+    linear_forward    x, w, b, handle         -> y, and what the backward pass needs
     linear_backward   dy, w, codes_xT, ...    -> dx, dw, db
 
 So a graph has no break at a layer, and what changes from step to step (scales, who watches, a weight's kept codes) is
 read when the operator runs, not when it is traced: nothing is compiled again. The operators run `gemms` and `operands`
-as the eager function does.
+as the eager function does; `handle` tells them whose they are.
 
-**What is saved** for the backward pass are FP8 codes of x; w is quantized again for dgrad, which costs one more read of
-it and saves a byte per parameter from forward to backward. Where a step has several microbatches, both copies are kept
-anyway (`kept_weight`).
+The compiler does what it does best (`in_graph`): the amax of a tensor is made where the tensor is made, and x's codes
+for wgrad may be left to it. It then decides whether to keep x, or to make it once more from what is kept anyway.
+
+    CODES      saved: codes of x, one byte per element; both copies came from one read      the fastest
+    RECODED    saved: what the compiler chooses                                             the least memory
+
+w is quantized again for dgrad, which costs one more read of it and saves a byte per parameter from forward to backward.
+Where a step has several microbatches, both copies are kept anyway (`kept_weight`).
 
 A forward that runs inside a backward pass was recomputed by the compiler or a checkpoint; it is not observed again.
 
@@ -26,29 +31,27 @@ from torch import Tensor
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, without_autocast
+from narrowgauge.compute.nn.capture import capturing
 from narrowgauge.compute.nn.clock import inside_backward
-from narrowgauge.compute.nn.handle import CODES, INPUT_AND_AMAX, granularity_of, layer_of
+from narrowgauge.compute.nn.handle import layer_of
+from narrowgauge.compute.nn.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of
 from narrowgauge.compute.nn.observer import Samples
 from narrowgauge.compute.nn.operands import quantize_operand
-from narrowgauge.compute.quant import PerTensor, QTensor
+from narrowgauge.compute.quant import QTensor
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn.layer_state import LayerState
 
+Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, dtype: torch.dtype) -> Tensor:
     """`fp8_linear` for a compiler's eyes; `dtype` is the result's."""
+    traced = state.traced
+    amax = amax_of(x) if traced.own_scale else None
     grad = torch.is_grad_enabled()
-    amax = _amax_in_graph(x) if state.amax_in_graph else None
-    y: Tensor
-    y, _, _ = linear_forward(x, amax, weight, bias, state.handle, dtype, state.grain, grad, state.saves)
+    y: Tensor = linear_forward(x, amax, weight, bias, state.handle, dtype, grad, *traced.numbers)[0]
     return y
-
-
-def _amax_in_graph(x: Tensor) -> Tensor:
-    """max |x| in the compiler's own operations, which it merges with what made x; exact: it reads x's rounded bits."""
-    integers = torch.int16 if x.element_size() == 2 else torch.int32
-    return (x.detach().view(integers) & torch.iinfo(integers).max).amax().view(x.dtype).float()
 
 
 @torch.library.custom_op("narrowgauge::linear_forward", mutates_args=())
@@ -59,16 +62,18 @@ def linear_forward(
     bias: Tensor | None,
     handle: Tensor,
     dtype: torch.dtype,
-    grain: list[int],
     grad: bool,
-    saves: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., N] in `dtype`, and if `grad` what the backward pass needs: codes [K, M] of x and their scales in a row.
+    whole: list[int],
+    real: list[float],
+) -> Forward:
+    """y [..., N] in `dtype`, and if `grad` what the backward pass needs, each empty where it does not.
 
-    Where the input itself is saved there are no codes, and instead of scales the amax [1] of x, if it makes the scale.
+    That is: codes [K, M] of x; their scales in a row; the inv_scale [1] of x, where codes are left to the graph and it
+    cannot know it; the amax [1] of w, where that makes its scale.
     """
     state: LayerState = layer_of(handle)
-    recomputed = inside_backward()
+    traced = Traced(whole, real)
+    recomputed, captured = inside_backward(), capturing(x)
     state.calls += 1
     if not recomputed:
         state.clock.catch_up()
@@ -76,25 +81,27 @@ def linear_forward(
     if grad:
         state.rows_seen = x_MK.shape[0]
         state.kept_weight.begin()
-    call = Call.begin(state, dtype, "write" if grad and not recomputed else "read")
+    call = Call.begin(state, dtype, "write" if grad and not recomputed else "read", captured)
+    codes, scale, inv_scale, amax_w = (x.new_empty(0) for _ in range(4))  # outputs may not share memory
     with without_autocast(x.device.type):
-        if grad and saves == INPUT_AND_AMAX:
-            amax = state.backend.amax(x_MK, PerTensor())
-        q_x, q_xT = quantize_operand(call, "input", x_MK, True, grad and saves == CODES, amax)
-        q_w, _ = quantize_operand(call, "weight", weight, True, False)
-        assert q_x is not None  # both plain copies are always asked for
-        assert q_w is not None
-        y_MN = gemms.fprop(call, q_x, q_w, bias, (x_MK, weight))
-    codes, scale = x.new_empty(0), x.new_empty(0)
-    if q_xT is not None:
-        codes, scale = q_xT.codes.contiguous(), _flat(q_xT.scale)
-    elif grad and saves == INPUT_AND_AMAX and amax is not None:
-        scale = amax.reshape(1)
+        q_x = quantize_operand(call, "input", x_MK, True, grad and traced.saves == CODES, amax)
+        q_w = quantize_operand(call, "weight", weight, True, False)
+        assert q_x.plain is not None  # both plain copies are always asked for
+        assert q_w.plain is not None
+        y_MN = gemms.fprop(call, q_x.plain, q_w.plain, bias, (x_MK, weight))
     if grad:
+        if q_x.turned is not None:
+            codes, scale = q_x.turned.codes.contiguous(), _flat(q_x.turned.scale)
+        else:
+            scale = q_x.plain.scale.reshape(1)
+            inv_scale = inv_scale if traced.own_scale else q_x.inv_scale_used().reshape(1)
+        if traced.own_scale:
+            amax_w = _known(q_w.amax)
         state.clock.saw_data()
-        if saves == CODES:
-            _keep_samples(call, codes, gemms.keep_samples(call, x_MK, weight))
-    return y_MN.reshape(*x.shape[:-1], weight.shape[0]), codes, scale
+        if captured:
+            state.clock.captured()
+        _keep_samples(call, scale, gemms.keep_samples(call, x_MK, weight))
+    return y_MN.reshape(*x.shape[:-1], weight.shape[0]), codes, scale, inv_scale, amax_w
 
 
 @linear_forward.register_fake
@@ -105,29 +112,33 @@ def _(
     bias: Tensor | None,
     handle: Tensor,
     dtype: torch.dtype,
-    grain: list[int],
     grad: bool,
-    saves: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-    if grad and saves == INPUT_AND_AMAX:
-        return y, x.new_empty(0), x.new_empty(1, dtype=torch.float32)
-    if saves != CODES or not grad:
-        return y, x.new_empty(0), x.new_empty(0)
+    whole: list[int],
+    real: list[float],
+) -> Forward:
+    traced = Traced(whole, real)
+    y, nothing, one = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype), x.new_empty(0), (1,)
+    if not grad:
+        return y, nothing, x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    amax_w = x.new_empty(one, dtype=torch.float32) if traced.own_scale else x.new_empty(0)
+    if traced.saves != CODES:
+        scale = x.new_empty(one, dtype=torch.float32)
+        inv_scale = x.new_empty(0) if traced.own_scale else x.new_empty(one, dtype=torch.float32)
+        return y, nothing, scale, inv_scale, amax_w
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
-    codes = x.new_empty((K, M), dtype=torch.float8_e5m2 if grain[0] else torch.float8_e4m3fn)
-    scale = x.new_empty(math.prod(granularity_of(grain).scale_shape((K, M))), dtype=torch.float32)
-    return y, codes, scale
+    codes = x.new_empty((K, M), dtype=traced.dtype)
+    scale = x.new_empty(math.prod(traced.granularity.scale_shape((K, M))), dtype=torch.float32)
+    return y, codes, scale, x.new_empty(0), amax_w
 
 
 @torch.library.custom_op("narrowgauge::linear_backward", mutates_args=())
 def linear_backward(
     dy: Tensor,
     amax: Tensor | None,
-    x: Tensor | None,
     x_like: list[int],
     x_dtype: torch.dtype,
     weight: Tensor,
+    amax_w: Tensor,
     bias_dtype: torch.dtype | None,
     codes_xT: Tensor,
     scale_xT: Tensor,
@@ -137,40 +148,37 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and db, each empty if not among `needs`."""
     state: LayerState = layer_of(handle)
-    call = Call.begin(state, dtype, "write")
-    dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
-    if x is None:
-        samples = state.samples.pop((call.turn, codes_xT.data_ptr()), None)
-    else:
-        x = x.reshape(dy_MN.shape[0], x.shape[-1])
-        samples = gemms.keep_samples(call, x, weight)
-    dx = dw = db = dy.new_empty(0)
-    needs_dx, needs_dw, needs_db = needs
+    call = Call.begin(state, dtype, "write", capturing(dy))
     again = Call(state, dtype, "again", False, call.turn, None)
+    samples = state.samples.pop((call.turn, scale_xT.data_ptr()), None)
+    dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    dx, dw, db = _nothing(dy, [0], x_dtype, weight, bias_dtype, [False] * 3)
+    needs_dx, needs_dw, needs_db = needs
     with without_autocast(dy.device.type):
-        q_dy, q_dyT = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
-        if q_dy is not None:
-            q_wT = quantize_operand(again, "weight", weight, False, True)[1]
-            assert q_wT is not None
-            dx = gemms.dgrad(call, q_dy, q_wT, x_dtype, dy_MN, samples).reshape(x_like)
-        if q_dyT is not None:
-            q_xT = _saved_codes(state, codes_xT, scale_xT) if x is None else _codes_again(again, x, scale_xT)
-            dw = gemms.wgrad(call, q_dyT, q_xT, weight.dtype, dy_MN, samples)
+        q_dy = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
+        if q_dy.plain is not None:
+            q_w = quantize_operand(again, "weight", weight, False, True, amax_w.reshape(()) if amax_w.numel() else None)
+            assert q_w.turned is not None
+            dx = gemms.dgrad(call, q_dy.plain, q_w.turned, x_dtype, dy_MN, samples).reshape(x_like)
+        if q_dy.turned is not None:
+            rule = state.recipe.uses("input")[1]
+            shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
+            q_xT = QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
+            dw = gemms.wgrad(call, q_dy.turned, q_xT, weight.dtype, dy_MN, samples)
         if needs_db and bias_dtype is not None:
             db = gemms.bias_gradient(dy_MN, bias_dtype)
     state.clock.saw_data()
-    nothing = _nothing(dy, [0], x_dtype, weight, bias_dtype, [False] * 3)
-    return dx if needs_dx else nothing[0], dw if needs_dw else nothing[1], db if needs_db else nothing[2]
+    return dx, dw, db
 
 
 @linear_backward.register_fake
 def _(
     dy: Tensor,
     amax: Tensor | None,
-    x: Tensor | None,
     x_like: list[int],
     x_dtype: torch.dtype,
     weight: Tensor,
+    amax_w: Tensor,
     bias_dtype: torch.dtype | None,
     codes_xT: Tensor,
     scale_xT: Tensor,
@@ -194,36 +202,29 @@ def _nothing(
     return dx, dw, dy.new_empty(dy.shape[-1] if needs[2] else 0, dtype=bias_dtype or dy.dtype)
 
 
-def _saved_codes(state: LayerState, codes_xT: Tensor, scale_xT: Tensor) -> QTensor:
-    rule = state.recipe.uses("input")[1]
-    shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
-    return QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
-
-
-def _codes_again(again: Call, x_MK: Tensor, amax: Tensor) -> QTensor:
-    known = amax.reshape(()) if amax.numel() else None
-    q_xT = quantize_operand(again, "input", x_MK, False, True, known)[1]
-    assert q_xT is not None
-    return q_xT
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, amax, weight, bias, handle, dtype, _, _, saves = inputs
-    _, codes_xT, scale_xT = output
-    known = scale_xT if amax is None or saves == CODES else amax
-    ctx.save_for_backward(weight, codes_xT, known, handle, *(() if saves == CODES else (x,)))
-    ctx.amax_in_graph = amax is not None
-    ctx.x_like, ctx.x_dtype, ctx.dtype = list(x.shape), x.dtype, dtype
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+    x, amax, weight, bias, handle, ctx.dtype, _, *numbers = inputs
+    _, codes, scale, inv_scale, amax_w = output
+    ctx.traced = Traced(*numbers)
+    high = () if ctx.traced.saves == CODES else (x, inv_scale if amax is None else amax)
+    ctx.save_for_backward(weight, amax_w, codes, scale, handle, *high)
+    ctx.x_like, ctx.x_dtype = list(x.shape), x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.mark_non_differentiable(codes_xT, scale_xT)
+    ctx.mark_non_differentiable(codes, scale, inv_scale, amax_w)
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    weight, codes_xT, scale_xT, handle, *x = ctx.saved_tensors
+    weight, amax_w, codes, scale, handle, *high = ctx.saved_tensors
     needs = [bool(ctx.needs_input_grad[i]) for i in (0, 2, 3)]
-    amax = _amax_in_graph(dy) if ctx.amax_in_graph else None
-    like = (x[0] if x else None, ctx.x_like, ctx.x_dtype, weight, ctx.bias_dtype)
-    found = linear_backward(dy, amax, *like, codes_xT, scale_xT, handle, ctx.dtype, needs)
+    if high and needs[1]:
+        x, known = high
+        inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known.reshape(())
+        codes = codes_of(x.reshape(-1, x.shape[-1]), inv_scale, ctx.traced).t().contiguous()
+    amax = amax_of(dy) if ctx.traced.own_scale else None
+    weights = (weight, amax_w, ctx.bias_dtype)
+    found = linear_backward(
+        dy, amax, ctx.x_like, ctx.x_dtype, *weights, codes, scale, handle, ctx.dtype, needs
+    )  # fmt: skip
     dx, dw, db = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return dx, None, dw, db, *5 * (None,)
 
@@ -231,13 +232,18 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 linear_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _keep_samples(call: Call, codes: Tensor, samples: Samples) -> None:
-    """Until its backward pass, which will be given the same codes. What no backward came for goes with its step."""
+def _keep_samples(call: Call, scale: Tensor, samples: Samples) -> None:
+    """Until its backward pass, which will be given the same scale. What no backward came for goes with its step."""
     kept = call.state.samples
     for turn, address in [key for key in kept if key[0] != call.turn]:
         del kept[turn, address]
     if samples is not None:
-        kept[call.turn, codes.data_ptr()] = samples
+        kept[call.turn, scale.data_ptr()] = samples
+
+
+def _known(amax: Tensor | None) -> Tensor:
+    assert amax is not None  # whoever makes a scale from it has it
+    return amax.reshape(1)
 
 
 def _flat(scale: Tensor) -> Tensor:

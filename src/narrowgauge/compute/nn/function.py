@@ -69,8 +69,9 @@ class _Fp8Linear(torch.autograd.Function):
         x_MK = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
         w_NK = weight.detach()
         with without_autocast(x.device.type):
-            q_x, q_xT = quantize_operand(call, "input", x_MK, True, needs_dw)
-            q_w, q_wT = quantize_operand(call, "weight", w_NK, True, needs_dx)
+            q_x, q_xT, *_ = quantize_operand(call, "input", x_MK, True, needs_dw)
+            q_w, q_wT, *_ = quantize_operand(call, "weight", w_NK, True, needs_dx)
+            q_xT, q_wT = (q_xT if needs_dw else None), (q_wT if needs_dx else None)  # a kept weight has both
             assert q_x is not None  # both plain copies are always asked for
             assert q_w is not None
             y_MN = gemms.fprop(call, q_x, q_w, bias, (x_MK, w_NK))
@@ -99,7 +100,7 @@ class _Fp8Linear(torch.autograd.Function):
         dx = dw_NK = db_N = None
         with without_autocast(dy.device.type):
             call.deliver()
-            q_dy, q_dyT = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw)
+            q_dy, q_dyT, *_ = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw)
             if q_dy is not None and q_wT is not None:
                 dx = gemms.dgrad(call, q_dy, q_wT, ctx.x_dtype, dy_MN, ctx.samples).reshape(ctx.x_shape)
             if q_dyT is not None and q_xT is not None:

@@ -32,7 +32,7 @@ def fprop(call: Call, x: QTensor, w: QTensor, bias: Tensor | None, high: tuple[T
     """y [M, N]; `high` are x_MK and w_NK before quantization, for the gemm check."""
     state, recipe = call.state, call.state.recipe
     y_MN = state.backend.gemm(x, w, call.compute_dtype, bias=bias, fast_accum=recipe.fprop.fast_accum, fake=recipe.fake)
-    if call.watched:
+    if call.shows("output"):
         call.tell(partial(_show_output, call, y_MN.detach(), *high, bias))
     return y_MN
 
@@ -42,7 +42,7 @@ def dgrad(call: Call, dy: QTensor, w_T: QTensor, dtype: torch.dtype, dy_MN: Tens
     state, recipe = call.state, call.state.recipe
     out = call.compute_dtype if recipe.fake else dtype
     dx_MK = state.backend.gemm(dy, w_T, out, fast_accum=recipe.dgrad.fast_accum, fake=recipe.fake)
-    if call.watched and state.observer is not None:
+    if call.shows("grad_input") and state.observer is not None:
         check = None
         if call.checked == "grad_input" and samples is not None:
             check = sample_rows(dx_MK, dy_MN, samples[2].T, None, state.sample_rows, call.turn)
@@ -55,7 +55,7 @@ def wgrad(call: Call, dy_T: QTensor, x_T: QTensor, dtype: torch.dtype, dy_MN: Te
     state, recipe = call.state, call.state.recipe
     out = call.compute_dtype if recipe.fake else dtype
     dw_NK = state.backend.gemm(dy_T, x_T, out, fast_accum=recipe.wgrad.fast_accum, fake=recipe.fake)
-    if call.watched and state.observer is not None:
+    if call.shows("grad_weight") and state.observer is not None:
         check = None
         if call.checked == "grad_weight" and samples is not None:
             columns, x_MC, _ = samples
@@ -73,7 +73,7 @@ def bias_gradient(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 def keep_samples(call: Call, x_MK: Tensor, w_NK: Tensor) -> Samples:
     """What the gradients' checks need of the high-precision operands: some columns of x, and w itself."""
-    if not call.watched or call.checked == "output":
+    if not call.watched or call.checked in (None, "output"):
         return None
     columns = picked(x_MK.shape[1], call.state.sample_columns, call.turn, x_MK.device)
     return columns, x_MK[:, columns], w_NK

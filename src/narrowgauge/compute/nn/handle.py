@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import Block, Granularity, PerRow, PerTensor
-
-CODES, INPUT, INPUT_AND_AMAX = range(3)  # what a forward saves of its input for the backward pass
-
 _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -30,21 +26,3 @@ def new_handle(state: object, device: torch.device | str = "cpu") -> Tensor:
 def layer_of(handle: Tensor) -> Any:
     """The state of the layer that owns this handle."""
     return _LAYERS[handle.data_ptr()]
-
-
-def grain_of(granularity: Granularity, e5m2: bool) -> list[int]:
-    """A granularity in numbers, which an operator can take: is it E5M2; a block's rows and columns, 0 for all."""
-    match granularity:
-        case PerTensor():
-            return [int(e5m2), 0, 0]
-        case PerRow():
-            return [int(e5m2), 1, 0]
-        case Block(rows, cols):
-            return [int(e5m2), rows, cols]
-    raise AssertionError(granularity)  # recipes have no others
-
-
-def granularity_of(grain: list[int]) -> Granularity:
-    """The granularity that `grain_of` was given."""
-    _, rows, cols = grain
-    return Block(rows, cols) if cols else PerRow() if rows else PerTensor()

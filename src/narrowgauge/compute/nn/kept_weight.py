@@ -13,13 +13,35 @@ or while a CUDA graph is captured, which would replay without asking again.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.nn.capture import capturing
 from narrowgauge.compute.nn.clock import optimizer_steps
 from narrowgauge.compute.quant import QTensor
 
-Made = tuple[QTensor | None, QTensor | None, Tensor | None]  # plain, turned, amax now over the amax assumed
+
+class Made(NamedTuple):
+    """What quantizing gave: two copies, the amax [], that over what the scale assumed, who has counted already.
+
+    `given` is the scale that was used, if it was not x's own.
+    """
+
+    plain: QTensor | None
+    turned: QTensor | None
+    amax: Tensor | None = None
+    ratio: Tensor | None = None
+    look: Any = None
+    given: Given | None = None
+
+    def inv_scale_used(self) -> Tensor:
+        """A copy of the inv_scale [] that was given: the table's own changes with the next step."""
+        assert self.given is not None  # the scale is not x's own
+        scale, inv_scale = self.given.scale, self.given.inv_scale
+        return torch.where((scale > 0) & (scale < torch.inf), inv_scale, 1.0)
 
 
 class KeptWeight:
@@ -28,13 +50,12 @@ class KeptWeight:
     def __init__(self) -> None:
         self._made: Made | None = None
         self._made_from: tuple[int, int] | None = None
-        self._amax: tuple[tuple[int, int], Tensor] | None = None
         self._step = -1
         self._asked = self._asked_before = 0
 
     def worth_keeping(self, w_NK: Tensor) -> bool:
         """Whether more microbatches of this step are to come, as far as the last step tells."""
-        return self._asked < self._asked_before and not _capturing(w_NK)
+        return self._asked < self._asked_before and not capturing(w_NK)
 
     def begin(self) -> None:
         """Count a forward with grad; what an optimizer has outdated is let go."""
@@ -47,30 +68,16 @@ class KeptWeight:
         """What was kept of this weight, None if there is nothing or it is no longer true."""
         if self._made is None or self._step != optimizer_steps() or self._made_from != _mark(w_NK):
             return None
-        return None if _capturing(w_NK) else self._made
+        return None if capturing(w_NK) else self._made
 
     def keep(self, w_NK: Tensor, made: Made) -> None:
         """Keep both copies of a weight for the rest of the step."""
         self._made, self._made_from = made, _mark(w_NK)
 
-    def amax(self, w_NK: Tensor) -> Tensor | None:
-        """The amax [] that was kept of this weight: the backward pass, which makes the other copy, need not ask again."""
-        if self._amax is None or self._step != optimizer_steps() or self._amax[0] != _mark(w_NK) or _capturing(w_NK):
-            return None
-        return self._amax[1]
-
-    def keep_amax(self, w_NK: Tensor, amax: Tensor) -> None:
-        """Keep a weight's amax for the rest of the step."""
-        self._amax = _mark(w_NK), amax
-
     def forget(self) -> None:
         """Let go of what is kept: the weight has changed."""
-        self._made = self._made_from = self._amax = None
+        self._made = self._made_from = None
 
 
 def _mark(w_NK: Tensor) -> tuple[int, int]:
     return w_NK.data_ptr(), w_NK._version
-
-
-def _capturing(w_NK: Tensor) -> bool:
-    return w_NK.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.handle import CODES, grain_of, new_handle
+from narrowgauge.compute.nn.handle import new_handle
+from narrowgauge.compute.nn.in_graph import RECODED, Traced
 from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
 from narrowgauge.compute.nn.scale_table import ScaleTable
-from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
-from narrowgauge.formats import E5M2
 
+LAYERS_IN_TURN = 4  # of so many layers one shows a result in a step, where kernels watch the operands
 RESULT_ROLES: tuple[ResultRole, ...] = get_args(ResultRole)
 
 
@@ -49,27 +49,31 @@ class LayerState:
     kept_weight: KeptWeight = field(default_factory=KeptWeight)
     samples: dict[tuple[int, int], Samples] = field(default_factory=dict)  # of compiled forwards, by step and codes
     handle: Tensor = field(init=False)
-    grain: list[int] = field(init=False)
-    saves: int = CODES
-    amax_in_graph: bool = field(init=False)
+    traced: Traced = field(init=False)
 
     def __post_init__(self) -> None:
-        rule = self.recipe.uses("input")[1]
-        self.grain = grain_of(rule.granularity, rule.fmt == E5M2)
-        self.amax_in_graph = self.recipe.state == "none" and rule.granularity == PerTensor()
+        self.save(RECODED)
         self.handle = new_handle(self)
+
+    def save(self, what: int) -> None:
+        """Choose what a compiled forward saves of its input: CODES or RECODED."""
+        self.traced = Traced.of(self.recipe, what)
 
     def move(self, device: torch.device) -> None:
         """Follow the layer's weight: a handle elsewhere would keep CUDA graphs away."""
         if self.handle.device != device:
             self.handle = new_handle(self, device)
 
-    def result_to_check(self, step: int) -> ResultRole:
-        """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere."""
+    def result_to_check(self, step: int) -> ResultRole | None:
+        """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere.
+
+        None where it is other layers' turn: on a GPU a quarter of them is checked in a step.
+        """
         before, turn = self.check
         if step != before:
             self.check = step, (turn if turn >= 0 else zlib.crc32(self.name.encode())) + 1
-        return RESULT_ROLES[self.check[1] % len(RESULT_ROLES)]
+        round_, later = divmod(self.check[1], LAYERS_IN_TURN if self.backend.watches else 1)
+        return None if later else RESULT_ROLES[round_ % len(RESULT_ROLES)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         """A copy that shares nothing that changes; layers of one model share one copied table and clock."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
+from narrowgauge.compute.recipes import Operand
 
 OperandRole = Literal["input", "weight", "grad_output"]
 ResultRole = Literal["output", "grad_input", "grad_weight"]
@@ -44,6 +45,17 @@ class Observer(Protocol):
         """Return whether this step is recorded for the layer `module`; cheap, asked on every forward."""
         ...
 
+    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
+        """Return room for what a watching kernel counts while it quantizes x [rows, features] by `rule`.
+
+        None: show it to `operand` afterwards. What was given room is not shown again.
+        """
+        ...
+
+    def ratio(self, look: Any, amax_ratio: Tensor) -> None:
+        """See, of what was given room, the amax now over the amax that a delayed or static scale assumed, []."""
+        ...
+
     def operand(
         self,
         module: str,
@@ -62,7 +74,10 @@ class Observer(Protocol):
         ...
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
-        """See a result y [rows, features], and the gemm check, None in steps when it is another result's turn."""
+        """See a result y [rows, features], and the gemm check, None in steps when it is another result's turn.
+
+        A GPU shows a result only in its turn: reading every one of them would cost more than all the rest.
+        """
         ...
 
 
@@ -72,15 +87,15 @@ def spread(size: int, count: int, turn: int) -> list[int]:
 
     Deterministic, so that a rerun samples the same rows, and rotating, so that no row stays unseen for ever.
     """
-    if size <= count:
-        return list(range(size))
+    count = min(size, count)
     return sorted((start * size // count + turn) % size for start in range(count))
 
 
 @lru_cache(256)
 def picked(size: int, count: int, turn: int, device: torch.device) -> Tensor:
     """Return `spread` as an index tensor; the layers of a model share them."""
-    return torch.tensor(spread(size, count, turn), device=device)
+    count = min(size, count)  # computed where it is needed: copying it there would wait for the device
+    return ((torch.arange(count, device=device) * size // count + turn) % size).sort().values
 
 
 def sample_rows(
@@ -90,7 +105,10 @@ def sample_rows(
     if y_MN.shape[0] == 0:
         return None
     rows = picked(y_MN.shape[0], count, turn, y_MN.device)
-    want = (b_NC.float() @ a_MC[rows].float().T).T  # half the time of the other way round on the CPU
+    if a_MC.is_cuda and a_MC.dtype == b_NC.dtype and a_MC.element_size() == 2:  # exact products, and no copy of b
+        want = torch.mm(a_MC[rows], b_NC.t(), out_dtype=torch.float32)
+    else:
+        want = (b_NC.float() @ a_MC[rows].float().T).T  # half the time of the other way round on the CPU
     if bias_N is not None:
         want += bias_N
     return GemmSample(got=y_MN[rows].float(), want=want)

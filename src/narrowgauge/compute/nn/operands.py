@@ -19,41 +19,41 @@ from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.kept_weight import Made
 from narrowgauge.compute.nn.scale_table import amax_ratio
-from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import ROLES, Operand
 
 OperandRole = Literal["input", "weight", "grad_output"]
-Pair = tuple[QTensor | None, QTensor | None]
 
 
 def quantize_operand(
     call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: bool, amax: Tensor | None = None
-) -> Pair:
+) -> Made:
     """Quantize x_MK for up to two gemms, and show it once to who watches.
 
     `amax` [] float32 is x's own, if somebody knows it already.
     """
     if not (plain or turned):
-        return None, None
+        return Made(None, None)
     if role == "weight" and call.mode != "read":
-        q, q_T, ratio = _weight(call, x_MK, plain, turned)
+        made = _weight(call, x_MK, plain, turned, amax)
     else:
-        q, q_T, ratio = _quantize(call, role, x_MK, plain, turned, amax)
-    if call.watched and call.state.observer is not None:
-        shown = q if q is not None else q_T.T  # type: ignore[union-attr]
-        call.tell(partial(call.state.observer.operand, call.state.name, role, x_MK, shown, amax_ratio=ratio))
-    return (q if plain else None), (q_T if turned else None)
+        made = _quantize(call, role, x_MK, plain, turned, amax)
+    if call.watched and call.state.observer is not None and made.look is None:
+        shown = made.plain if made.plain is not None else made.turned.T  # type: ignore[union-attr]
+        call.tell(partial(call.state.observer.operand, call.state.name, role, x_MK, shown, amax_ratio=made.ratio))
+    return made
 
 
-def _weight(call: Call, w_NK: Tensor, plain: bool, turned: bool) -> Made:
+def _weight(call: Call, w_NK: Tensor, plain: bool, turned: bool, amax: Tensor | None) -> Made:
     kept = call.state.kept_weight
-    found = kept.find(w_NK)
-    if found is None:
+    made = kept.find(w_NK)
+    if made is None:
         both = kept.worth_keeping(w_NK)
-        found = _quantize(call, "weight", w_NK, plain or both, turned or both, kept.amax(w_NK))
+        made = _quantize(call, "weight", w_NK, plain or both, turned or both, amax)
         if both:
-            kept.keep(w_NK, found)
-    return found
+            kept.keep(w_NK, made._replace(look=None))
+    elif made.amax is not None:
+        made = made._replace(amax=made.amax.clone())  # an operator's output is its caller's to overwrite
+    return made
 
 
 def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: bool, amax: Tensor | None) -> Made:
@@ -62,17 +62,26 @@ def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: 
     given = None
     if state.table is not None:
         given, amax = _given(call, role, x_MK, rule, amax)
+    look = None
+    if call.watched and call.mode == "write" and state.backend.watches and state.observer is not None:
+        look = state.observer.look(state.name, role, x_MK, rule)
     q, q_T, amax = state.backend.quantize_both(
-        x_MK, rule if plain else None, rule_T if turned else None, shared=recipe.shares(role), given=given, amax=amax
+        x_MK,
+        rule if plain else None,
+        rule_T if turned else None,
+        shared=recipe.shares(role),
+        given=given,
+        amax=amax,
+        look=look,
     )
-    if role == "weight" and given is None and amax is not None and call.mode != "read":
-        state.kept_weight.keep_amax(x_MK, amax)
     ratio = None
     if given is not None and amax is not None:
         if given.slot is None and x_MK.numel():  # an expert without tokens has no data, and pushes none out
             call.tell(partial(state.table.record, _row(call, role), amax))  # type: ignore[union-attr]
         ratio = amax_ratio(amax, given.scale, rule) if call.watched else None
-    return q, q_T, ratio
+        if look is not None and ratio is not None and state.observer is not None:
+            state.observer.ratio(look, ratio)
+    return Made(q, q_T, amax, ratio, look, given)
 
 
 def _given(
@@ -91,7 +100,7 @@ def _given(
     scale, inv_scale = state.table.scale_of(row, rule, amax, write=write)
     if call.mode == "note":
         call.tell(partial(state.table.scale_of, row, rule, amax, write=True))
-    return Given(scale, inv_scale), amax
+    return Given(scale, inv_scale, state.table.slot(row, x_MK.device) if write else None), amax
 
 
 def _row(call: Call, role: OperandRole) -> int:

@@ -106,12 +106,16 @@ class ScaleTable:
         if write:
             self._tell_what_is_lost()
         if row not in self._given:
-            here = slice(row, row + 1)
-            self._given[row] = Given(self.scale[row], self.inv_scale[row], self.amax_now[here])
+            self._given[row] = Given(self.scale[row], self.inv_scale[row], self.amax_now[row : row + 1])
         given = self._given[row]
         if device != self.scale.device:
             return Given(given.scale.to(device), given.inv_scale.to(device))
         return given if write else Given(given.scale, given.inv_scale)
+
+    def slot(self, row: int, device: torch.device) -> Tensor | None:
+        """Where a kernel on `device` leaves the amax of `row`; None on another device than the table's."""
+        self._tell_what_is_lost()
+        return self.amax_now[row : row + 1] if device == self.scale.device else None
 
     def scale_of(self, row: int, operand: Operand, amax: Tensor, *, write: bool) -> tuple[Tensor, Tensor]:
         """Return the scale and inv_scale, both [], that this step uses for `row`, on amax's device.

@@ -1,6 +1,7 @@
 """The Collector looks at a step's tensors where they are and hands their metrics to a run, one step at a time.
 
     begin_step(7)      is it one of the watched steps (7 % every == 0)?
+    look               a GPU's kernels count while they quantize, into room that this gives them
     operand, result    tallies stay on the device, one set per microbatch (of a weight, the first)
     end_step()         merge them by law, pack all sites into ONE tensor, start ONE copy to the host
     later              the copy is there: moments -> metrics in numpy -> writer.add_tensors
@@ -31,12 +32,14 @@ from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.guard import Guard, Marks
 from narrowgauge.observe.stats.moments import tallies_of
-from narrowgauge.observe.stats.packing import Packer, stack_parts
+from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
 from narrowgauge.observe.stats.transfer import Transfer
 
 if TYPE_CHECKING:
+    from narrowgauge.compute.kernels.fused.looks import Looks
     from narrowgauge.compute.nn import GemmSample
+    from narrowgauge.compute.recipes import Operand
 
 _log = logging.getLogger("narrowgauge.stats")
 
@@ -93,6 +96,7 @@ class Collector:
         self._open = False
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
         self._held: dict[torch.device, _Held] = {}
+        self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
         self._transfers: deque[Transfer] = deque()
         self._host_seconds = 0.0  # of the open step
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
@@ -108,6 +112,25 @@ class Collector:
             self._drain(wait=False)
         self._step, self._open, self._host_seconds = step, step % self.every == 0, 0.0
         return self._open
+
+    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
+        """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
+        if not self._open or not x.is_cuda:
+            return None
+        held = self._held_on(x.device)
+        look = None
+        with self._guarded(f"{module}:{role}"), self._lock:
+            site = _address(module, role)
+            if role != "weight" or site not in held.weights:
+                look = self._looks_on(x.device).open(site, x, rule, self._turn)
+                if look is not None and role == "weight":
+                    held.weights.add(site)
+        return look
+
+    def ratio(self, look: Any, amax_ratio: Tensor) -> None:
+        """What goes with a look at a tensor with a delayed or static scale."""
+        with self._guarded(look.site):
+            self._looks[amax_ratio.device].note(look, amax_ratio)
 
     def operand(
         self,
@@ -168,6 +191,10 @@ class Collector:
 
     def _send(self, device: torch.device, held: _Held) -> None:
         with self._guarded(None, device, held):
+            looks = self._looks.get(device)
+            if looks is not None:
+                pack_looks(held.operands, *looks.pack())
+                looks.clear()
             operands = held.operands.pack() if held.operands else ([], None)
             results = (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
         if operands[0] or results[0]:
@@ -192,6 +219,13 @@ class Collector:
             host.ready()  # out here, because compiling is not what watching costs
         with self._lock:
             return self._held.setdefault(device, _Held())
+
+    def _looks_on(self, device: torch.device) -> Looks:
+        if device not in self._looks:
+            from narrowgauge.compute.kernels.fused.looks import Looks  # triton is slow to import
+
+            self._looks[device] = Looks(device)
+        return self._looks[device]
 
     def _guarded(self, site: str | None, device: torch.device | None = None, held: _Held | None = None) -> Guard:
         return Guard(self._spent, partial(self._failed, site), device, held.marks if held else None)

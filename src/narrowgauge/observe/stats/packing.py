@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -63,6 +63,25 @@ def stack_parts(sites: Sequence[Sequence[Tensor]]) -> Tensor:
     return merge(torch.stack(padded, 1))
 
 
+def pack_looks(packer: Packer, sites: Sequence[str], packed: Tensor) -> None:
+    """Hand over what kernels counted of many tensors, [L, width]: one row per look, a site's microbatches merged."""
+    order = {site: i for i, site in enumerate(dict.fromkeys(sites))}
+    if len(order) < len(sites):
+        packed = merge(torch.cat((packed, empty(packed.device, 1)))[_looks_of(tuple(sites), packed.device)])
+    packer.add_table(list(order), packed)
+
+
+@lru_cache(8)
+def _looks_of(sites: tuple[str, ...], device: torch.device) -> Tensor:
+    """Rows of the looks of each site, [P, S]; where a site has fewer than P, the row behind the last."""
+    looks: dict[str, list[int]] = {}
+    for row, site in enumerate(sites):
+        looks.setdefault(site, []).append(row)
+    most = max(len(rows) for rows in looks.values())
+    padded = [rows + [len(sites)] * (most - len(rows)) for rows in looks.values()]
+    return torch.tensor(padded, device=device).t()
+
+
 @dataclass
 class Packer:
     """Gathers the tallies of a step on one device, and gives their packed moments at its end."""
@@ -70,10 +89,11 @@ class Packer:
     _pending: dict[str, list[Tally]] = field(default_factory=dict)
     _count: int = 0
     _folded: dict[str, list[Tensor]] = field(default_factory=dict)
+    _tables: list[tuple[list[str], Tensor]] = field(default_factory=list)
     _columns: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self._pending or self._folded)
+        return bool(self._pending or self._folded or self._tables)
 
     def add(self, site: str, parts: Sequence[Tally | Counted], amax_ratio: Tensor | None = None) -> None:
         """Take what was counted of one tensor, which may have been seen before (another microbatch)."""
@@ -96,9 +116,18 @@ class Packer:
         if len(vectors) >= PARTS:
             vectors[:] = [merge(torch.stack(vectors))]
 
+    def add_table(self, sites: list[str], packed: Tensor) -> None:
+        """Take the moments [S, width] of many sites at once; only when nothing else comes are they left as they are."""
+        self._tables.append((sites, packed))
+
     def pack(self) -> tuple[list[str], Tensor]:
         """The sites and their packed moments [S, width]; at least one site must have been added."""
         self._fold()
+        if len(self._tables) == 1 and not self._folded:
+            return self._tables[0]
+        for owners, table in self._tables:
+            for site, vector in zip(owners, table, strict=True):
+                self.add_packed(site, vector)
         sites = list(self._folded)
         packed = stack_parts(list(self._folded.values()))
         if self._columns:

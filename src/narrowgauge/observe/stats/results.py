@@ -9,6 +9,7 @@ Legend: M = rows, N = columns.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from narrowgauge.compute.nn import GemmSample
 
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def result_head(y: Tensor, check: GemmSample | None = None) -> Tensor:
     """The head of the packed moments of a result [..., N] of any float dtype, not empty, and of its gemm check.
 
@@ -34,7 +38,14 @@ def result_head(y: Tensor, check: GemmSample | None = None) -> Tensor:
         counted = host.count_result(y_MN, None if check is None else (check.got, check.want))
         if counted is not None:
             return counted
-    return head(_values(y_MN) | ({} if check is None else gemm_check(check)), y.device)
+    checked = {} if check is None else gemm_check(check)
+    if y.is_cuda and y.dtype in (torch.float32, torch.bfloat16, torch.float16) and HAS_TRITON:
+        from narrowgauge.compute.kernels.fused.result import look_at_result  # triton is slow to import
+
+        out = head(checked, y.device)
+        look_at_result(y_MN.contiguous(), out)
+        return out
+    return head(_values(y_MN) | checked, y.device)
 
 
 def _values(y_MN: Tensor) -> dict[str, Number]:

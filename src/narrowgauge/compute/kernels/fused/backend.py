@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class Fused(ScaledMM):
     """Quantizes for both gemms in one read; multiplies as ScaledMM does."""
 
     name = "fused"
+    watches = True
 
     def supports(self, recipe: Recipe, device: torch.device) -> str | None:
         """Return None when every gemm of `recipe` runs on `device`, else the first reason why not."""
@@ -41,8 +43,9 @@ class Fused(ScaledMM):
         shared: bool,
         given: Given | None = None,
         amax: Tensor | None = None,
+        look: Any | None = None,
     ) -> Both:
         """Quantize a tensor for up to two gemms; codes and scales are the reference's."""
         from narrowgauge.compute.kernels.fused import quantize
 
-        return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax)
+        return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax, look=look)

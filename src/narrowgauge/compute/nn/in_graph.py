@@ -1,0 +1,119 @@
+"""What a compiled graph does of a layer's quantizing by itself: ordinary operations, which the compiler merges.
+
+    amax        of x and of dy, where they are made: one read less
+    inv_scale   from that amax                                           of one number
+    codes       of x for wgrad, where they are left to the graph
+
+All exact. A compiler keeps float32 between operations that it merges, where ordinary ones would have rounded to the
+tensor's dtype; so x is taken by its bits. Its division may be an approximation; in float64, rounded to float32, it is
+not: 53 bits are more than twice 24 and two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import Block, Granularity, PerRow, PerTensor
+from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
+from narrowgauge.compute.recipes import Recipe
+from narrowgauge.formats import E4M3FN, E5M2
+
+CODES, RECODED = 0, 1
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a graph knows of a layer's recipe, in numbers that an operator takes.
+
+    Args:
+        whole: what is saved of the input (CODES, RECODED); is its scale its own, E5M2, a power of two; rows and columns
+            of its granule, 0 for all.
+        real: what an amax is scaled to, and the least amax.
+    """
+
+    whole: list[int]
+    real: list[float]
+
+    @classmethod
+    def of(cls, recipe: Recipe, saves: int) -> Traced:
+        """The numbers of a recipe's input. Only with one scale per tensor can its codes be left to the graph."""
+        rule = recipe.uses("input")[1]
+        per_tensor = rule.granularity == PerTensor()
+        match rule.granularity:
+            case Block(rows, cols):
+                grain = [rows, cols]
+            case PerRow():
+                grain = [1, 0]
+            case _:
+                grain = [0, 0]
+        own_scale = per_tensor and recipe.state == "none"
+        kinds = [own_scale, rule.fmt == E5M2, rule.scaling.power_of_two]
+        whole = [saves if per_tensor else CODES, *(int(kind) for kind in kinds), *grain]
+        return cls(whole, [rule.fmt.max * 2.0**-rule.margin, rule.scaling.amax_floor])
+
+    @property
+    def numbers(self) -> tuple[list[int], list[float]]:
+        """Both lists."""
+        return self.whole, self.real
+
+    @property
+    def saves(self) -> int:
+        """What the forward pass saves of its input."""
+        return self.whole[0]
+
+    @property
+    def own_scale(self) -> bool:
+        """Whether a tensor has one scale, made from its own amax."""
+        return bool(self.whole[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of codes."""
+        return torch.float8_e5m2 if self.whole[2] else torch.float8_e4m3fn
+
+    @property
+    def granularity(self) -> Granularity:
+        """How many scales."""
+        rows, cols = self.whole[4:]
+        return Block(rows, cols) if cols else PerRow() if rows else PerTensor()
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """max |x|, [] float32."""
+    integers = _integers(x)
+    return (x.detach().view(integers) & torch.iinfo(integers).max).amax().view(x.dtype).float()
+
+
+def inv_scale_of(amax: Tensor, traced: Traced) -> Tensor:
+    """`quant.inv_scale_from_amax` of one amax [], [] float32."""
+    goal, floor = traced.real
+    healthy = amax < torch.inf
+    if floor:
+        amax = amax.clamp(min=floor)
+    else:
+        healthy = healthy & (amax > 0)
+    inv_scale = (goal / torch.where(healthy, amax, 1.0).double()).clamp(FLOAT32_TINY, FLOAT32_MAX).float()
+    if traced.whole[3]:
+        inv_scale = (inv_scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return torch.where(healthy, inv_scale, 1.0)
+
+
+def codes_of(x: Tensor, inv_scale: Tensor, traced: Traced) -> Tensor:
+    """The codes of x under inv_scale [], in x's layout."""
+    largest = (E5M2 if traced.whole[2] else E4M3FN).max
+    return (_rounded(x.detach()) * inv_scale).clamp(-largest, largest).to(traced.dtype)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """x as float32, rounded to its own dtype first, whatever a compiler would rather do."""
+    if x.dtype == torch.bfloat16:
+        return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    return x.view(_integers(x)).view(x.dtype).float()
+
+
+def _integers(x: Tensor) -> Any:
+    return torch.int16 if x.element_size() == 2 else torch.int32
