@@ -112,6 +112,6 @@ def cast_squares(
     if x_MK.numel():
         _squares[grid(M, W)](
             x, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4,
+            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8, maxnreg=registers(kind, 64),
         )  # fmt: skip
     return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt), scale
