@@ -16,8 +16,18 @@ from functools import partial
 import torch
 from benchmarks.record import record
 
-from narrowgauge.compute.kernels.fused import amax, looks, plan, tensorwise, watched_tensorwise
-from narrowgauge.compute.quant import CURRENT, PerTensor
+from narrowgauge.compute.kernels.fused import (
+    amax,
+    blocks,
+    looks,
+    plan,
+    rows,
+    tensorwise,
+    watched_blocks,
+    watched_rows,
+    watched_tensorwise,
+)
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN
 
@@ -25,6 +35,11 @@ SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336), (28672, 4096))
 SHARES = (1, 2, 4, 8, 16, 32)
 STEP = 96  # looks of a model of 32 layers
 RULE = Operand(E4M3FN, PerTensor(), CURRENT)
+GRAINS = {
+    "tiles": (Operand(E4M3FN, BLOCK_1x128, CURRENT_POW2), blocks.cast_tiles, watched_blocks.cast_tiles),
+    "squares": (Operand(E4M3FN, BLOCK_128x128, CURRENT_POW2), blocks.cast_squares, watched_blocks.cast_squares),
+    "rows": (Operand(E4M3FN, PerRow(), ROWWISE), rows.cast_rows, watched_rows.cast_rows),
+}
 
 
 def milliseconds(call: Callable[[], object], flush: torch.Tensor) -> float:
@@ -68,6 +83,11 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         found[f"given scale and amax, watched, errors of 1/{share}"] = partial(
             watched_tensorwise.cast_given, x, RULE, scale, inv_scale, look=look, scratch=scratch
         )
+    for name, (rule, plain, watched) in GRAINS.items():
+        look = looks.Looks(x.device).open("", x, rule, 1)
+        assert look is not None
+        found[f"{name}, plain kernel"] = partial(plain, x, rule.fmt, rule.scaling)
+        found[f"{name}, watched, errors of 1/{plan.SHARE}"] = partial(watched, x, rule.fmt, rule.scaling, look=look)
     return found
 
 

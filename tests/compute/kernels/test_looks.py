@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, BLOCK_1x32, PerTensor, QTensor
+from narrowgauge.compute.quant import (
+    CURRENT,
+    CURRENT_POW2,
+    ROWWISE,
+    BLOCK_1x32,
+    BLOCK_1x128,
+    BLOCK_128x128,
+    PerRow,
+    PerTensor,
+    QTensor,
+)
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import UsageError
 from narrowgauge.formats import E4M3FN, E5M2
@@ -14,7 +24,17 @@ from narrowgauge.observe.stats.moments import moments
 
 pytest.importorskip("triton")
 
-from narrowgauge.compute.kernels.fused import amax, looks, plan, tensorwise, watched_tensorwise
+from narrowgauge.compute.kernels.fused import (
+    amax,
+    blocks,
+    looks,
+    plan,
+    rows,
+    tensorwise,
+    watched_blocks,
+    watched_rows,
+    watched_tensorwise,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 GPU = torch.cuda.is_available()
@@ -151,6 +171,30 @@ def test_moments_of_a_tensor_under_a_given_scale(name, given, shape):
             # Squares beyond float32 beside a given scale: only what is compared with codes is lost.
             skip = {"scaled_xx", "xx", "xd", "dd", "ee", "row_sqnr", "col_sqnr"} if name == "huge" else ()
             assert_packed(packed, want, skip=skip)
+
+
+GRAINS = {
+    "tiles": (Operand(E4M3FN, BLOCK_1x128, CURRENT_POW2), blocks.cast_tiles, watched_blocks.cast_tiles),
+    "squares": (Operand(E4M3FN, BLOCK_128x128, CURRENT_POW2), blocks.cast_squares, watched_blocks.cast_squares),
+    "rows": (Operand(E5M2, PerRow(), ROWWISE, margin=1), rows.cast_rows, watched_rows.cast_rows),
+}
+
+
+@pytest.mark.parametrize("shape", [(150, 134), (300, 700)] if GPU else [(35, 134)], ids=str)
+@pytest.mark.parametrize("kind", GRAINS)
+@pytest.mark.parametrize("name", NAMES if GPU else ["spread", "not finite"])
+def test_moments_of_a_tensor_under_many_scales(name, kind, shape):
+    rule, plain_cast, watched_cast = GRAINS[kind]
+    for dtype in DTYPES if GPU else [torch.bfloat16]:
+        x = hard(name, *shape).to(dtype)
+        room = looks.Looks(DEVICE)
+        look = room.open("site", x, rule, 3)
+        found = watched_cast(x, rule.fmt, rule.scaling, rule.margin, look=look)
+        want = plain_cast(x, rule.fmt, rule.scaling, rule.margin)
+        assert_same_codes(found, want)
+        scale = want[2] if kind == "squares" else want[1]
+        q = QTensor(want[0], scale, rule.fmt, rule.granularity)
+        assert_packed(room.pack()[1][0], moments(x, q))
 
 
 def test_a_share_of_the_rows_is_what_the_oracle_says_of_these_rows(monkeypatch):

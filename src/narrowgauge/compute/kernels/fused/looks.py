@@ -22,12 +22,13 @@ from narrowgauge.compute.kernels.fused import packing
 from narrowgauge.compute.kernels.fused.moments import FIELDS
 from narrowgauge.compute.kernels.fused.plan import Plan, pieces
 from narrowgauge.compute.kernels.fused.sampling import COUNTS, ERRORS, GROUP
-from narrowgauge.compute.quant import PerTensor
+from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import UsageError
 from narrowgauge.metrics import MOMENTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRANULARITIES = (PerTensor(), PerRow(), BLOCK_1x128, BLOCK_128x128)
 CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
@@ -46,6 +47,7 @@ class Look:
     ratio: Tensor
     words: list[int]
     end: tuple[int, int]  # chunk, and where in it the next look begins
+    whole: bool  # one scale for the whole tensor
     turn: int = 0
 
     @property
@@ -83,10 +85,10 @@ class Looks:
         if not _can(x_MK, rule):
             return None
         M, K = x_MK.shape
-        plan, order = Plan.of(M, K), len(self._open)
+        plan, order, whole = Plan.of(M, K), len(self._open), rule.granularity == PerTensor()
         look = self._known[order] if order < len(self._known) else None
-        if look is None or look.plan != plan:
-            look = self._new(plan, order)
+        if look is None or look.plan != plan or look.whole != whole:
+            look = self._new(plan, order, whole)
         look.site, look.turn = site, turn
         self._open.append(look)
         return look
@@ -118,7 +120,7 @@ class Looks:
         self._take(numbers)
         self._place = before
 
-    def _new(self, plan: Plan, order: int) -> Look:
+    def _new(self, plan: Plan, order: int, whole: bool) -> Look:
         if order >= LOOKS:
             raise UsageError(f"a step has room for {LOOKS} looks, and this is one more; watch fewer microbatches.")
         # What stood here and behind was of another shape: from here on, the room is given anew.
@@ -133,10 +135,12 @@ class Looks:
         rows, columns, counts = parts[0].view(torch.float32), parts[1].view(torch.float32), parts[2].view(torch.int32)
         if self._headers is None:
             self._headers = torch.zeros(LOOKS, packing.WORDS, dtype=torch.int64, device=self.device)
-        words = [plan.programs, plan.errors, plan.samples, plan.lines, plan.segments, plan.bands, plan.K, 1, 0]
+        words = [plan.programs, plan.errors, plan.samples, plan.lines, plan.segments, plan.bands, plan.K, int(whole), 0]
         words += [part.data_ptr() for part in (room, rows, columns, counts)]
         words += [0] * (packing.WORDS - len(words))
-        look = Look("", plan, self._headers[order], room, rows, columns, counts, room[at : at + 1], words, self._place)
+        look = Look(
+            "", plan, self._headers[order], room, rows, columns, counts, room[at : at + 1], words, self._place, whole
+        )
         self._write(look)
         self._known.append(look)
         return look
@@ -164,4 +168,5 @@ class Looks:
 
 
 def _can(x_MK: Tensor, rule: Operand) -> bool:
-    return x_MK.dtype in DTYPES and x_MK.numel() > 0 and rule.granularity == PerTensor() and rule.scaling.e8m0 is None
+    known = rule.granularity in GRANULARITIES and rule.scaling.e8m0 is None
+    return known and x_MK.dtype in DTYPES and x_MK.numel() > 0

@@ -52,9 +52,24 @@ def _join_errors(a, b, c, d, e, f, a_, b_, c_, d_, e_, f_):
 
 
 @triton.jit
-def _add_errors(signal, error, xd, dd, lost, v, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr):
-    """Add v's products to sums along columns and in all; returns v^2 and e^2 too."""
+def scales_at(ptr, inside):
+    """Scales, their inverses (as the oracle makes them; 1 of what is no number), and whether they are numbers."""
+    scale = tl.load(ptr, mask=inside, other=1.0)
+    healthy = scale < float("inf")
+    inverse = tl.minimum(tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 3.4028234663852886e38)
+    return tl.where(healthy, scale, 0.0), tl.where(healthy, inverse, 1.0), healthy
+
+
+@triton.jit
+def _add_errors(
+    signal, error, xd, dd, lost, x, inverse, factor,
+    GRAINED: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Add the products of v and d to sums along columns and in all; returns v^2 and e^2 too."""
+    v = x * inverse
     d = decoded(to_codes(v, MANTISSA, MAX, INTERPRET), MANTISSA, INTERPRET)
+    if GRAINED:
+        v, d = v * factor, d * factor
     e = d - v
     away = tl.where(d == 0.0, v, 0.0)
     return signal + v * v, error + e * e, xd + v * d, dd + d * d, lost + away * away, v * v, e * e
@@ -63,11 +78,11 @@ def _add_errors(signal, error, xd, dd, lost, v, MANTISSA: tl.constexpr, MAX: tl.
 @triton.jit
 def look_at_errors(
     record, E, rows_ptr, columns_ptr, lines, x_ptr, M, K, stride_m, stride_w, line0, word0, group, phase,
-    inv_scale, unit,
+    inv_scale, unit, scale_ptr, scale_stride_m, scale_stride_k, GRAIN_M: tl.constexpr, GRAIN_K: tl.constexpr,
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr,
     EVERY: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, TW: tl.constexpr,
 ):  # fmt: skip
-    """Errors of LINES taken rows and of 2 TW columns, under one inv_scale.
+    """Errors of LINES taken rows and of 2 TW columns, under one inv_scale, or a scale per grain.
 
     Args:
         record: where this program's ERRORS numbers go, E apart.
@@ -76,8 +91,12 @@ def look_at_errors(
         line0, word0: the first taken row and word.
         group, phase: taken are rows with (m % EVERY) // group == phase.
         unit: float64, v * unit = x.
+        scale_ptr: unless GRAIN_M is 0, the scales, by grain of GRAIN_M rows and GRAIN_K (a multiple of 2 TW) columns.
+            Codes are made under them, sums under inv_scale.
     """
     W = tl.cdiv(K, 2)
+    if GRAIN_M:
+        scale_ptr += 2 * word0 // GRAIN_K * scale_stride_k
     w = (word0 + tl.arange(0, TW)).to(tl.int64)
     none = tl.zeros((C, TW), tl.float32)
     signal_a, signal_b, error_a, error_b, xd, dd, lost = none, none, none, none, none, none, none
@@ -87,19 +106,25 @@ def look_at_errors(
         line = line0 + first + tl.arange(0, C)
         m = (line // group * EVERY + phase * group + line % group).to(tl.int64)
         a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
-        va, vb = low(a, KIND) * inv_scale, high(b, KIND) * inv_scale
+        xa, xb, seen = low(a, KIND), high(b, KIND), m < M
+        inverse, factor = inv_scale, 1.0
+        if GRAIN_M:
+            scale, inverse, healthy = scales_at(scale_ptr + m // GRAIN_M * scale_stride_m, seen)
+            seen = seen & healthy
+            xa, xb = tl.where(healthy[:, None], xa, 0.0), tl.where(healthy[:, None], xb, 0.0)
+            inverse, factor = inverse[:, None], (scale * inv_scale)[:, None]
         signal_a, error_a, xd, dd, lost, vv, rr = _add_errors(
-            signal_a, error_a, xd, dd, lost, va, MANTISSA, MAX, INTERPRET
+            signal_a, error_a, xd, dd, lost, xa, inverse, factor, GRAIN_M > 0, MANTISSA, MAX, INTERPRET
         )
         signal_b, error_b, xd, dd, lost, vv_b, rr_b = _add_errors(
-            signal_b, error_b, xd, dd, lost, vb, MANTISSA, MAX, INTERPRET
+            signal_b, error_b, xd, dd, lost, xb, inverse, factor, GRAIN_M > 0, MANTISSA, MAX, INTERPRET
         )
         row_signal, row_error = tl.sum(vv + vv_b, 1), tl.sum(rr + rr_b, 1)
         tl.store(rows_ptr + line, row_signal, mask=line < lines)
         tl.store(rows_ptr + lines + line, row_error, mask=line < lines)
         xx += row_signal.to(tl.float64)
         ee += row_error.to(tl.float64)
-        taken += (m < M).to(tl.int32)
+        taken += seen.to(tl.int32)
     at = columns_ptr + 2 * w
     tl.store(at, tl.sum(signal_a, 0), mask=2 * w < K)
     tl.store(at + 1, tl.sum(signal_b, 0), mask=2 * w + 1 < K)

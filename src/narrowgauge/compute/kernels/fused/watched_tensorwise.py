@@ -110,7 +110,7 @@ def _watched(
         look_at_errors(
             room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
             x_ptr, M, K, stride_m, stride_w, band * LINES, segment * WORDS, group, phase, inv_scale, unit,
-            KIND, MANTISSA, MAX, INTERPRET, EVERY, LINES, C, WORDS,
+            scale_ptr, 0, 0, 0, 1, KIND, MANTISSA, MAX, INTERPRET, EVERY, LINES, C, WORDS,
         )  # fmt: skip
     else:
         at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
@@ -180,15 +180,14 @@ def _launch(
     inv_scale: Tensor | None, scale: Tensor, slot: Tensor | None, scratch: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     codes_MK, codes_KM = room(x_MK, plain, turned)
-    *copied, W, stride_m, stride_w, kind = words(x_MK)
-    x = copied[0] if copied else x_MK
-    M, K = x.shape
+    W, stride_m, stride_w, kind = words(x_MK)
+    M, K = x_MK.shape
     plan, fmt = look.plan, rule.fmt
     mantissa, largest, goal, pow2, floor = facts(fmt, rule.scaling, rule.margin)
     half = 2.0 ** (1 - fmt.bias - mantissa) / 2
     _watched[(plan.samples + plan.errors + plan.programs,)](
-        x, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
-        M, K, W, stride_m, stride_w, *x.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
+        x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
+        M, K, W, stride_m, stride_w, *x_MK.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
         plain, turned, given is not None, slot is not None, INTERPRETED, ROWS, WORDS, plan.steps, RUN, plan.error_lines,
         RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4,
         maxnreg=REGISTERS if kind >= BF16.value else None,
