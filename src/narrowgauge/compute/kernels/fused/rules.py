@@ -108,18 +108,6 @@ def to_code_pairs(low, high, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRE
 
 
 @triton.jit
-def apart(value, INTERPRET: tl.constexpr):
-    """The same float32 numbers, which the compiler does not know to be the same.
-
-    Triton 3.6 stores the transpose of an 8-bit tile wrongly where the tile itself is stored as well. Codes that both
-    layouts could share are therefore made twice, from inverse scales kept apart.
-    """
-    if INTERPRET:
-        return value
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _codes_by_arithmetic(y, MANTISSA: tl.constexpr):
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     bits = y.to(tl.int32, bitcast=True)

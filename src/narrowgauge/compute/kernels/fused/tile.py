@@ -183,7 +183,9 @@ def store_turned(
     """Codes of the tile into [K, M]; inv_low and inv_high, of even and odd columns, [tile_W, 1] or [1, 1].
 
     Words are turned before codes are made of them. Their being widened is what tells the compiler so: it changes
-    layouts where a number is narrowest before it is widened, else at the end, where it would turn single bytes.
+    layouts where a number is narrowest before it is widened, else at the end, where it would turn single bytes. Triton
+    3.6 also stores the transpose of an 8-bit tile wrongly where the tile itself is stored; here no layout's codes are
+    made of the other's.
     """
     a, b = tl.trans(a), tl.trans(b)
     if KIND >= BF16:
