@@ -44,10 +44,6 @@ class Renamed:
         """Pass it on."""
         return self.observer.look(self.prefix + module, role, x, rule)
 
-    def ratio(self, look: Any, amax_ratio: Tensor) -> None:
-        """Pass it on."""
-        self.observer.ratio(look, amax_ratio)
-
     def operand(
         self,
         module: str,

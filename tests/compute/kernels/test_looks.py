@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.nn.scale_table import amax_ratio
 from narrowgauge.compute.quant import (
     CURRENT,
     CURRENT_POW2,
@@ -16,7 +18,9 @@ from narrowgauge.compute.quant import (
     PerTensor,
     QTensor,
 )
-from narrowgauge.compute.recipes import Operand
+from narrowgauge.compute.recipes import BLOCKWISE, DELAYED, ROLES, Operand
+from narrowgauge.compute.recipes import CURRENT as CURRENT_RECIPE
+from narrowgauge.compute.recipes import ROWWISE as ROWWISE_RECIPE
 from narrowgauge.errors import UsageError
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import MOMENTS
@@ -29,6 +33,7 @@ from narrowgauge.compute.kernels.fused import (
     blocks,
     looks,
     plan,
+    quantize,
     rows,
     tensorwise,
     watched_blocks,
@@ -239,14 +244,39 @@ def test_a_step_has_many_looks_and_the_next_one_the_same_addresses():
             look = room.open(site, x if site == "a" else 2 * x, rule, step)
             watched_tensorwise.cast(x if site == "a" else 2 * x, rule, known if site == "a" else 2 * known, look=look)
             addresses.append(look.room.data_ptr())
-        room.note(look, torch.tensor(1.5, device=DEVICE))
         sites, packed = room.pack()
         assert sites == ["a", "b"]
         assert packed[:, MOMENTS["amax"]].tolist() == [known.item(), 2 * known.item()]
-        assert packed[:, MOMENTS["amax_ratio"]].tolist() == [-math.inf, 1.5]
+        assert packed[:, MOMENTS["amax_ratio"]].tolist() == [-math.inf, -math.inf]
         room.clear()
     assert addresses[:2] == addresses[2:]
     assert room.pack()[1].shape == (0, MOMENTS.width)
+
+
+def test_a_given_scale_leaves_the_ratio_of_amaxes():
+    x, rule = hard("normal", 20, 40), RULES[1]
+    room, scale = looks.Looks(DEVICE), torch.tensor(1e-3, device=DEVICE)
+    look = room.open("site", x, rule, 0)
+    watched_tensorwise.cast_given(x, rule, scale, scale.reciprocal(), look=look)
+    assert room.pack()[1][0, MOMENTS["amax_ratio"]] == amax_ratio(x.abs().max(), scale, rule)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT_RECIPE, DELAYED, ROWWISE_RECIPE, BLOCKWISE], ids=lambda r: r.name)
+def test_the_backend_fills_a_look_whatever_the_rule(recipe):
+    x = hard("spread", 40, 130)
+    for role in ROLES:
+        rule, rule_T = recipe.uses(role)
+        given = None
+        if recipe.state != "none":
+            given = Given(torch.tensor(0.01, device=DEVICE), torch.tensor(100.0, device=DEVICE))
+        room = looks.Looks(DEVICE)
+        look = room.open("site", x, rule, 0)
+        plain = {"shared": recipe.shares(role), "given": given}
+        found = quantize.quantize_both(x, rule, rule_T, look=look, **plain)
+        for a, b in zip(found[:2], quantize.quantize_both(x, rule, rule_T, **plain)[:2], strict=True):
+            assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+            assert torch.equal(a.scale, b.scale)
+        assert_packed(room.pack()[1][0], moments(x, found.plain), skip=("amax_ratio",))
 
 
 def test_a_look_that_no_kernel_can_fill_is_not_opened():
@@ -276,14 +306,13 @@ def test_another_shape_takes_the_place_of_the_first(monkeypatch):
 @pytest.mark.skipif(not GPU, reason="needs CUDA")
 def test_a_captured_step_fills_its_looks_again_and_nothing_waits():
     rule, x = RULES[0], hard("spread", 2048, 512).to(torch.bfloat16)
-    room, known, ratio = looks.Looks(DEVICE), amax.amax(x), torch.ones((), device=DEVICE)
+    room, known = looks.Looks(DEVICE), amax.amax(x)
 
     def step():
         room.clear()
         for turn in range(2):
             look = room.open("site", x, rule, turn)
             watched_tensorwise.cast(x, rule, known, look=look)
-            room.note(look, ratio)
         return room.pack()[1]
 
     step()

@@ -26,11 +26,13 @@ class Given:
 
     `scale` and `inv_scale` are float32 []. `slot`, float32 [1] and negative before it has seen data, takes the largest
     amax of what is quantized with this scale; a tensor without elements or with a non-finite amax leaves it alone.
+    `scratch`, int32 [2], zeros before and after: where the programs of a kernel count themselves.
     """
 
     scale: Tensor
     inv_scale: Tensor
     slot: Tensor | None = None
+    scratch: Tensor | None = None
 
 
 class Both(NamedTuple):

@@ -52,10 +52,6 @@ class Observer(Protocol):
         """
         ...
 
-    def ratio(self, look: Any, amax_ratio: Tensor) -> None:
-        """See, of what was given room, the amax now over the amax that a delayed or static scale assumed, []."""
-        ...
-
     def operand(
         self,
         module: str,

@@ -63,7 +63,9 @@ def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: 
     if state.table is not None:
         given, amax = _given(call, role, x_MK, rule, amax)
     look = None
-    if call.watched and call.mode == "write" and state.backend.watches and state.observer is not None:
+    # By two rules no kernel quantizes, and none counts; and what it counts are the plain codes.
+    together = (plain or recipe.shares(role)) and (rule == rule_T or not turned)
+    if together and call.watched and call.mode == "write" and state.backend.watches and state.observer is not None:
         look = state.observer.look(state.name, role, x_MK, rule)
     q, q_T, amax = state.backend.quantize_both(
         x_MK,
@@ -78,9 +80,7 @@ def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: 
     if given is not None and amax is not None:
         if given.slot is None and x_MK.numel():  # an expert without tokens has no data, and pushes none out
             call.tell(partial(state.table.record, _row(call, role), amax))  # type: ignore[union-attr]
-        ratio = amax_ratio(amax, given.scale, rule) if call.watched else None
-        if look is not None and ratio is not None and state.observer is not None:
-            state.observer.ratio(look, ratio)
+        ratio = amax_ratio(amax, given.scale, rule) if call.watched and look is None else None
     return Made(q, q_T, amax, ratio, look, given)
 
 

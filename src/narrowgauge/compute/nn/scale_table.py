@@ -47,6 +47,7 @@ class ScaleTable:
         self.scale = torch.zeros(0, device=device)
         self.inv_scale = torch.zeros(0, device=device)  # kept beside scale, whose reciprocal would round twice
         self.amax_now = torch.zeros(0, device=device)
+        self.scratch = torch.zeros(0, 2, dtype=torch.int32, device=device)  # where kernels count their programs
         self.steps = 0
         self.sites: list[str] = []
         self.lost = ""  # a module whose weights came without their scaling state; told at the next record
@@ -79,6 +80,7 @@ class ScaleTable:
         inv_scale = fresh.reciprocal().clamp(max=FLOAT32_MAX)  # that of the least scale rounds up to Inf
         self.inv_scale = torch.cat([self.inv_scale, torch.where(fresh > 0, inv_scale, NOT_YET)])
         self.amax_now = torch.cat([self.amax_now, torch.full((3,), NO_DATA, device=device)])
+        self.scratch = torch.zeros(first + 3, 2, dtype=torch.int32, device=device)
         self.sites += sites
         self._waiting |= {first + i for i, scale in enumerate(scales) if scale == NOT_YET}
         for i, role in enumerate(ROLES):
@@ -106,11 +108,12 @@ class ScaleTable:
         if write:
             self._tell_what_is_lost()
         if row not in self._given:
-            self._given[row] = Given(self.scale[row], self.inv_scale[row], self.amax_now[row : row + 1])
+            slot, scratch = self.amax_now[row : row + 1], self.scratch[row]
+            self._given[row] = Given(self.scale[row], self.inv_scale[row], slot, scratch)
         given = self._given[row]
         if device != self.scale.device:
             return Given(given.scale.to(device), given.inv_scale.to(device))
-        return given if write else Given(given.scale, given.inv_scale)
+        return given if write else Given(given.scale, given.inv_scale, None, given.scratch)
 
     def slot(self, row: int, device: torch.device) -> Tensor | None:
         """Where a kernel on `device` leaves the amax of `row`; None on another device than the table's."""
@@ -206,7 +209,7 @@ class ScaleTable:
         """Move the table, as `Module.to` moves parameters."""
         if device != self.scale.device:
             self.fold()
-            for name in ("history", "scale", "inv_scale", "amax_now"):
+            for name in ("history", "scale", "inv_scale", "amax_now", "scratch"):
                 setattr(self, name, getattr(self, name).to(device))
             self._indices.clear()
             self._given.clear()

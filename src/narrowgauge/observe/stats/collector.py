@@ -79,8 +79,9 @@ class Collector:
         every: watch the steps that this divides; 1 watches all.
 
     Attributes:
-        seconds: what watching cost so far: the host's time in here, or a GPU's where that is longer (known once the
-            step's numbers have arrived).
+        seconds: what watching cost so far. On the CPU the host's time in here; on a GPU, which the host runs ahead of
+            and then waits for, the GPU's own time for what is launched here, known once a step's numbers have arrived.
+            What kernels count while they quantize is in their time and not in this.
         failures: how often something went wrong and numbers are missing for it.
 
     >>> collector = Collector(writer, every=10)  # doctest: +SKIP
@@ -98,7 +99,7 @@ class Collector:
         self._held: dict[torch.device, _Held] = {}
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
         self._transfers: deque[Transfer] = deque()
-        self._host_seconds = 0.0  # of the open step
+        self._on_gpu = False
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
 
     def wants(self, module: str) -> bool:
@@ -110,12 +111,12 @@ class Collector:
         self.end_step()
         with self._guarded(None):
             self._drain(wait=False)
-        self._step, self._open, self._host_seconds = step, step % self.every == 0, 0.0
+        self._step, self._open = step, step % self.every == 0
         return self._open
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
-        if not self._open or not x.is_cuda:
+        if not self._open:
             return None
         held = self._held_on(x.device)
         look = None
@@ -126,11 +127,6 @@ class Collector:
                 if look is not None and role == "weight":
                     held.weights.add(site)
         return look
-
-    def ratio(self, look: Any, amax_ratio: Tensor) -> None:
-        """What goes with a look at a tensor with a delayed or static scale."""
-        with self._guarded(look.site):
-            self._looks[amax_ratio.device].note(look, amax_ratio)
 
     def operand(
         self,
@@ -198,13 +194,13 @@ class Collector:
             operands = held.operands.pack() if held.operands else ([], None)
             results = (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
         if operands[0] or results[0]:
-            self._transfers.append(Transfer.start(self._step, operands, results, held.marks, self._host_seconds))
+            self._transfers.append(Transfer.start(self._step, operands, results, held.marks))
 
     def _drain(self, wait: bool) -> None:
         """Hand every step that has arrived to the writer, oldest first."""
         while self._transfers and self._transfers[0].arrived(wait):
             transfer = self._transfers.popleft()
-            self.seconds += max(0.0, transfer.device_seconds() - transfer.host_seconds)
+            self.seconds += transfer.device_seconds()
             operands, results = transfer.tables()
             for sites, table, columns in (
                 (transfer.operands, operands, OPERAND_COLUMNS),
@@ -217,6 +213,7 @@ class Collector:
     def _held_on(self, device: torch.device) -> _Held:
         if device.type == "cpu":
             host.ready()  # out here, because compiling is not what watching costs
+        self._on_gpu |= device.type == "cuda"
         with self._lock:
             return self._held.setdefault(device, _Held())
 
@@ -232,8 +229,7 @@ class Collector:
 
     def _spent(self, seconds: float) -> None:
         with self._lock:
-            self.seconds += seconds
-            self._host_seconds += seconds
+            self.seconds += 0.0 if self._on_gpu else seconds
 
     def _failed(self, site: str | None, error: Exception) -> None:
         self.failures += 1

@@ -30,7 +30,6 @@ class Transfer:
         host: the copy.
         event: recorded after the copy; None if it was there at once.
         marks: around what the device worked for the watch.
-        host_seconds: what the host spent on the step.
     """
 
     step: int
@@ -39,7 +38,6 @@ class Transfer:
     host: Tensor
     event: Any
     marks: Marks
-    host_seconds: float
 
     @classmethod
     def start(
@@ -48,7 +46,6 @@ class Transfer:
         operands: tuple[Sequence[str], Tensor | None],
         results: tuple[Sequence[str], Tensor | None],
         marks: Marks,
-        host_seconds: float = 0.0,
     ) -> Transfer:
         """Begin the copy of both tables ([S, W] and [R, H], None if empty)."""
         flat = torch.cat([table.reshape(-1) for _, table in (operands, results) if table is not None])
@@ -60,7 +57,7 @@ class Transfer:
             event.record(torch.cuda.current_stream(flat.device))
         else:
             host = flat.cpu()
-        return cls(step, tuple(operands[0]), tuple(results[0]), host, event, marks, host_seconds)
+        return cls(step, tuple(operands[0]), tuple(results[0]), host, event, marks)
 
     def arrived(self, wait: bool) -> bool:
         """Whether the copy is there; `wait` makes sure of it."""

@@ -93,10 +93,6 @@ class Looks:
         self._open.append(look)
         return look
 
-    def note(self, look: Look, amax_ratio: Tensor) -> None:
-        """Beside a look that has been filled: amax now / amax that its delayed scale assumed, []."""
-        look.ratio.copy_(amax_ratio.detach().reshape(1), non_blocking=True)
-
     def pack(self) -> tuple[list[str], Tensor]:
         """The sites of all open looks, in order, and their packed moments [L, width] float64."""
         if self._neutral is None:

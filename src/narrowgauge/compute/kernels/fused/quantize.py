@@ -18,13 +18,22 @@ from torch import Tensor
 from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
-from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise, watched_tensorwise
+from narrowgauge.compute.kernels.fused import (
+    blocks,
+    rows,
+    tensorwise,
+    watched_blocks,
+    watched_rows,
+    watched_tensorwise,
+)
 from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
 from narrowgauge.compute.recipes import Operand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRANULARITIES = (PerTensor(), PerRow(), BLOCK_1x128, BLOCK_128x128)
+PLAIN: tuple[Any, ...] = (tensorwise, blocks, rows)
+WATCHED: tuple[Any, ...] = (watched_tensorwise, watched_blocks, watched_rows)
 
 
 def amax(x_MK: Tensor, granularity: Granularity) -> Tensor:
@@ -53,25 +62,25 @@ def quantize_both(
     wanted: dict[str, Any] = {"plain": plain is not None, "turned": turned is not None}
     if look is not None:
         wanted["look"] = look
+    by_tensor, by_block, by_row = PLAIN if look is None else WATCHED
     if rule.granularity == PerTensor():
-        casts: Any = tensorwise if look is None else watched_tensorwise
         if given:
             slot = None if given.slot is None else given.slot.view(torch.int32)
-            codes, codes_T, scale, amax = casts.cast_given(
-                x_MK, rule, given.scale, given.inv_scale, slot=slot, **wanted
+            codes, codes_T, scale, amax = by_tensor.cast_given(
+                x_MK, rule, given.scale, given.inv_scale, slot=slot, scratch=given.scratch, **wanted
             )
         else:
             if amax is None:
                 amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
-            codes, codes_T, scale = casts.cast(x_MK, rule, amax, **wanted)
+            codes, codes_T, scale = by_tensor.cast(x_MK, rule, amax, **wanted)
         scale_T = scale
     elif rule.granularity == BLOCK_128x128:
-        codes, codes_T, scale = blocks.cast_squares(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+        codes, codes_T, scale = by_block.cast_squares(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
         scale_T = scale.t()
     elif rule.granularity == BLOCK_1x128:
-        codes, scale, codes_T, scale_T = blocks.cast_tiles(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+        codes, scale, codes_T, scale_T = by_block.cast_tiles(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
     else:
-        codes, scale, codes_T, scale_T = rows.cast_rows(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+        codes, scale, codes_T, scale_T = by_row.cast_rows(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
     return Both(_wrap(codes, scale, rule), _wrap(codes_T, scale_T, rule), amax)
 
 

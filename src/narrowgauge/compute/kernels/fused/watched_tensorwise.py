@@ -150,7 +150,8 @@ def _watched(
         tl.store(record + NANS * P, 0.0)
         tl.store(record + INFS * P, 0.0)
         if at == 0:
-            tl.store(room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples, -float("inf"))  # no ratio yet
+            if GIVEN == 0:
+                tl.store(room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples, -float("inf"))  # no ratio
             healthy = (scale < float("inf")).to(tl.float64)
             wide = tl.where(healthy > 0, scale, 0.0).to(tl.float64)
             tl.store(record + SCALE_N * P, healthy)
@@ -170,6 +171,8 @@ def _watched(
                 tl.atomic_xchg(scratch_ptr + 1, 0, sem="relaxed")
                 amax = bits.to(tl.float32, bitcast=True)
                 tl.store(amax_ptr, amax)
+                ratio = tl.math.div_rn(amax, given * GOAL)  # to the amax that the scale assumed
+                tl.store(room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples, ratio.to(tl.float64))
                 tl.store(scale_ptr, tl.where(usable & (amax < float("inf")), given, float("nan")))
                 if SLOT:
                     tl.atomic_max(slot_ptr, bits, mask=amax < float("inf"), sem="relaxed")
