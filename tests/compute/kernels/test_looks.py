@@ -174,8 +174,8 @@ def test_moments_of_a_tensor_under_a_given_scale(name, given, shape):
             packed, (codes, _, scale, _), _ = look_at(x, rule, given)
             want = moments(x, QTensor(codes, scale, rule.fmt, PerTensor()))
             # Squares beyond float32 beside a given scale: only what is compared with codes is lost.
-            skip = {"scaled_xx", "xx", "xd", "dd", "ee", "row_sqnr", "col_sqnr"} if name == "huge" else ()
-            assert_packed(packed, want, skip=skip)
+            skip = {"scaled_xx", "xx", "xd", "dd", "ee", "row_sqnr", "col_sqnr"} if name == "huge" else set()
+            assert_packed(packed, want, skip={*skip, "amax_ratio"})  # which the slow way is told
 
 
 GRAINS = {
