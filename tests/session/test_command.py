@@ -1,11 +1,21 @@
 """What COMMAND may be, and what each wrong one is told."""
 
+import os
 import sys
 
 import pytest
 
 from narrowgauge.errors import UsageError
 from narrowgauge.session.command import parse
+
+
+@pytest.fixture(autouse=True)
+def interpreters(tmp_path_factory, monkeypatch):
+    """Some systems have no `python`, only `python3`."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("python", "python3"):
+        (folder / name).symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from narrowgauge.formats import E4M3FN, E5M2
 
 _TENSOR_FWD = Operand(E4M3FN, quant.PerTensor(), quant.CURRENT)
 _TENSOR_GRAD = Operand(E5M2, quant.PerTensor(), quant.CURRENT)
-# Hopper's fast accumulator keeps about 14 bits: good enough for activations, not for gradients, and least of
-# all for wgrad, whose contracted dimension is the token count.
-_FPROP = Gemm(_TENSOR_FWD, _TENSOR_FWD, fast_accum=True)
+# Nothing accumulates short. Hopper's fast accumulator keeps about 14 bits and drops what lies below, so sums of one sign come
+# out too small: measured 2.7% for 8,192 terms behind a SwiGLU, in every forward pass. It would save half a percent of a step.
+_FPROP = Gemm(_TENSOR_FWD, _TENSOR_FWD)
 _GRAD = Gemm(_TENSOR_GRAD, _TENSOR_FWD)
 _ROW = Operand(E4M3FN, quant.PerRow(), quant.ROWWISE)
 _TILE = Operand(E4M3FN, quant.BLOCK_1x128, quant.CURRENT_POW2)
