@@ -87,7 +87,7 @@ def test_the_guard_is_needed():
     fresh.load_state_dict(layer.state_dict())
     y, _ = microbatch(fresh, 1)
     kept._step += 1  # as if nobody had stepped
-    kept._made, kept._made_from = stale, (layer.weight.data_ptr(), layer.weight._version)
+    kept.keep(layer.weight, stale)
     with torch.no_grad():
         assert torch.equal(layer(torch.ones(1, 64)), fresh(torch.ones(1, 64)))  # without grad nothing kept is used
     assert not torch.equal(microbatch(layer, 1)[0], y)
@@ -123,3 +123,35 @@ def test_weights_updated_by_hand_are_never_kept():
         microbatch(layer, step)
         layer.weight.data.sub_(0.1 * layer.weight.grad)
     assert backend.weights == 4
+
+
+def test_another_weight_at_the_same_address_is_quantized_anew():
+    """Weights given to `functional_call` come and go, and new ones get the memory and `_version` of those before."""
+    found = []
+    for keeping in (True, False):
+        layer, _ = layer_and_backend(CURRENT, keeping)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        x, outputs = torch.ones(4, 64), []
+        for _ in range(3):
+            for i in range(6):
+                given = {name: (p * (1 + i)).detach().requires_grad_() for name, p in layer.named_parameters()}
+                y = torch.func.functional_call(layer, given, (x,))
+                y.sum().backward()
+                outputs.append(y.detach())
+                del given, y
+            layer(x).sum().backward()
+            optimizer.step()
+        found.append(outputs)
+    assert_same(*found)
+
+
+def test_a_transposed_view_is_another_weight():
+    layer = adopt(nn.Linear(64, 64, bias=False), CURRENT)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    x = torch.randn(8, 64)
+    for _ in range(2):
+        y = layer(x)
+        turned = torch.func.functional_call(layer, {"weight": layer.weight.t()}, (x,))
+        (y.sum() + turned.sum()).backward()
+        optimizer.step()
+        assert not torch.equal(y, turned)

@@ -3,7 +3,7 @@
 A stale copy would train on yesterday's weights without a sign, so what is kept is believed only while
 
     no optimizer anywhere has stepped since           fused optimizers do not count up a tensor's `_version`
-    the weight has the same memory and `_version`     in-place changes by autograd's rules, swapped storage
+    the weight has the same storage and `_version`    in-place changes by autograd's rules, swapped memory
     no checkpoint was loaded into the layer           `Module.load_state_dict`
 
 `p.data.copy_()` between two microbatches of one step is seen by none of these. Nothing is kept where no optimizer steps
@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.capture import capturing
 from narrowgauge.compute.nn.clock import optimizer_steps
 from narrowgauge.compute.quant import QTensor
+
+_Mark = tuple[int, int, tuple[int, ...], int]  # address of the storage, of the data in it, strides, version
 
 
 class Made(NamedTuple):
@@ -49,7 +52,8 @@ class KeptWeight:
 
     def __init__(self) -> None:
         self._made: Made | None = None
-        self._made_from: tuple[int, int] | None = None
+        self._made_from: _Mark | None = None
+        self._storage: StorageWeakRef | None = None  # while it is known here, no other storage gets its address
         self._step = -1
         self._asked = self._asked_before = 0
 
@@ -73,11 +77,12 @@ class KeptWeight:
     def keep(self, w_NK: Tensor, made: Made) -> None:
         """Keep both copies of a weight for the rest of the step."""
         self._made, self._made_from = made, _mark(w_NK)
+        self._storage = StorageWeakRef(w_NK.untyped_storage())
 
     def forget(self) -> None:
         """Let go of what is kept: the weight has changed."""
-        self._made = self._made_from = None
+        self._made = self._made_from = self._storage = None
 
 
-def _mark(w_NK: Tensor) -> tuple[int, int]:
-    return w_NK.data_ptr(), w_NK._version
+def _mark(w_NK: Tensor) -> _Mark:
+    return w_NK.untyped_storage()._cdata, w_NK.data_ptr(), w_NK.stride(), w_NK._version
