@@ -16,7 +16,10 @@ for wgrad may be left to it. It then decides whether to keep x, or to make it on
 w is quantized again for dgrad, which costs one more read of it and saves a byte per parameter from forward to backward.
 Where a step has several microbatches, both copies are kept anyway (`kept_weight`).
 
-A forward that runs inside a backward pass was recomputed by the compiler or a checkpoint; it is not observed again.
+A forward that runs inside a backward pass was recomputed by the compiler or a checkpoint. What it saves replaces what
+the first one saved, so nothing tells which of the two a backward belongs to. But if a recorded forward still waits for
+its backward, this is the same once more, and not recorded again; if none does, the first ran without grad (reentrant
+checkpointing), and this is the one to record.
 
 Legend: M = tokens (all leading dimensions), K = input features, N = output features; T = transposed.
 """
@@ -30,7 +33,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.nn import gemms
-from narrowgauge.compute.nn.call import Call, without_autocast
+from narrowgauge.compute.nn.call import Call, Mode, without_autocast
 from narrowgauge.compute.nn.capture import capturing
 from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.compute.nn.handle import layer_of
@@ -77,11 +80,14 @@ def linear_forward(
     state.calls += 1
     if not recomputed:
         state.clock.catch_up()
+    mode: Mode = "read"
+    if grad:
+        mode = "note" if recomputed and state.waits else "write"  # notes are for a backward, and none will ask here
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if grad:
         state.rows_seen = x_MK.shape[0]
         state.kept_weight.begin()
-    call = Call.begin(state, dtype, "write" if grad and not recomputed else "read", captured)
+    call = Call.begin(state, dtype, mode, captured)
     codes, scale, inv_scale, amax_w = (x.new_empty(0) for _ in range(4))  # outputs may not share memory
     with without_autocast(x.device.type):
         q_x = quantize_operand(call, "input", x_MK, True, grad and traced.saves == CODES, amax)
@@ -97,6 +103,8 @@ def linear_forward(
             inv_scale = inv_scale if traced.own_scale else q_x.inv_scale_used().reshape(1)
         if traced.own_scale:
             amax_w = _known(q_w.amax)
+        if mode == "write":
+            state.wait(1)
         state.clock.saw_data()
         if captured:
             state.clock.captured()
@@ -150,6 +158,7 @@ def linear_backward(
     state: LayerState = layer_of(handle)
     call = Call.begin(state, dtype, "write", capturing(dy))
     again = Call(state, dtype, "again", False, call.turn, None)
+    state.wait(-1)
     samples = state.samples.pop((call.turn, scale_xT.data_ptr()), None)
     dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
     dx, dw, db = _nothing(dy, [0], x_dtype, weight, bias_dtype, [False] * 3)

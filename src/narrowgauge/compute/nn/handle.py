@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import ConversionError
+
 _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -24,5 +26,11 @@ def new_handle(state: object, device: torch.device | str = "cpu") -> Tensor:
 
 
 def layer_of(handle: Tensor) -> Any:
-    """The state of the layer that owns this handle."""
-    return _LAYERS[handle.data_ptr()]
+    """The state of the layer that owns this handle; ConversionError if there is no such layer any more."""
+    state = _LAYERS.get(handle.data_ptr())
+    if state is None:
+        raise ConversionError(
+            "a compiled graph looks for its converted layer, and it is gone: the model was reverted or deleted between "
+            "a forward pass and its backward. Run the backward pass first; after that, convert again if you like."
+        )
+    return state

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from narrowgauge.compute.quant import Block, Granularity, PerRow, PerTensor
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
@@ -83,9 +85,12 @@ class Traced:
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """max |x|, [] float32."""
+    """max |x|, [] float32; 0 of a tensor without elements."""
     integers = _integers(x)
-    return (x.detach().view(integers) & torch.iinfo(integers).max).amax().view(x.dtype).float()
+    magnitudes = x.detach().abs() if integers is None else x.detach().view(integers) & torch.iinfo(integers).max
+    if not guard_or_false(x.numel() > 0):  # no elements, or perhaps none: nothing has no maximum
+        magnitudes = F.pad(magnitudes.reshape(-1), (0, 1))
+    return magnitudes.amax().view(x.dtype).float()
 
 
 def inv_scale_of(amax: Tensor, traced: Traced) -> Tensor:
@@ -112,8 +117,10 @@ def _rounded(x: Tensor) -> Tensor:
     """x as float32, rounded to its own dtype first, whatever a compiler would rather do."""
     if x.dtype == torch.bfloat16:
         return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    return x.view(_integers(x)).view(x.dtype).float()
+    integers = _integers(x)
+    return (x if integers is None else x.view(integers).view(x.dtype)).float()
 
 
 def _integers(x: Tensor) -> Any:
-    return torch.int16 if x.element_size() == 2 else torch.int32
+    """What to see x's bits as; None for float64, which a compiler keeps as it is."""
+    return {2: torch.int16, 4: torch.int32}.get(x.element_size())

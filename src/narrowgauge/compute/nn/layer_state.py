@@ -48,6 +48,7 @@ class LayerState:
     check: tuple[int, int] = (-1, -1)
     kept_weight: KeptWeight = field(default_factory=KeptWeight)
     samples: dict[tuple[int, int], Samples] = field(default_factory=dict)  # of compiled forwards, by step and codes
+    recorded: tuple[int, int] = (-1, 0)  # a step, and how many of its compiled forwards wait for their backward
     handle: Tensor = field(init=False)
     traced: Traced = field(init=False)
 
@@ -63,6 +64,16 @@ class LayerState:
         """Follow the layer's weight: a handle elsewhere would keep CUDA graphs away."""
         if self.handle.device != device:
             self.handle = new_handle(self, device)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a compiled forward of this step was recorded, and its backward has not come yet."""
+        return self.recorded[0] == self.clock.step and self.recorded[1] > 0
+
+    def wait(self, more: int) -> None:
+        """Count a recorded forward (1), or a backward (-1)."""
+        step, count = self.recorded
+        self.recorded = self.clock.step, max(0, (count if step == self.clock.step else 0) + more)
 
     def result_to_check(self, step: int) -> ResultRole | None:
         """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere.
@@ -86,7 +97,7 @@ class LayerState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the observer, which belongs to a run, and the kept codes, which belong to this weight."""
-        state = {**vars(self), "observer": None, "kept_weight": KeptWeight(), "samples": {}}
+        state = {**vars(self), "observer": None, "kept_weight": KeptWeight(), "samples": {}, "recorded": (-1, 0)}
         del state["handle"]  # an address is nobody else's
         return state
 

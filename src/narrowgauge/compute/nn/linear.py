@@ -22,6 +22,16 @@ from narrowgauge.compute.nn.state_io import load_from, save_into
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
 
+_TRANSFORMED = (
+    "a converted layer was called inside a transform of torch.func (vmap, grad, jvp, ...), which would see no "
+    "derivative of its FP8 products: they have the one that backward gives. Use torch.autograd, or call "
+    "narrowgauge.revert(model)."
+)
+_EXPORTED = (
+    "a converted layer cannot be exported: its scales and its watching live in this process, and an exported program "
+    "would look for them elsewhere. Export the plain model: narrowgauge.revert(model) first."
+)
+
 
 class Fp8Linear(nn.Linear):
     """A linear layer with FP8 gemms; x [..., K] to [..., N]. Made by `adopt`, never constructed."""
@@ -79,14 +89,21 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
         """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""
+        if torch._C._are_functorch_transforms_active():
+            raise ConversionError(_TRANSFORMED)
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise ConversionError(_EXPORTED)
             dtype = expected_dtype(input, self.weight, self.bias)
             return compiled_linear(input, self.weight, self.bias, self._fp8, dtype)
         state = self._fp8
         state.calls += 1
-        if not state.clock.follows(self):
-            state.clock.follow(self)  # a copy, or a module that was unpickled
         return fp8_linear(input, self.weight, self.bias, state)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._fp8.clock.follow(self)  # a copy, or a module that was unpickled
+        self._fp8.move(self.weight.device)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         module = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
