@@ -1,5 +1,7 @@
 """Turns are fair: every variant in every round, leads not counted, spread reported."""
 
+import time
+
 import pytest
 import torch
 
@@ -35,3 +37,9 @@ def test_a_block_is_one_sample_of_several_calls(monkeypatch):
 def test_cold_runs_on_a_cpu_too(monkeypatch):
     monkeypatch.setattr(timing, "FLUSH_BYTES", 1024)
     assert timing.interleave({"a": lambda: None}, CPU, rounds=3, cold=True)["a"].samples == 3
+
+
+def test_the_host_s_time_is_that_of_the_first_calls():
+    found = timing.interleave({"slow": lambda: time.sleep(0.01)}, CPU, rounds=3, lead=2)["slow"]
+    assert 9 < found.host < 200
+    assert timing.interleave({"none": lambda: None}, CPU, rounds=2)["none"].host is None

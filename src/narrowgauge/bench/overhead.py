@@ -87,7 +87,7 @@ def _recipe(size_name: str, device: torch.device, recipe: str, mode: str, rounds
                 calls[name] = watched[every] = Watched(step, every, folder / str(every))
                 stack.callback(watched[every].close)
             peaks[name] = _peak_gib(calls[name], device, before)
-        took = interleave(calls, device, rounds=rounds, block=BLOCK, lead=1)
+        took = interleave(calls, device, rounds=rounds, block=BLOCK, lead=2)
         row = _row(variant.name, took, peaks)
         for held in watched.values():
             held.collector.flush()
@@ -111,6 +111,7 @@ def _row(recipe: str, took: dict[str, Timing], peaks: dict[str, float | None]) -
     for word, timing in took.items():
         row |= {f"{word}_ms": round(timing.median, 3), f"{word}_p10": round(timing.p10, 3)}
         row[f"{word}_p90"] = round(timing.p90, 3)
+        row[f"{word}_host_ms"] = None if timing.host is None else round(timing.host, 3)
         if word != "unwatched":
             row[f"{word}_overhead_pct"] = round(100 * (timing.median / plain - 1), 2)
             more = None if peaks[word] is None else round(float(peaks[word] or 0) - float(peaks["unwatched"] or 0), 3)

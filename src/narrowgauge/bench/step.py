@@ -160,6 +160,7 @@ def _row(built: _Built, measured: _Measured, ceilings: Ceilings) -> Row:
         "ms": round(ms, 3),
         "p10": round(measured.timing.p10, 3),
         "p90": round(measured.timing.p90, 3),
+        "host_ms": None if measured.timing.host is None else round(measured.timing.host, 3),
         "x_bf16": round(measured.bf16.median / ms, 4),
         "bf16_ms": round(measured.bf16.median, 3),
         "peak_gib": None if built.peak_bytes is None else round(built.peak_bytes / GIB, 3),

@@ -4,8 +4,9 @@
     median, p10, p90 over all counted samples of a variant               milliseconds
 
 On a GPU a sample is the time between two events in its stream, so it holds what the device did and whatever it waited
-for; the host waits once per turn. On a CPU it is the clock. `cold` overwrites the caches before each sample, and on a
-GPU so often that the host has launched the whole call before the device comes to it.
+for. The host waits once per turn, and is then ahead of the device by the lead, as it is in a training run. On a CPU it
+is the clock. `cold` overwrites the caches before each sample, and on a GPU so often that the host has launched the
+whole call before the device comes to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,12 +24,17 @@ HIDDEN_SECONDS = 150e-6  # of the host's time, behind one flush of a fast GPU (H
 
 @dataclass(frozen=True)
 class Timing:
-    """What one call took, in milliseconds: the median, the 10th and the 90th percentile, and of how many samples."""
+    """What one call took, in milliseconds: the median, the 10th and the 90th percentile, and of how many samples.
+
+    `host` is how long the host was busy with a call that found an idle device, None if no such call was made. Near the
+    median, it is the host that is too slow.
+    """
 
     median: float
     p10: float
     p90: float
     samples: int
+    host: float | None = None
 
 
 def summarize(milliseconds: Sequence[float]) -> Timing:
@@ -62,6 +68,7 @@ def interleave(
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if cold else None
     found: dict[str, list[float]] = {name: [] for name in calls}
+    host: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(rounds):
@@ -69,10 +76,17 @@ def interleave(
             began = time.perf_counter()
             for _ in range(lead):
                 call()
-            hidden = (time.perf_counter() - began) / max(1, lead) * block
-            wait(device)
+            busy = (time.perf_counter() - began) / max(1, lead)
+            if lead:
+                host[name].append(1e3 * busy)
+            hidden = busy * block
+            if cold:
+                wait(device)
             found[name] += _turn(call, device, samples, block, flush, 1 + int(hidden / HIDDEN_SECONDS))
-    return {name: summarize(times) for name, times in found.items()}
+    return {
+        name: replace(summarize(times), host=statistics.median(host[name]) if host[name] else None)
+        for name, times in found.items()
+    }
 
 
 def _turn(
