@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -41,10 +40,12 @@ class Made(NamedTuple):
     given: Given | None = None
 
     def inv_scale_used(self) -> Tensor:
-        """A copy of the inv_scale [] that was given: the table's own changes with the next step."""
+        """A copy of the inv_scale [] that was given: the table's own changes with the next step.
+
+        Beside a given scale that is no number it does not matter, for then the codes' scale is NaN.
+        """
         assert self.given is not None  # the scale is not x's own
-        scale, inv_scale = self.given.scale, self.given.inv_scale
-        return torch.where((scale > 0) & (scale < torch.inf), inv_scale, 1.0)
+        return self.given.inv_scale.clone()
 
 
 class KeptWeight:
