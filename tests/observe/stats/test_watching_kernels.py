@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from tests.compute.nn.layers import adopt_all
 
 from narrowgauge.compute.kernels import BACKENDS
+from narrowgauge.compute.kernels.fused.looks import Looks
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.recipes import CURRENT, DELAYED, ROWWISE
 from narrowgauge.observe.stats import Collector
@@ -68,3 +69,25 @@ def test_the_same_rows_and_the_same_training(recipe, microbatches):
             assert fast[key][name] == pytest.approx(slow[key][name], rel=1e-6, nan_ok=True), (key, name)
         for name in CLOSE:
             assert fast[key][name] == pytest.approx(slow[key][name], rel=1e-4, abs=1e-12, nan_ok=True), (key, name)
+
+
+def test_a_step_that_could_not_be_packed_leaves_nothing_to_the_next(monkeypatch):
+    layer = nn.Sequential(nn.Linear(64, 48)).to(DEVICE)
+    adopt_all(layer, CURRENT, backend=BACKENDS["fused"])
+    rows = Rows()
+    rows.add_event = lambda *args, **data: None
+    collector = Collector(rows)
+    set_observer(layer, collector)
+    pack, failing = Looks.pack, [RuntimeError("out of memory")]
+    monkeypatch.setattr(Looks, "pack", lambda looks: pack(looks) if not failing else fail(failing.pop()))
+    for step, tokens in enumerate((40, 24)):
+        collector.begin_step(step)
+        layer(torch.randn(tokens, 64, device=DEVICE)).square().mean().backward()
+        collector.end_step()
+    collector.flush()
+    assert collector.failures == 1
+    assert rows.found[1, "0:input"]["numel"] == 24 * 64
+
+
+def fail(error):
+    raise error

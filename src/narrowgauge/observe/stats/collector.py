@@ -186,13 +186,19 @@ class Collector:
             self._drain(wait=True)
 
     def _send(self, device: torch.device, held: _Held) -> None:
+        operands: tuple[list[str], Tensor | None] = ([], None)
+        results: tuple[list[str], Tensor | None] = ([], None)
         with self._guarded(None, device, held):
             looks = self._looks.get(device)
             if looks is not None:
-                pack_looks(held.operands, *looks.pack())
-                looks.clear()
-            operands = held.operands.pack() if held.operands else ([], None)
-            results = (list(held.results), stack_parts(list(held.results.values()))) if held.results else ([], None)
+                try:
+                    pack_looks(held.operands, *looks.pack())
+                finally:
+                    looks.clear()  # or the next step would hand these over as its own
+            if held.operands:
+                operands = held.operands.pack()
+            if held.results:
+                results = list(held.results), stack_parts(list(held.results.values()))
         if operands[0] or results[0]:
             self._transfers.append(Transfer.start(self._step, operands, results, held.marks))
 
