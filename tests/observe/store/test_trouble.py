@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -148,11 +149,22 @@ def test_a_folder_that_vanishes(tmp_path, caplog):
     assert len(warnings_of(caplog)) == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission(tmp_path):
-    tmp_path.chmod(0o500)
+@pytest.fixture(params=[0o555, 0o000], ids=["not writable", "not even to be looked into"])
+def locked(request):
+    """A folder that is not for this process. Root may do everything, so it is nobody meanwhile."""
+    folder, is_root = Path(tempfile.mkdtemp()), os.geteuid() == 0
+    folder.chmod(request.param)
+    if is_root:
+        os.seteuid(65534)
+    yield folder
+    if is_root:
+        os.seteuid(0)
+    folder.rmdir()
+
+
+def test_a_folder_without_permission(locked):
     with pytest.raises(RunError, match=r"Permission denied.. Make room, make it writable, or choose another folder"):
-        RunWriter(tmp_path / "run")
+        RunWriter(locked / "run")
 
 
 def test_a_file_in_the_way(tmp_path):

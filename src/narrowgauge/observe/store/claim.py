@@ -16,9 +16,9 @@ from narrowgauge.observe.store.schema import KINDS, Kind, Segment
 
 def claim(path: Path, meta: dict[str, Any], rank: int, resume: bool) -> tuple[manifests.Manifest, dict[Kind, int]]:
     """Claim the folder for one rank: its manifest and the next segment index of each kind."""
-    if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file; expected a folder to write a run into. Choose another path.")
     try:
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path} is a file; expected a folder to write a run into. Choose another path.")
         path.mkdir(parents=True, exist_ok=True)
         indices = {kind: _next_index(path / kind, rank) for kind in KINDS}
         held = (path / manifests.name(rank)).exists() or any(indices.values())
