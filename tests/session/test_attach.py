@@ -121,6 +121,30 @@ def test_conversion_happens_at_the_first_call_with_gradients(tmp_path):
     assert {"0:input", "2:grad_output", "2:grad_weight"} <= sites
 
 
+SPARSE = """
+import torch
+class Wrapped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+    def forward(self, x):
+        return torch.sparse.mm(x, self.layer.weight)
+model = Wrapped()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.eye(16).to_sparse()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_inputs_that_are_not_hashed_are_told(tmp_path):
+    session, _ = follow(tmp_path, SPARSE)
+    [note] = session.facts()["notes"]
+    assert note.startswith("Some inputs are sparse_coo tensors, which are not hashed")
+    assert follow(tmp_path, programs.BASIC)[0].facts()["notes"] == []
+
+
 def test_seams_are_gone_afterwards(tmp_path):
     before = torch.autograd.backward
     follow(tmp_path, programs.BASIC)

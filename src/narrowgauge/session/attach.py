@@ -238,7 +238,7 @@ class Session:
         status.report(self._plan, self.ledger, done=True)
 
     def facts(self) -> dict[str, Any]:
-        """What the run's metadata says about this session."""
+        """What the run's metadata says of how it went."""
         probe = self._probe
         return {
             **self.roots.facts(),
@@ -249,7 +249,7 @@ class Session:
             "backwards": self.backwards,
             "peak_memory_bytes": self.memory.bytes(),
             "watch": {"every": self._plan.every, "seconds": self.collector.seconds},
-            "notes": [*self.notes, *self.roots.notes],
+            "notes": [*self.notes, *self.roots.notes, *self._batches.notes],
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
             "refusal": self.roots.refusal,

@@ -24,12 +24,24 @@ class Batches:
         # A storage's address is not used again while somebody holds a weak reference to it.
         self._made: dict[int, StorageWeakRef] = {}
         self._given: set[int] = set()
+        self._unread: set[str] = set()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the digest says nothing about; empty if it covers every input."""
+        if not self._unread:
+            return []
+        kinds = " and ".join(sorted(self._unread))
+        return [
+            f"Some inputs are {kinds} tensors, which are not hashed: whether the runs saw the same ones is not known."
+        ]
 
     def see(self, inputs: Any) -> int:
         """A model's call begins with these; returns the tokens in them (samples, if no input is token ids)."""
         self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
         found = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         self._given = {a for x in found if (a := _address(x)) is not None}
+        self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
         tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
         self.digest = chain(tensors, self.digest)
         batched = [x for x in tensors if x.dim()]
@@ -46,6 +58,13 @@ class Batches:
 def _dense(x: Tensor) -> bool:
     """Whether a tensor's bits can be read one by one."""
     return x.layout is torch.strided and x.device.type != "meta" and not x.is_nested
+
+
+def _kind(x: Tensor) -> str:
+    """What a tensor is that is not dense."""
+    if x.is_nested:
+        return "nested"
+    return "meta" if x.device.type == "meta" else str(x.layout).removeprefix("torch.")
 
 
 def _address(x: Tensor) -> int | None:
