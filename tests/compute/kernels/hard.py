@@ -9,7 +9,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = ["normal", "spread", "tiny", "subnormal", "huge", "zeros", "sparse", "ties", "not finite"]
 
 
-def hard(name, M, K):
+def hard(name, M, K, binades=128):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(M, K, generator=g)
     spread = x * torch.exp(4 * torch.randn(M, K, generator=g))
@@ -28,7 +28,9 @@ def hard(name, M, K):
             x = torch.where(x > 1.5, x, 0.0)
         case "ties":  # every midpoint of two codes, and what overflows
             steps = torch.arange(M * K).reshape(M, K) % 4096
-            x = torch.ldexp(1 + (steps % 32) / 32, steps // 32 - 20)
+            x = torch.ldexp(1 + (steps % 32) / 32, steps // 32 % binades - 20)
+        case "far from zero":
+            x = x + 1000
         case "not finite":
             x[0, 0], x[M // 2, K // 2], x[-1, -1] = math.inf, math.nan, -math.inf
     return x.to(DEVICE)

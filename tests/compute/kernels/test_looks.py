@@ -1,9 +1,13 @@
 """What watched kernels gather while they quantize is what the slow oracle counts; codes are the plain kernels'."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from tests.compute.kernels.hard import DTYPES
+from tests.compute.kernels.hard import NAMES as HARD
+from tests.compute.kernels.hard import hard as hardest
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.scale_table import amax_ratio
@@ -44,7 +48,6 @@ from narrowgauge.compute.kernels.fused import (
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULES = [Operand(E4M3FN, PerTensor(), CURRENT), Operand(E5M2, PerTensor(), CURRENT_POW2, margin=2)]
 SHAPES = [(150, 134), (1, 300), (129, 1), (700, 260)] if GPU else [(35, 131)]
 EXACT = {
@@ -72,34 +75,8 @@ def every_row(monkeypatch):
     plan.Plan.of.cache_clear()
 
 
-def hard(name, M, K):
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(M, K, generator=g)
-    spread = x * torch.exp(4 * torch.randn(M, K, generator=g))
-    match name:
-        case "spread":
-            x = spread
-        case "tiny":
-            x = spread * 1e-30
-        case "subnormal":
-            x = x * 1e-39
-        case "huge":
-            x = x * 1e37
-        case "zeros":
-            x = x * 0
-        case "sparse":
-            x = torch.where(x > 1.5, x, 0.0)
-        case "ties":  # every midpoint of two codes, and what overflows
-            steps = torch.arange(M * K).reshape(M, K) % 4096
-            x = torch.ldexp(1 + (steps % 32) / 32, steps // 32 % 40 - 20)
-        case "far from zero":
-            x = x + 1000
-        case "not finite":
-            x[0, 0], x[M // 2, K // 2], x[-1, -1] = math.inf, math.nan, -math.inf
-    return x.to(DEVICE)
-
-
-NAMES = ["normal", "spread", "tiny", "subnormal", "huge", "zeros", "sparse", "ties", "far from zero", "not finite"]
+hard = partial(hardest, binades=40)  # whose squares are float32 too
+NAMES = [*HARD, "far from zero"]
 
 
 def assert_packed(found, want, share=1.0, skip=()):

@@ -37,7 +37,7 @@ from narrowgauge.compute.kernels.fused.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.plan import EVERY, ROWS, SEGMENT
+from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, ROWS, RUN, SEGMENT
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 from narrowgauge.compute.kernels.fused.sampling import (
     COUNTS,
@@ -54,16 +54,9 @@ from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WHOLE = 1 << 30  # columns of a grain that is a row
 WORDS = SEGMENT // 2  # of a tile with ROWS rows
-RUN = 8  # words summed by one thread before anything else
-RECOUNTED = 16  # rows looked at together where something is rare
-REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
-_LATE = [  # numbers that are no reason to compile
-    *("scale_stride_m", "scale_stride_k", "samples", "errors", "lines", "segments"),
-    *("first", "stride", "sampled", "group", "phase"),
-]
 
 
-@triton.jit(do_not_specialize=_LATE)
+@triton.jit(do_not_specialize=["scale_stride_m", "scale_stride_k", *LATE])
 def _look_over(
     x_ptr, scale_ptr, scale_stride_m, scale_stride_k, room_ptr, rows_ptr, columns_ptr, counts_ptr,
     M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,

@@ -22,6 +22,11 @@ ROWS, STEPS, SEGMENT = 32, 16, 128  # a program that casts walks down STEPS tile
 EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
 LARGE = 1 << 22  # elements from which on a share is enough
 ERROR_LINES = 128  # compared rows of a program, at most
+RUN = 8  # words summed by one thread before anything else
+RECOUNTED = 16  # rows looked at together where something is rare
+REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
+# Arguments whose values are no reason to compile again.
+LATE = ["samples", "errors", "lines", "segments", "first", "stride", "sampled", "group", "phase"]
 SAMPLE = 1 << 16  # elements that histograms and kurtosis come from, about
 
 

@@ -39,7 +39,7 @@ from narrowgauge.compute.kernels.fused.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.plan import EVERY, ROWS, SEGMENT
+from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, ROWS, RUN, SEGMENT
 from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.sampling import (
@@ -55,25 +55,9 @@ from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile with ROWS rows
-RUN = 8  # words summed by one thread before anything else
-RECOUNTED = 16  # rows looked at together where something is rare
-REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
 
 
-_LATE = [
-    "samples",
-    "errors",
-    "lines",
-    "segments",
-    "first",
-    "stride",
-    "sampled",
-    "group",
-    "phase",
-]  # no reason to compile
-
-
-@triton.jit(do_not_specialize=_LATE)
+@triton.jit(do_not_specialize=LATE)
 def _watched(
     x_ptr, amax_ptr, given_ptr, inv_scale_ptr, plain_ptr, turned_ptr, scale_ptr, slot_ptr, scratch_ptr,
     room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
