@@ -5,8 +5,8 @@
 
 On a GPU a sample is the time between two events in its stream, so it holds what the device did and whatever it waited
 for. The host waits once per turn, and is then ahead of the device by the lead, as it is in a training run. On a CPU it
-is the clock. `cold` overwrites the caches before each sample, and on a GPU so often that the host has launched the
-whole call before the device comes to it.
+is the clock. `cold` fills the caches with something else before each sample, and on a GPU so often that the host has
+launched the whole call before the device comes to it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def interleave(
     The first call of each, in which kernels are compiled, is made before the first round. A turn is `lead` calls that
     are not counted, then `samples` samples of `block` calls each.
     """
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if cold else None
+    flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if cold else None
     found: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -97,7 +97,7 @@ def _turn(
     flush: torch.Tensor | None,
     flushes: int,
 ) -> list[float]:
-    """Milliseconds per call of each sample; a GPU's caches are overwritten `flushes` times before it, at most 8."""
+    """Milliseconds per call of each sample; a GPU's caches are emptied of it by `flushes` reads before, at most 8."""
     if device.type != "cuda":
         times = []
         for _ in range(samples):
@@ -112,7 +112,7 @@ def _turn(
     for _ in range(samples):
         if flush is not None:
             for _ in range(min(flushes, 8)):
-                flush.zero_()
+                flush.amax()  # read, not written: dirty lines would be paid for by the call
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(block):
