@@ -33,6 +33,12 @@ _EXPORTED = (
 )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transforming() -> bool:
+    # Asked while a graph is traced: not every torch's compiler can trace the question.
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer with FP8 gemms; x [..., K] to [..., N]. Made by `adopt`, never constructed."""
 
@@ -89,7 +95,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
         """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""
-        if torch._C._are_functorch_transforms_active():
+        if _transforming():
             raise ConversionError(_TRANSFORMED)
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
