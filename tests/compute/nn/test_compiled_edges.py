@@ -24,6 +24,17 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+class Frames:
+    """A compiler that keeps the names of the functions whose graphs it was given."""
+
+    def __init__(self):
+        self.targets = []
+
+    def __call__(self, graph, inputs):
+        self.targets += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        return graph.forward
+
+
 def layers(recipe):
     torch.manual_seed(0)
     return ng.convert(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), recipe=recipe)[0]
@@ -141,6 +152,16 @@ def test_a_layer_that_is_gone_before_its_backward(end):
         gc.collect()
     with pytest.raises(ConversionError, match=r"reverted or deleted between a forward pass and its backward\. Run the"):
         y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_where_a_compiler_gave_up_it_does_not_go_on_inside_of_a_layer(monkeypatch):
+    # It runs such a frame as it is, where nothing says that anything is being compiled, and compiles what that calls.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    eager, model, frames = layers("delayed"), layers("delayed"), Frames()
+    found = train(model, torch.compile(model, backend=frames))
+    assert_same(found, train(eager, eager))
+    assert not [target for target in frames.targets if "gelu" not in target]  # which is the user's own
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -6,6 +6,7 @@ copied. What the layer needs to know hangs on it as one plain attribute, which n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ _EXPORTED = (
     "a converted layer cannot be exported: its scales and its watching live in this process, and an exported program "
     "would look for them elsewhere. Export the plain model: narrowgauge.revert(model) first."
 )
+
+
+# Below a graph break a compiler would look into it, and compile its kernels anew in its own way: ten times slower.
+_eager_linear: Callable[..., Tensor] = torch.compiler.disable(fp8_linear)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -104,7 +109,7 @@ class Fp8Linear(nn.Linear):
             return compiled_linear(input, self.weight, self.bias, self._fp8, dtype)
         state = self._fp8
         state.calls += 1
-        return fp8_linear(input, self.weight, self.bias, state)
+        return _eager_linear(input, self.weight, self.bias, state)
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
