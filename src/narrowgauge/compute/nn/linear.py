@@ -38,10 +38,16 @@ _EXPORTED = (
 _eager_linear: Callable[..., Tensor] = torch.compiler.disable(fp8_linear)
 
 
+# Both are asked while a graph is traced, and not traced: some torch's compiler stops at the first and answers the second
+# with yes whenever it compiles.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _transforming() -> bool:
-    # Asked while a graph is traced: not every torch's compiler can trace the question.
     return bool(torch._C._are_functorch_transforms_active())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _exporting() -> bool:
+    return bool(torch.compiler.is_exporting())
 
 
 class Fp8Linear(nn.Linear):
@@ -103,7 +109,7 @@ class Fp8Linear(nn.Linear):
         if _transforming():
             raise ConversionError(_TRANSFORMED)
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if _exporting():
                 raise ConversionError(_EXPORTED)
             dtype = expected_dtype(input, self.weight, self.bias)
             return compiled_linear(input, self.weight, self.bias, self._fp8, dtype)
