@@ -164,16 +164,17 @@ def linear_backward(
     dx, dw, db = _nothing(dy, [0], x_dtype, weight, bias_dtype, [False] * 3)
     needs_dx, needs_dw, needs_db = needs
     with without_autocast(dy.device.type):
-        q_dy = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
-        if q_dy.plain is not None:
+        q_dy, q_dyT, *_ = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
+        if q_dy is not None:
             q_w = quantize_operand(again, "weight", weight, False, True, amax_w.reshape(()) if amax_w.numel() else None)
             assert q_w.turned is not None
-            dx = gemms.dgrad(call, q_dy.plain, q_w.turned, x_dtype, dy_MN, samples).reshape(x_like)
-        if q_dy.turned is not None:
+            dx = gemms.dgrad(call, q_dy, q_w.turned, x_dtype, dy_MN, samples).reshape(x_like)
+            del q_dy, q_w  # before dw takes room: here memory is at its peak
+        if q_dyT is not None:
             rule = state.recipe.uses("input")[1]
             shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
             q_xT = QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
-            dw = gemms.wgrad(call, q_dy.turned, q_xT, weight.dtype, dy_MN, samples)
+            dw = gemms.wgrad(call, q_dyT, q_xT, weight.dtype, dy_MN, samples)
         if needs_db and bias_dtype is not None:
             db = gemms.bias_gradient(dy_MN, bias_dtype)
     state.clock.saw_data()

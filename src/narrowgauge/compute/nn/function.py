@@ -103,6 +103,7 @@ class _Fp8Linear(torch.autograd.Function):
             q_dy, q_dyT, *_ = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw)
             if q_dy is not None and q_wT is not None:
                 dx = gemms.dgrad(call, q_dy, q_wT, ctx.x_dtype, dy_MN, ctx.samples).reshape(ctx.x_shape)
+            del q_dy  # before dw takes room
             if q_dyT is not None and q_xT is not None:
                 dw_NK = gemms.wgrad(call, q_dyT, q_xT, ctx.w_dtype, dy_MN, ctx.samples)
             if needs_db:

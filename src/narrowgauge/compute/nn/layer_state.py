@@ -19,7 +19,7 @@ from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
 from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.compute.recipes import Recipe
 
-LAYERS_IN_TURN = 4  # of so many layers one shows a result in a step, where kernels watch the operands
+LAYERS_IN_TURN = 8  # of so many layers one shows a result in a step, where kernels watch the operands
 RESULT_ROLES: tuple[ResultRole, ...] = get_args(ResultRole)
 
 
@@ -78,7 +78,7 @@ class LayerState:
     def result_to_check(self, step: int) -> ResultRole | None:
         """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere.
 
-        None where it is other layers' turn: on a GPU a quarter of them is checked in a step.
+        None where it is other layers' turn: on a GPU an eighth of them is checked in a step.
         """
         before, turn = self.check
         if step != before:
