@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Specials(Enum):
@@ -117,7 +118,7 @@ class Format:
         """Exponent of the largest value: floor(log2(max))."""
         return (self.max_code >> self.mantissa_bits) - self.bias
 
-    @property
+    @cached_property
     def max(self) -> float:
         """Largest finite value."""
         fraction = self.max_code & ((1 << self.mantissa_bits) - 1)

@@ -143,6 +143,8 @@ def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
 def _square_scale(scale_QC: Tensor) -> Tensor:
     """[Q/128, C/128] to [ceil4(C/128), Q/128] with strides (1, ceil4(C/128))."""
     rows, blocks = scale_QC.shape
+    if blocks % 4 == 0 and scale_QC.stride() == (blocks, 1):
+        return scale_QC.t()
     padded = scale_QC.new_ones(rows, blocks + -blocks % 4)
     padded[:, :blocks] = scale_QC
     return padded.t()
@@ -150,7 +152,9 @@ def _square_scale(scale_QC: Tensor) -> Tensor:
 
 def _tile_scale(scale_PC: Tensor, rows: int) -> Tensor:
     """[P, C/128] to [rows, C/128] with strides (1, rows); rows beyond P get the scale 1."""
-    # Written out, because torch calls a matrix with a side of 1 contiguous whatever its strides are.
+    # Compared by strides, because torch calls a matrix with a side of 1 contiguous whatever they are.
+    if scale_PC.shape[0] == rows and scale_PC.stride() == (1, rows):
+        return scale_PC
     padded = scale_PC.new_ones(scale_PC.shape[1], rows)
     padded[:, : scale_PC.shape[0]] = scale_PC.t()
     return padded.t()
@@ -158,10 +162,12 @@ def _tile_scale(scale_PC: Tensor, rows: int) -> Tensor:
 
 def _pad(codes: Tensor, contracted: int, rows: int = 1) -> Tensor:
     """Row-major codes, zero codes appended until the last dimension is a multiple of `contracted`."""
+    right, below = -codes.shape[1] % contracted, -codes.shape[0] % rows
+    if not (right or below) and codes.is_contiguous():
+        return codes
     # float8 has few kernels; as bytes, padding and copying are the ordinary ones, and byte 0 is +0 in every
     # format.
     raw = codes.view(torch.uint8)
-    right, below = -codes.shape[1] % contracted, -codes.shape[0] % rows
     if right or below:
         raw = F.pad(raw, (0, right, 0, below))
     return raw.contiguous().view(codes.dtype)

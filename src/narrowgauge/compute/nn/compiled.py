@@ -40,6 +40,7 @@ from narrowgauge.compute.nn.handle import layer_of
 from narrowgauge.compute.nn.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of
 from narrowgauge.compute.nn.observer import Samples
 from narrowgauge.compute.nn.operands import quantize_operand
+from narrowgauge.compute.nn.operator import derivative_of, operator, shapes_of
 from narrowgauge.compute.quant import QTensor
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: Layer
     return y
 
 
-@torch.library.custom_op("narrowgauge::linear_forward", mutates_args=())
+@operator
 def linear_forward(
     x: Tensor,
     amax: Tensor | None,
@@ -112,7 +113,7 @@ def linear_forward(
     return y_MN.reshape(*x.shape[:-1], weight.shape[0]), codes, scale, inv_scale, amax_w
 
 
-@linear_forward.register_fake
+@shapes_of(linear_forward)
 def _(
     x: Tensor,
     amax: Tensor | None,
@@ -139,7 +140,7 @@ def _(
     return y, codes, scale, x.new_empty(0), amax_w
 
 
-@torch.library.custom_op("narrowgauge::linear_backward", mutates_args=())
+@operator
 def linear_backward(
     dy: Tensor,
     amax: Tensor | None,
@@ -181,7 +182,7 @@ def linear_backward(
     return dx, dw, db
 
 
-@linear_backward.register_fake
+@shapes_of(linear_backward)
 def _(
     dy: Tensor,
     amax: Tensor | None,
@@ -239,7 +240,7 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return dx, None, dw, db, *5 * (None,)
 
 
-linear_forward.register_autograd(_differentiate, setup_context=_save)
+derivative_of(linear_forward, _differentiate, _save)
 
 
 def _keep_samples(call: Call, scale: Tensor, samples: Samples) -> None:

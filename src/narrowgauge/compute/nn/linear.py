@@ -38,8 +38,8 @@ _EXPORTED = (
 _eager_linear: Callable[..., Tensor] = torch.compiler.disable(fp8_linear)
 
 
-# Both are asked while a graph is traced, and not traced: some torch's compiler stops at the first and answers the second
-# with yes whenever it compiles.
+# Both are asked while a graph is traced, and not traced: one torch's compiler stops at the first, and answers the
+# second with yes whenever it compiles.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _transforming() -> bool:
     return bool(torch._C._are_functorch_transforms_active())

@@ -62,7 +62,7 @@ def amax(x: Tensor, *, scratch: Tensor | None = None) -> Tensor:
     n, kind = x.numel(), 0
     if x.element_size() == 2 and n % 2 == 0 and x.data_ptr() % 4 == 0:
         n, kind = n // 2, 2 if x.dtype == torch.bfloat16 else 3
-    programs = min(triton.cdiv(n, BLOCK), PER_SM * _multiprocessors(x.device))
+    programs = min(-(-n // BLOCK), PER_SM * _multiprocessors(x.device))
     _amax[(max(1, programs),)](x, scratch, out, n, kind, INTERPRETED, BLOCK, num_warps=WARPS, maxnreg=REGISTERS)
     return out
 

@@ -41,7 +41,7 @@ def words(x_MK: Tensor) -> tuple[int, int, int, int]:
     whole = stride_k == 1 and K % 2 == 0 and stride_m % 2 == 0
     if whole and x_MK.data_ptr() % (2 * x_MK.element_size()) == 0:
         return K // 2, stride_m // 2, 1, _KINDS[x_MK.dtype]
-    return triton.cdiv(K, 2), stride_m, stride_k, 0
+    return (K + 1) // 2, stride_m, stride_k, 0
 
 
 def registers(kind: int, most: int) -> int | None:
@@ -51,7 +51,7 @@ def registers(kind: int, most: int) -> int | None:
 
 def grid(M: int, W: int) -> tuple[int]:
     """One program per tile; one even of nothing, for someone has to write the scale."""
-    return (max(1, triton.cdiv(M, SIDE) * triton.cdiv(2 * W, SIDE)),)
+    return (max(1, -(-M // SIDE) * -(-2 * W // SIDE)),)
 
 
 @triton.jit

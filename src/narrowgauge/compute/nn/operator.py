@@ -1,0 +1,38 @@
+"""A function of ours as an operator of torch's, which a compiler sees and does not look into.
+
+As `torch.library.custom_op` makes them, without what that does around each call: it looks whether results share memory
+with arguments, which takes longer than launching the kernels inside. So whoever writes an operator sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")
+
+
+def operator(function: Callable[..., Any]) -> Any:
+    """Register `function`, which changes none of its arguments and returns new tensors, under its own name."""
+    name = function.__name__
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    return getattr(torch.ops.narrowgauge, name).default
+
+
+def shapes_of(made: Any) -> Callable[[Function], Function]:
+    """Tell the compiler by this function what `made` would return, of tensors that have shapes and no numbers."""
+
+    def register(function: Function) -> Function:
+        torch.library.register_fake(made, function, lib=_LIBRARY)
+        return function
+
+    return register
+
+
+def derivative_of(made: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Tell autograd what to do in the backward pass of `made`, and what to keep for it."""
+    torch.library.register_autograd(made, backward, setup_context=setup_context, lib=_LIBRARY)
