@@ -16,16 +16,17 @@ import triton.language as tl
 
 from narrowgauge.compute.kernels.fused import moments as own
 from narrowgauge.compute.kernels.fused import sampling
+from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.metrics.bins import EXPONENT_BINS, RANGE_BINS, SQNR_BINS, SQNR_LOW, SQNR_WIDTH
 
 # A look's header, int64: sizes and addresses.
 WORDS = 16
-PROGRAMS, ERRORS, SAMPLES, LINES, SEGMENTS, BANDS, K, WHOLE, HEALTHY = (tl.constexpr(i) for i in range(9))
-ROOM, ROWS, COLUMNS, COUNTS = (tl.constexpr(i) for i in range(9, 13))
+PROGRAMS, ERRORS, SAMPLES, LINES, SEGMENTS, BANDS, K, WHOLE, HEALTHY = (Constant(i) for i in range(9))
+ROOM, ROWS, COLUMNS, COUNTS = (Constant(i) for i in range(9, 13))
 LINE_PROGRAMS = 8
 
-_FIELDS, _ERRORS, _GROUP = (tl.constexpr(n) for n in (own.FIELDS, sampling.ERRORS, sampling.GROUP))
+_FIELDS, _ERRORS, _GROUP = (Constant(n) for n in (own.FIELDS, sampling.ERRORS, sampling.GROUP))
 _N, _SUM, _SQUARES, _AMIN, _AMAX, _FLUSHED, _SATURATED, _NANS, _INFS = (
     own.N, own.SUM, own.SQUARES, own.AMIN, own.AMAX, own.FLUSHED, own.SATURATED, own.NANS, own.INFS,
 )  # fmt: skip
@@ -35,13 +36,13 @@ _SCALED, _SCALE_N, _SCALE_SUM, _SCALE_SQUARES, _SCALE_MIN, _SCALE_MAX = (
 _TAKEN, _XX, _XD, _DD, _EE, _LOST = (
     sampling.TAKEN, sampling.XX, sampling.XD, sampling.DD, sampling.EE, sampling.LOST,
 )  # fmt: skip
-_COUNTS = tl.constexpr(sampling.COUNTS)
-_EXPONENT_BINS, _RANGE_BINS, _SQNR_BINS = (tl.constexpr(n) for n in (EXPONENT_BINS, RANGE_BINS, SQNR_BINS))
-_SQNR_LOW, _SQNR_WIDTH = tl.constexpr(SQNR_LOW), tl.constexpr(SQNR_WIDTH)
+_COUNTS = Constant(sampling.COUNTS)
+_EXPONENT_BINS, _RANGE_BINS, _SQNR_BINS = (Constant(n) for n in (EXPONENT_BINS, RANGE_BINS, SQNR_BINS))
+_SQNR_LOW, _SQNR_WIDTH = Constant(SQNR_LOW), Constant(SQNR_WIDTH)
 
 
-def _at(name: str) -> tl.constexpr:
-    return tl.constexpr(MOMENTS.offsets[name])
+def _at(name: str) -> Constant:
+    return Constant(MOMENTS.offsets[name])
 
 
 _S_NUMEL, _S_NAN, _S_INF, _S_AMAX, _S_AMIN = map(_at, ("numel", "nan_count", "inf_count", "amax", "amin"))

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.both import Given
+from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.compute.kernels.fused.room import as_codes
 from narrowgauge.compute.kernels.fused.tile import BF16, even, store_plain, store_turned
 from narrowgauge.compute.recipes import Operand
@@ -33,7 +34,7 @@ _SIGMOID = (
     "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; "
     "add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
 )
-_SIGMOID_ASM = tl.constexpr(_SIGMOID)
+_SIGMOID_ASM = Constant(_SIGMOID)
 
 
 class Launch(NamedTuple):

@@ -24,6 +24,8 @@ import os
 import triton
 import triton.language as tl
 
+from narrowgauge.compute.kernels.fused.constant import Constant
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 E4M3, E5M2 = 3, 2  # mantissa bits, which tell the two formats apart
 
@@ -33,8 +35,8 @@ _FOUR = (
     "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}x2.f32 a, $2, $1; cvt.rn.satfinite.{0}x2.f32 b, $4, $3; "
     "mov.b32 $0, {{a, b}}; }}"
 )
-_TWO_E4M3, _TWO_E5M2 = tl.constexpr(_TWO.format("e4m3")), tl.constexpr(_TWO.format("e5m2"))
-_FOUR_E4M3, _FOUR_E5M2 = tl.constexpr(_FOUR.format("e4m3")), tl.constexpr(_FOUR.format("e5m2"))
+_TWO_E4M3, _TWO_E5M2 = Constant(_TWO.format("e4m3")), Constant(_TWO.format("e5m2"))
+_FOUR_E4M3, _FOUR_E5M2 = Constant(_FOUR.format("e4m3")), Constant(_FOUR.format("e5m2"))
 
 
 @triton.jit

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.compute.kernels.fused.rules import magnitude_bits, to_code_pairs, to_codes, widen
 
-ANY, WIDE, BF16, FP16 = (tl.constexpr(i) for i in range(4))
+ANY, WIDE, BF16, FP16 = (Constant(i) for i in range(4))
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 SIDE = 128  # rows and columns of a tile: a block's, and four warps' or eight's worth of registers
 
