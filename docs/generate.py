@@ -1,7 +1,8 @@
 """Writes the pages that are made from the code, so that they cannot lag behind it: `make docs`.
 
-metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves, and the
-picture of the speed map from the map that ships with the package.
+metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves, the
+picture of the speed map from the map that ships with the package, and those of phases and overhead from
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
 
+from narrowgauge.bench import pictures
 from narrowgauge.bench.map_picture import svg
 from narrowgauge.cli.main import VERBS, cli
 from narrowgauge.compute.nn.speed_map import FOLDER
@@ -20,6 +23,8 @@ from narrowgauge.compute.recipes import CATALOG, Operand, Recipe
 from narrowgauge.metrics.page import render as metrics
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results"
+SIZES = ("8b-slice", "1b")
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {
     "fprop": ("input", "weight"),
@@ -115,11 +120,25 @@ def speed_map() -> str:
     return svg(found["rows"], title, (2048, 8192, 32768))
 
 
+def phases(size: str) -> str:
+    """The picture "where a step's time goes"."""
+    return pictures.phases(json.loads((RESULTS / f"bench_step_{size}_h200.json").read_text()))
+
+
+def overheads() -> str:
+    """The picture "what watching costs"."""
+    return pictures.overheads(
+        [json.loads((RESULTS / f"bench_overhead_{size}_h200.json").read_text()) for size in SIZES]
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics,
     "recipes.md": recipes,
     "cli.md": commands,
     "images/speed_map.svg": speed_map,
+    "images/phases_8b-slice.svg": partial(phases, "8b-slice"),
+    "images/overhead.svg": overheads,
 }
 
 
