@@ -59,9 +59,16 @@ def bench_overhead(
     recipes: Sequence[str] = ("current", "delayed", "rowwise", "blockwise"),
     mode: str = "compiled",
     rounds: int = 4,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Measure the watched step of every recipe; one row per recipe, `rounds` samples of ten steps per variant."""
-    rows = [_recipe(size_name, device, name, mode, rounds) for name in recipes]
+    """Measure the watched step of every recipe; one row per recipe, `rounds` samples of ten steps per variant.
+
+    `tell` gets a line about each recipe.
+    """
+    rows = []
+    for number, name in enumerate(recipes, start=1):
+        tell(f"{name}: unwatched, and watched every step and every {BLOCK} ({number} of {len(recipes)})")
+        rows.append(_recipe(size_name, device, name, mode, rounds))
     size = sized(size_name)
     settings = {
         "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,

@@ -11,7 +11,7 @@ memory they are measured in groups, and BF16 is in every one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,12 @@ def bench_step(
     mode: str = "compiled",
     rounds: int = 6,
     samples: int = 5,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Measure the training step of `size_name` and return one row per variant.
 
-    `rounds` turns per variant of `samples` steps each. Raises UsageError for a peer that is not there.
+    `rounds` turns per variant of `samples` steps each; compiling takes longer than that, and `tell` gets a line about
+    each variant. Raises UsageError for a peer that is not there.
     """
     if peer is not None:
         check_peer(peer)
@@ -69,7 +71,7 @@ def bench_step(
     size, meter = sized(size_name), EnergyMeter(device)
     ceilings = measure_ceilings(device)
     with many_graphs():
-        rows = _all(variants, size_name, device, mode, rounds, samples, meter, ceilings)
+        rows = _all(variants, size_name, device, mode, rounds, samples, meter, ceilings, tell)
     settings = {
         "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,
         "mode": mode, "rounds": rounds, "samples": samples, "peer": peer,
@@ -87,11 +89,13 @@ def _all(
     samples: int,
     meter: EnergyMeter,
     ceilings: Ceilings,
+    tell: Callable[[str], None],
 ) -> dict[str, Row]:
     """Build and measure every variant, in as many groups as memory asks for."""
     rows: dict[str, Row] = {}
     alive: list[_Built] = []
-    for variant in variants:
+    for number, variant in enumerate(variants, start=1):
+        tell(f"{variant.name}: building and warming up ({number} of {len(variants)})")
         if len(alive) > 1 and not _fits(variant, alive, device):
             rows |= _measure(alive, rounds, samples, meter, ceilings)
             del alive[1:]
@@ -104,6 +108,7 @@ def _all(
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             rows[variant.name] = {"variant": variant.name, "error": cause}
             forget(device)
+    tell(f"{len(alive)} variants take turns")
     return _measure(alive, rounds, samples, meter, ceilings) | rows
 
 

@@ -81,6 +81,11 @@ def finish(result: Result, as_json: bool, out: Path | None) -> None:
     click.echo(result.to_json() if as_json else result.table(), nl=not as_json)
 
 
+def tell(line: str) -> None:
+    """How far a benchmark is, for who waits; on stderr, so that stdout is the result alone."""
+    click.echo(f"narrowgauge: {line}", err=True)
+
+
 def nothing(benchmark: str, reason: str) -> Result:
     """A result that says why there is none."""
     from narrowgauge.bench.result import Result
@@ -226,6 +231,7 @@ def step_command(
         precisions=words(precisions),
         peer=peer,
         mode=mode or "compiled",
+        tell=tell,
         **rounds_of(rounds),
     )
     finish(result, as_json, out)
@@ -254,5 +260,6 @@ def overhead_command(
     from narrowgauge.bench.overhead import bench_overhead
 
     name = size or ("1b" if found.type == "cuda" else "tiny")
-    result = bench_overhead(name, found, recipes=words(recipes), mode=mode or "compiled", **rounds_of(rounds))
+    ways: dict[str, Any] = {"mode": mode or "compiled", "tell": tell, **rounds_of(rounds)}
+    result = bench_overhead(name, found, recipes=words(recipes), **ways)
     finish(result, as_json, out)
