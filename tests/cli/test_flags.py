@@ -12,6 +12,7 @@ FLAGS = {
     "compare": {"--recipes", "--baseline", "--steps", "--config", "--out"},
     "run": {"--convert", "--steps", "--every", "--config", "--out"},
     "report": {"-o", "--out", "--text"},
+    "inspect": {"--recipes", "--role", "--only", "--top", "--json", "--out"},
     "bench quantize": {"--recipes", "--shape", "--rounds", "--device", "--json", "--out"},
     "bench gemm": {"--shape", "--sweep", "--recipes", "--rounds", "--device", "--json", "--out"},
     "bench step": {
@@ -69,7 +70,7 @@ def run(capsys, *argv):
         (["compare", "--out", "train.py", "--", "train.py"], "is a file"),
         (["compare", "--baseline", "fp7", "--", "train.py"], "'fp7' is not one of"),
         (["compare", "--config", "none.toml", "--", "train.py"], "cannot read the configuration none.toml"),
-        (["run"], "no script was given"),
+        (["run"], "no command was given"),
         (["run", "--convert", "blokwise", "--", "train.py"], "did you mean 'blockwise'?"),
         (["run", "--out", "full", "--", "train.py"], "full is not empty"),
         (["report", "nothing"], "nothing"),

@@ -17,6 +17,8 @@ from narrowgauge.session.plan import Plan
 class Writer:
     """Keeps what a RunWriter would have written."""
 
+    rank = 0
+
     def __init__(self):
         self.scalars, self.tensors, self.events = {}, [], []
 

@@ -27,15 +27,15 @@ def run_command(
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
     from narrowgauge.cli.compare import default_folder
     from narrowgauge.compute.recipes import by_name
-    from narrowgauge.session.command import parse
+    from narrowgauge.session.command import arguments, short_name
     from narrowgauge.session.config import load
     from narrowgauge.session.folder import prepare
-    from narrowgauge.session.launch import launch
+    from narrowgauge.session.launch import watch
     from narrowgauge.session.plan import Plan
 
     settings = load(config)
-    program = parse(command)
-    folder = out or default_folder(program.name)
+    argv = arguments(command)
+    folder = out or default_folder(short_name(command))
     if recipe is not None:
         by_name(recipe)
     prepare(folder)
@@ -48,7 +48,18 @@ def run_command(
         steps=steps,
         every=every or settings.every,
         convert=settings.convert,
+        compiling=True,
     )
-    ended = launch(plan, quiet=False)
-    click.echo(f"narrowgauge: the run is in {folder}", err=True)
-    raise click.exceptions.Exit(ended.code if ended.code >= 0 else 128 - ended.code)
+    code = watch(plan, argv)
+    click.echo(f"narrowgauge: {what_came_of_it(folder)}", err=True)
+    raise click.exceptions.Exit(code if code >= 0 else 128 - code)
+
+
+def what_came_of_it(folder: Path) -> str:
+    """Where the run is; or that there is none, and why that may be."""
+    if (folder / "run.json").exists():
+        return f"the run is in {folder}"
+    return (
+        "nothing was watched: no Python process below this command made a torch.optim optimizer. A program that starts "
+        "Python with -I, -E or -S, or in a container or on another machine, cannot be followed from here."
+    )

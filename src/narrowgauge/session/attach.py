@@ -25,6 +25,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session import status
 from narrowgauge.session.batches import Batches
+from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import stored
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.losses import EvalLosses
@@ -36,19 +37,21 @@ from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.seams import Seams, in_backward
 
 
-class StopTraining(BaseException):
+class StopTraining(SystemExit):
     """Ends the program cleanly once it has made the steps that were asked for."""
 
 
 class Session:
     """Follows one program, as `plan` says; `facts()` is what it learned."""
 
-    def __init__(self, plan: Plan, writer: RunWriter, probe: SameWeightsProbe | None = None) -> None:
+    def __init__(
+        self, plan: Plan, writer: RunWriter, probe: SameWeightsProbe | None = None, family: Family | None = None
+    ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
         self.collector = Collector(writer, every=plan.every)
         self.ledger = Ledger(writer)
         self.memory = PeakMemory()
-        self.roots = Roots(plan, self.collector)
+        self.roots = Roots(plan, self.collector, family)
         self.notes: list[str] = []
         self.skipped_steps = 0
         self.backwards = 0
@@ -61,7 +64,7 @@ class Session:
         self._clip_norm: Tensor | None = None
         self._scaled: tuple[Tensor, Tensor, Any] | None = None
         self._eval_began = 0.0
-        self.seams = Seams(self)
+        self.seams = Seams(self, compiling=plan.compiling)
         self._evals.watch(self.seams)
 
     # What the program does, in the order in which it does it.
@@ -208,7 +211,7 @@ class Session:
         line.disturbed = self.collector.begin_step(line.step)
         if self._probe is not None:
             line.disturbed |= self._probe.armed(line.step)
-        status.report(self._plan, self.ledger)
+        self._report()
 
     def _close_step(self) -> None:
         self._take_evaluation()
@@ -235,7 +238,11 @@ class Session:
         self.collector.flush()
         self.seams.close()
         self.roots.leave()
-        status.report(self._plan, self.ledger, done=True)
+        self._report(done=True)
+
+    def _report(self, *, done: bool = False) -> None:
+        if self._writer.rank == 0:  # one pulse is enough for a progress display
+            status.report(self._plan, self.ledger, done=done)
 
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""

@@ -4,12 +4,13 @@
     python train.py ARGS          the same, with that Python
     python -m package ARGS        a module
 
-Launchers of several processes (torchrun, accelerate, deepspeed, mpirun) are recognised and refused by name rather than
-run half-watched.
+Launchers of several processes (torchrun, accelerate, deepspeed, mpirun) are recognised and refused by name where one
+process is needed, as in a comparison. `arguments` takes any command at all, for a run that is only followed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -87,6 +88,42 @@ def parse(command: Sequence[str]) -> Program:
             raise UsageError("`python -m` names no module; expected `-- python -m package ARGS`.")
         return Program(python, tuple(flags), rest[1], True, tuple(rest[2:]))
     return _script(python, tuple(flags), rest[0], rest[1:])
+
+
+def arguments(command: Sequence[str]) -> list[str]:
+    """The words to start COMMAND with: a script gets the Python that runs narrowgauge, and so does `python`.
+
+    Raises UsageError when there is no command, no such script or no such program.
+    """
+    if not command:
+        raise UsageError("no command was given; end with `-- train.py ARGS` or `-- torchrun ... train.py ARGS`.")
+    head, rest = command[0], list(command[1:])
+    if PYTHON.match(head):
+        return [sys.executable, *rest]
+    if Path(head).suffix == ".py":
+        _script(sys.executable, (), head, rest)
+        return [sys.executable, head, *rest]
+    # Beside the Python that runs narrowgauge lie the launchers of its environment, whether or not that is activated.
+    beside = shutil.which(head, path=str(Path(sys.executable).parent)) if os.sep not in head else None
+    found = beside or shutil.which(head)
+    if found is None:
+        raise UsageError(
+            f"there is no program {head!r} on this machine's PATH; expected `-- train.py ARGS` or a command."
+        )
+    return [found, *rest]
+
+
+def short_name(command: Sequence[str]) -> str:
+    """A short name for the command's folder: that of its script or module, else of its first word.
+
+    >>> short_name(["torchrun", "--nproc-per-node", "2", "train.py", "--fast"])
+    'train'
+    """
+    words = list(command)
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None and "-m" in words[:-1]:
+        return words[words.index("-m") + 1].rpartition(".")[2]
+    return Path(script or words[0]).stem
 
 
 def _script(python: str, flags: tuple[str, ...], path: str, args: list[str]) -> Program:

@@ -1,4 +1,8 @@
-"""Starts one run in a process of its own and waits for it, telling whoever watches how far it is."""
+"""Starts a program and waits for it.
+
+launch    one run of a comparison: a Python program in a process of our own (`boot`), telling how far it is
+watch     any command as it is: every Python below it is told by its environment to watch itself (`inject`)
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.session import status
+from narrowgauge.session import inject, status
 from narrowgauge.session.command import parse
 from narrowgauge.session.plan import STATUS_FILE, Plan
 
 OUTPUT_FILE = "output.log"
+INJECTED = Path(inject.__file__).parent
+PASSED_ON = (signal.SIGTERM,)
 POLL = 0.1  # seconds
 LAST_LINES = 12
 
@@ -53,6 +59,24 @@ def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, q
         child = subprocess.Popen(argv, env=environment, stdin=nothing, stdout=out, stderr=subprocess.STDOUT)
         code = _wait(child, plan, tell)
     return Ended(code, _tail(log), time.perf_counter() - began)
+
+
+def watch(plan: Plan, argv: Sequence[str]) -> int:
+    """Run `argv` with its own input, output and signals, all of its processes watched as `plan` says; its exit code."""
+    path = plan.write()
+    search = os.pathsep.join([str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())})
+    # A scheduler tells only the process that it started to stop; a terminal tells all of them.
+    before = {number: signal.signal(number, lambda sent, _: child.send_signal(sent)) for number in PASSED_ON}
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue  # the program has been sent the same; it ends as it likes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(child: subprocess.Popen[bytes], plan: Plan, tell: Callable[[status.Status], None] | None) -> int:

@@ -38,6 +38,7 @@ class Plan:
     probe_steps: tuple[int, ...] = ()
     rehearse: tuple[str, ...] = ()
     convert: dict[str, Any] = field(default_factory=dict)
+    compiling: bool = False  # may the program compile its model? the probe at the same weights needs it eager
 
     @property
     def folder(self) -> Path:

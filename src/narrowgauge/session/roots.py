@@ -64,9 +64,9 @@ class Renamed:
 class Roots:
     """All models of the program, and the roots through which they are called."""
 
-    def __init__(self, plan: Plan, observer: Observer) -> None:
+    def __init__(self, plan: Plan, observer: Observer, family: Family | None = None) -> None:
         self._plan, self._observer = plan, observer
-        self.family = Family()
+        self.family = family or Family()
         self._roots: dict[int, Root] = {}
         self._models: list[nn.Module] = []
         self._parts: set[int] = set()  # ids of the models' modules; the models are kept alive

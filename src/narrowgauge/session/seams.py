@@ -74,9 +74,9 @@ def in_backward() -> bool:
 class Seams:
     """All seams of one process; `close()` leaves torch as it was found."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, *, compiling: bool = False) -> None:
         self._undo = ExitStack()
-        self._open(listener)
+        self._open(listener, compiling)
 
     def close(self) -> None:
         """Undo every replacement and hook, in reverse order."""
@@ -88,7 +88,7 @@ class Seams:
         setattr(owner, name, functools.wraps(original)(make(original)))
         self._undo.callback(setattr, owner, name, original)
 
-    def _open(self, listener: Listener) -> None:
+    def _open(self, listener: Listener, compiling: bool) -> None:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
             def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
                 original(self, *args, **kwargs)
@@ -145,19 +145,24 @@ class Seams:
 
             return run
 
+        def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not torch.compiler.is_compiling():  # while a graph is traced nothing is called yet
+                listener.module_called(module, args)
+
         self.replace(Optimizer, "__init__", made)
         self.replace(torch.autograd, "backward", backward)
         self.replace(torch.amp.GradScaler, "scale", scale)
         self.replace(torch.amp.GradScaler, "step", scaler_step)
         self.replace(torch.nn.utils, "clip_grad_norm_", clip)
         self.replace(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
-        self.replace(torch, "compile", no_compile)
-        self.replace(nn.Module, "compile", no_module_compile)
+        if not compiling:
+            self.replace(torch, "compile", no_compile)
+            self.replace(nn.Module, "compile", no_module_compile)
         handles = (
             nn.modules.module.register_module_module_registration_hook(
                 lambda parent, name, child: listener.module_registered(parent, child)
             ),
-            nn.modules.module.register_module_forward_pre_hook(lambda m, args: listener.module_called(m, args)),
+            nn.modules.module.register_module_forward_pre_hook(called),
             register_optimizer_step_pre_hook(lambda opt, args, kwargs: listener.step_begins(opt)),
             register_optimizer_step_post_hook(lambda opt, args, kwargs: listener.step_ended(opt)),
         )

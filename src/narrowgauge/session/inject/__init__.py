@@ -1,0 +1,1 @@
+"""A folder that stands first on PYTHONPATH in every process below `narrowgauge run`; it holds `sitecustomize` alone."""

@@ -1,0 +1,175 @@
+"""`narrowgauge run`: programs that know nothing of it, in as many processes as they like, run as they always did."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.session import programs
+
+from narrowgauge.observe.store import open_run
+
+NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NARROWGAUGE_PLAN")}
+
+DDP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = torch.randn(64, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+for x in data.split(16):
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("finished")
+dist.destroy_process_group()
+"""
+
+LOADER = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+model = nn.Linear(32, 32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.randn(64, 32), batch_size=16, num_workers=2):
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+FORKS = """
+import os, torch
+from torch import nn
+model = nn.Linear(32, 32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+train(2)
+if os.fork() == 0:
+    train(5)
+    os._exit(0)
+os.wait()
+train(1)
+"""
+
+
+def run(folder, *words, options=(), script=None, env=PLAIN):
+    """`narrowgauge run --out out OPTIONS -- WORDS` in `folder`; its script is train.py."""
+    if script is not None:
+        (folder / "train.py").write_text(script)
+    command = [*NARROWGAUGE, "run", "--out", "out", *options, "--", *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+def steps(folder):
+    return json.loads((folder / "run.json").read_text())["meta"]["steps"]
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["python", "train.py"], ["python", "-m", "train"], ["sh", "train.sh"]])
+def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, words):
+    (tmp_path / "train.sh").write_text(f"exec {sys.executable} train.py\n")
+    done = run(tmp_path, *words, script=programs.BASIC)
+    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, plain.stdout)
+    assert done.stderr == "narrowgauge: the run is in out\n"
+    found = open_run(tmp_path / "out")
+    assert found.status == "complete"
+    assert steps(tmp_path / "out") == 8
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["out", "train.py", "train.sh"]
+
+
+def test_every_rank_of_a_launcher_leaves_its_rows(tmp_path):
+    done = run(
+        tmp_path, "torchrun", "--nproc-per-node", "2", "train.py", options=("--convert", "current", "--every", "2"),
+        script=DDP, env={**PLAIN, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished") == 2
+    table = open_run(tmp_path / "out").tensors()
+    assert {0, 1} == set(table["rank"].tolist())
+    assert {2, 4} == set(table["step"].tolist())
+    assert (tmp_path / "out" / "run.rank1.json").exists()
+
+
+def test_data_loader_workers_open_no_run(tmp_path):
+    done = run(tmp_path, "train.py", script=LOADER)
+    assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
+    assert steps(tmp_path / "out") == 4
+    assert sorted(p.name for p in (tmp_path / "out").glob("*run*")) == ["run.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_trains_unwatched(tmp_path):
+    done = run(tmp_path, "train.py", script=FORKS)
+    assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
+    assert steps(tmp_path / "out") == 3
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_what_never_trains_is_told_and_keeps_its_code(tmp_path, code):
+    done = run(tmp_path, "train.py", script=f"import sys\nprint('hello')\nsys.exit({code})\n")
+    assert (done.returncode, done.stdout) == (code, "hello\n")
+    assert "nothing was watched: no Python process below this command made a torch.optim optimizer" in done.stderr
+
+
+def test_an_error_looks_as_without_us(tmp_path):
+    done = run(tmp_path, "train.py", script=programs.RAISES)
+    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN, capture_output=True, text=True)
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr == plain.stderr + "narrowgauge: the run is in out\n"
+    found = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (found["status"], found["meta"]["error"]) == ("failed", "ValueError: the loader is empty")
+
+
+def test_steps_end_it_cleanly(tmp_path):
+    done = run(tmp_path, "train.py", options=("--steps", "3"), script=programs.BASIC)
+    assert done.returncode == 0
+    assert "finished" not in done.stdout
+    assert "Traceback" not in done.stderr
+    assert steps(tmp_path / "out") == 3
+
+
+def test_another_sitecustomize_still_runs_and_ours_is_nowhere(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 'theirs'\n")
+    script = (
+        "import sys, sitecustomize\nprint(theirs, sitecustomize.__file__)\n"
+        "print([p for p in sys.path if 'inject' in p], [m for m in sys.modules if 'narrowgauge' in m])\n"
+    )
+    done = run(tmp_path, "train.py", script=script, env={**PLAIN, "PYTHONPATH": str(site)})
+    assert done.stdout.splitlines() == [f"theirs {site / 'sitecustomize.py'}", "[] []"]
+
+
+def test_a_broken_sitecustomize_is_told_as_python_tells_it(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import no_such_module\n")
+    env = {**PLAIN, "PYTHONPATH": str(site)}
+    done = run(tmp_path, "train.py", script="print('hello')\n", env=env)
+    assert done.stdout == "hello\n"
+    assert "no_such_module" in done.stderr
+
+
+def test_no_such_program_is_one_message(tmp_path):
+    done = run(tmp_path, "no-such-program", "train.py")
+    assert done.returncode == 2
+    assert "there is no program 'no-such-program' on this machine's PATH" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_watch_that_cannot_write_leaves_the_program_alone(tmp_path):
+    script = "import shutil\nshutil.rmtree('out')\nopen('out', 'w').close()\n" + programs.BASIC
+    done = run(tmp_path, "train.py", script=script)
+    assert done.returncode == 0
+    assert done.stdout.endswith("finished\n")
+    assert "narrowgauge: this process is not watched:" in done.stderr
+    assert Path(tmp_path / "out").is_file()
