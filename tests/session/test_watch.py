@@ -173,3 +173,51 @@ def test_the_watch_that_cannot_write_leaves_the_program_alone(tmp_path):
     assert done.stdout.endswith("finished\n")
     assert "narrowgauge: this process is not watched:" in done.stderr
     assert Path(tmp_path / "out").is_file()
+
+
+COMPILED = """
+import sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+how = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+called = model
+if how == "module":
+    called = torch.compile(model, backend="aot_eager")
+elif how == "in place":
+    model.compile(backend="aot_eager")
+elif how == "blocks":
+    for block in (model[0], model[2]):
+        block.compile(backend="aot_eager")
+def loss_of(x):
+    return (called(x) - x).square().mean()
+if how == "function":
+    loss_of = torch.compile(loss_of, backend="aot_eager")
+for _ in range(6):
+    loss_of(torch.randn(32, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(counters["stats"]["unique_graphs"], "graphs", sum(counters["graph_break"].values()), "breaks")
+"""
+
+
+@pytest.mark.parametrize("how", ["module", "in place", "function", "blocks"])
+def test_what_is_compiled_stays_one_graph_watched_or_converted(tmp_path, how):
+    (tmp_path / "train.py").write_text(COMPILED)
+    done = run(tmp_path, "train.py", how)
+    assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
+    assert done.stdout.endswith("0 breaks\n")
+    assert steps(tmp_path / "out") == 6
+    (tmp_path / "out").rename(tmp_path / "watched")
+    done = run(tmp_path, "train.py", how, options=("--convert", "current", "--every", "2"))
+    assert (done.returncode, done.stdout.endswith("0 breaks\n"), done.stderr) == (
+        0,
+        True,
+        "narrowgauge: the run is in out\n",
+    )
+    found = open_run(tmp_path / "out")
+    assert {2, 4, 6} == set(found.tensors()["step"].tolist())
+    assert found.meta["baseline_dtype"] == "float32"
+    assert [row["recipe"] for row in found.meta["conversion"]] == ["current", "current"]

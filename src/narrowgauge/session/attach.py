@@ -59,6 +59,7 @@ class Session:
         self.optimizers_made = 0
         self._evals = EvalLosses()
         self._depth = 0
+        self._compiled: dict[int, Root] = {}  # by the id of what was compiled, which its caller keeps alive
         self._stepped = True  # the next forward opens a step
         self._batches = Batches()
         self._clip_norm: Tensor | None = None
@@ -198,6 +199,41 @@ class Session:
         note = "The script calls torch.compile; every run here was eager."
         if note not in self.notes:
             self.notes.append(note)
+
+    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
+        """A compiled function, or a module compiled in place, is called: as a model, unless one is being called.
+
+        Inside of it nobody is told of calls. So a function that is called before any model was is taken for the call
+        of the whole that the optimizers train.
+        """
+        if self._depth or not self.optimizers or in_backward():
+            return None
+        root = self._compiled.get(id(owner))
+        if root is None:
+            root = self._take_compiled(owner)
+            if root is None:
+                return None
+            self._compiled[id(owner)] = root
+        self.root_begins(root, args, kwargs)
+        return root
+
+    def compiled_ended(self, known: Root | None, output: Any) -> None:
+        """Its call returned."""
+        if known is not None:
+            self.root_ended(known, output)
+
+    def _take_compiled(self, owner: Any) -> Root | None:
+        if not torch.is_grad_enabled():
+            return None
+        if isinstance(owner, nn.Module):
+            module = owner if self.roots.owns_trained(owner, self.optimizers) else None
+        else:
+            module = self.roots.whole(self.optimizers) if not len(self.roots) else None
+        if module is None or module in self.roots:
+            return None
+        root = self.roots.take(module, self.optimizers)
+        self._writer.update_meta(**self.roots.facts())
+        return root
 
     # What the session does about it.
 

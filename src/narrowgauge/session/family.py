@@ -27,6 +27,11 @@ class Family:
         if child is not None:
             self._parents[id(child)] = ref(parent)
 
+    def known(self) -> list[nn.Module]:
+        """All modules that are somebody's part, and those that they are a part of."""
+        parents = {id(p): p for known in self._parents.values() if (p := known()) is not None}
+        return list({id(m): m for parent in parents.values() for m in (parent, *parent.children())}.values())
+
     def parent(self, module: nn.Module) -> nn.Module | None:
         """The module that holds this one, if it still does: an id is used again when its owner is gone."""
         known = self._parents.get(id(module))

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -73,7 +74,7 @@ class Roots:
         self._reports: list[tuple[str, ConversionReport]] = []
         self._refusals: list[ConversionError] = []
         self._hashes: list[str] = []
-        self._linear_dtype = ""
+        self._linear_dtype = self._expected_dtype = ""  # what ran where it was seen, else what should run
         self.notes: list[str] = []
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -86,6 +87,13 @@ class Roots:
         """Whether any of the module's parameters is in an optimizer."""
         own = {id(p) for p in module.parameters()}
         return bool(own) and not own.isdisjoint(_trained(optimizers))
+
+    def whole(self, optimizers: Iterable[Optimizer]) -> nn.Module | None:
+        """The outermost module that holds most of what is trained, found without anybody calling it."""
+        trained = _trained(optimizers)
+        owners = [m for m in self.family.known() if any(id(p) in trained for p in m.parameters(recurse=False))]
+        wholes = {id(whole): whole for whole in (self.family.model_of(owner, trained) for owner in owners)}
+        return max(wholes.values(), key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
 
     def take(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> Root:
         """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
@@ -168,8 +176,13 @@ class Roots:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
         if linear is None:
             return
+        device = linear.weight.device.type
+        expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
+        self._expected_dtype = str(expected).removeprefix("torch.")
 
         def once(_module: nn.Module, _args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             self._linear_dtype = str(output.dtype).removeprefix("torch.")
             handle.remove()
 
@@ -187,7 +200,7 @@ class Roots:
             "models": len(self._models),
             "parameters": sum({id(p): p.numel() for m in self._models for p in m.parameters()}.values()),
             "device": str(root.device) if root else "",
-            "baseline_dtype": self._linear_dtype or "no nn.Linear ran",
+            "baseline_dtype": self._linear_dtype or self._expected_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
             "conversion_summary": [{k: v for k, v in report.to_dict().items() if k != "rows"} for _, report in reports],

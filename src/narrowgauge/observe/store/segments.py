@@ -159,6 +159,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Release DuckDB's memory."""
         self.db.close()
+        del self.db  # duckdb complains on stderr of connections that outlive it, closed or not
 
     def _rows(self, kind: Kind, columns: dict[str, Array]) -> None:
         picks = []
