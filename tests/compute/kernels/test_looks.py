@@ -1,6 +1,7 @@
 """What watched kernels gather while they quantize is what the slow oracle counts; codes are the plain kernels'."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -32,6 +33,9 @@ from narrowgauge.observe.stats.moments import moments
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from narrowgauge.compute.kernels.fused import (
     amax,
     blocks,
@@ -44,6 +48,7 @@ from narrowgauge.compute.kernels.fused import (
     watched_rows,
     watched_tensorwise,
 )
+from narrowgauge.compute.kernels.fused import moments as own
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 GPU = torch.cuda.is_available()
@@ -69,7 +74,9 @@ ERRORS = {"dd", "ee", "xd", "flushed_xx"}
 
 @pytest.fixture(autouse=True)
 def every_row(monkeypatch):
+    """All of a tensor is sampled, and small ones are walked over as large ones are."""
     monkeypatch.setattr(plan, "SAMPLE", 1 << 30)
+    monkeypatch.setattr(looks, "WALKS", {key: replace(walk, enough=0) for key, walk in looks.WALKS.items()})
     plan.Plan.of.cache_clear()
     yield
     plan.Plan.of.cache_clear()
@@ -162,36 +169,146 @@ GRAINS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(150, 134), (300, 700)] if GPU else [(35, 134)], ids=str)
-@pytest.mark.parametrize("kind", GRAINS)
-@pytest.mark.parametrize("name", NAMES if GPU else ["spread", "not finite"])
-def test_moments_of_a_tensor_under_many_scales(name, kind, shape):
+WANTED = [{}, {"plain": False}, {"turned": False}]
+GRAIN_SHAPES = [(300, 700), (150, 131), (1, 1300)] if GPU else [(150, 134), (35, 131), (1, 300), (129, 1), (33, 260)]
+# Squares and errors beyond float32: only what is compared with codes is lost.
+COMPARED = {"scaled_xx", "flushed_xx", "xx", "xd", "dd", "ee", "row_sqnr", "col_sqnr"}
+
+
+def look_at_grains(x, kind, turn=3, **wanted):
+    """Packed moments of a watched cast, and the plain kernel's codes and scales, which it must equal to the bit."""
     rule, plain_cast, watched_cast = GRAINS[kind]
-    for dtype in DTYPES if GPU else [torch.bfloat16]:
+    room = looks.Looks(DEVICE)
+    look = room.open("site", x, rule, turn)
+    found = watched_cast(x, rule.fmt, rule.scaling, rule.margin, look=look, **wanted)
+    assert_same_codes(found, plain_cast(x, rule.fmt, rule.scaling, rule.margin, **wanted))
+    codes, *scales = plain_cast(x, rule.fmt, rule.scaling, rule.margin)
+    scale = scales[1] if kind == "squares" else scales[0]
+    return room.pack()[1][0], QTensor(codes, scale, rule.fmt, rule.granularity), look
+
+
+@pytest.mark.parametrize("kind", GRAINS)
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_of_a_tensor_under_many_scales(name, kind):
+    index = NAMES.index(name)
+    cases = [(dtype, wanted, shape) for dtype in DTYPES for wanted in WANTED for shape in GRAIN_SHAPES]
+    for dtype, wanted, shape in cases if GPU else cases[index * 4 + index % 3 :: len(cases)]:
         x = hard(name, *shape).to(dtype)
-        room = looks.Looks(DEVICE)
-        look = room.open("site", x, rule, 3)
-        found = watched_cast(x, rule.fmt, rule.scaling, rule.margin, look=look)
-        want = plain_cast(x, rule.fmt, rule.scaling, rule.margin)
-        assert_same_codes(found, want)
-        scale = want[2] if kind == "squares" else want[1]
-        q = QTensor(want[0], scale, rule.fmt, rule.granularity)
-        assert_packed(room.pack()[1][0], moments(x, q))
+        packed, codes, _ = look_at_grains(x, kind, **wanted)
+        # Where a scale has a floor, squares of subnormal numbers are below float32's.
+        assert_packed(packed, moments(x, codes), skip=COMPARED if name == "subnormal" and kind == "rows" else ())
 
 
-def test_a_share_of_the_rows_is_what_the_oracle_says_of_these_rows(monkeypatch):
+@pytest.mark.parametrize("kind", GRAINS)
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+def test_many_scales_and_any_strides(kind, wanted):
+    for dtype in DTYPES if GPU else DTYPES[WANTED.index(wanted) :][:1]:
+        wide = hard("spread", 140, 150).to(dtype)
+        for x in (wide.T, wide[:, 3:140], wide[1:, 2:]) if GPU else (wide.T[:33, :130],):
+            packed, codes, _ = look_at_grains(x, kind, **wanted)
+            assert_packed(packed, moments(x, codes))
+
+
+@pytest.mark.parametrize("kind", GRAINS)
+@pytest.mark.parametrize("first", ["zero", "tiny", "NaN", "Inf"])
+def test_scales_that_have_nothing_in_common(first, kind):
+    """Sums wait in the unit of what a program meets first, and what is not finite spoils no other scale's numbers."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(1040 if GPU else 260, 134 if GPU else 34, generator=g).to(DEVICE)
+    x[140:] *= 1e25
+    match first:
+        case "zero":
+            x[:140] = 0
+        case "tiny":
+            x[:140] *= 1e-25
+        case "NaN":
+            x[135, 3] = math.nan
+        case "Inf":
+            x[200, 33] = -math.inf
+    for dtype in (torch.float32, torch.bfloat16) if GPU else (torch.bfloat16,):
+        packed, codes, _ = look_at_grains(x.to(dtype), kind)
+        assert_packed(packed, moments(x.to(dtype), codes), skip=COMPARED)
+
+
+@pytest.mark.parametrize("kind", GRAINS)
+def test_what_is_flushed_is_known_to_the_last_bit(kind):
+    rule, plain_cast, _ = GRAINS[kind]
+    g = torch.Generator().manual_seed(3)
+    x = torch.zeros(64, 34, device=DEVICE)
+    x[:, 0] = torch.exp(4 * torch.randn(64, generator=g)).to(DEVICE)
+    scale = plain_cast(x, rule.fmt, rule.scaling, rule.margin)[2 if kind == "squares" else 1]
+    half = 2.0 ** (-rule.fmt.bias - rule.fmt.mantissa_bits)
+    near = torch.arange(-4, 29, dtype=torch.int32, device=DEVICE) // 4  # floats beside half a quantum
+    x[:, 1:] = ((scale * half).expand(64, 1).contiguous().view(torch.int32) + near).view(torch.float32)
+    x[:, 20:] = (x[:, 20:].view(torch.int32) & -0x10000).view(torch.float32)  # and what bfloat16 holds of them
+    x[:, 27:] = ((x[:, 27:].view(torch.int32)) + 0x10000).view(torch.float32)
+    for dtype in DTYPES if GPU else (torch.float32, torch.bfloat16):
+        packed, codes, _ = look_at_grains(x.to(dtype), kind)
+        want = moments(x.to(dtype), codes)
+        assert 0 < want[MOMENTS["flushed"]] < want[MOMENTS["n"]] - 64
+        assert_packed(packed, want)
+
+
+@triton.jit
+def _limits(inv_scale_ptr, slow_ptr, fast_ptr, HALF: tl.constexpr, POW2: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    inv_scale = tl.load(inv_scale_ptr + i)
+    scale = tl.math.div_rn(tl.full((N,), 1.0, tl.float32), inv_scale)
+    tl.store(slow_ptr + i, own.flush_limit(inv_scale, HALF))
+    tl.store(fast_ptr + i, own.flush_limit_of(scale, inv_scale, HALF, POW2))
+
+
+@pytest.mark.parametrize("half", [2.0**-10, 2.0**-17])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_the_limit_of_flushing_without_a_division(pow2, half):
+    N = 1 << 16
+    g = torch.Generator().manual_seed(2)
+    bits = torch.randint(0x00800000, 0x7F800000, (N,), generator=g, dtype=torch.int32)
+    bits[: N // 4] = bits[: N // 4] % 0x10000000 + 0x6F800000  # whose scales are subnormal, or nearly
+    bits[N // 4 : N // 2] |= 0x007FFFF8
+    inv_scale = (bits & 0x7F800000 if pow2 else bits).view(torch.float32).to(DEVICE)
+    slow, fast = (torch.zeros(N, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    _limits[(1,)](inv_scale, slow, fast, half, pow2, N)
+    assert torch.equal(slow, fast)
+
+
+def test_programs_cover_a_tensor_once_and_small_tensors_get_more_of_them():
+    for walk in (plan.TENSOR, plan.BLOCKS, plan.LINES):
+        for M, K in ((1, 1), (128, 128), (129, 4000), (5000, 300), (8192, 4096)):
+            many = plan.Plan.of(M, K, walk)
+            rows, columns = (walk.rows, plan.SEGMENT * many.steps)
+            if walk.down:
+                rows, columns = walk.rows * many.steps, plan.SEGMENT
+            assert many.programs == math.ceil(M / rows) * math.ceil(K / columns)
+            assert many.steps <= walk.steps
+            assert many.steps == 1 or many.programs >= walk.enough
+    assert plan.Plan.of(8192, 4096, plan.BLOCKS).steps < plan.Plan.of(32768, 4096, plan.BLOCKS).steps
+
+
+@pytest.mark.parametrize("kind", ["tensor", *GRAINS])
+def test_a_share_of_the_rows_is_what_the_oracle_says_of_these_rows(kind, monkeypatch):
     monkeypatch.setattr(plan, "LARGE", 1)
     monkeypatch.setattr(plan, "SAMPLE", 1 << 12)
     plan.Plan.of.cache_clear()
-    M, K = (2048, 256) if GPU else (1024, 34)
+    M, K = (2048, 256) if GPU and kind == "tensor" else (1024, 34)
     x, rule = hard("spread", M, K).to(torch.bfloat16), RULES[0]
-    packed, (codes, _, scale), look = look_at(x, rule, turn=5)
-    all_of_it = moments(x, QTensor(codes, scale, rule.fmt, PerTensor())).cpu()
+    if kind == "tensor":
+        packed, (codes, _, scale), look = look_at(x, rule, turn=5)
+        all_of_it = moments(x, QTensor(codes, scale, rule.fmt, PerTensor())).cpu()
+        granularity, scales = PerTensor(), scale.expand(M, 1)
+    else:  # columns of one block: every grain is one of rows
+        packed, q, look = look_at_grains(x, kind, turn=5)
+        all_of_it, codes, rule = moments(x, q).cpu(), q.codes, GRAINS[kind][0]
+        granularity, scales = PerRow(), q.scale.repeat_interleave(M // len(q.scale), 0)
+
+    def oracle(rows):
+        scale = scales[0, 0] if kind == "tensor" else scales[rows]
+        return moments(x[rows], QTensor(codes[rows], scale, rule.fmt, granularity)).cpu()
+
     compared, sampled = look.plan.compared_rows(5).to(DEVICE), look.plan.sampled_rows(5).to(DEVICE)
     assert len(compared) == M // plan.SHARE
     assert len(sampled) < M
-    some = moments(x[compared], QTensor(codes[compared], scale, rule.fmt, PerTensor())).cpu()
-    few = moments(x[sampled], QTensor(codes[sampled], scale, rule.fmt, PerTensor())).cpu()
+    some, few = oracle(compared), oracle(sampled)
     want = all_of_it.clone()
     for name in ("scaled_xx", "flushed_xx", "xx", "xd", "dd", "ee"):
         want[MOMENTS[name]] = some[MOMENTS[name]] * M / len(compared)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.fused import packing
 from narrowgauge.compute.kernels.fused.moments import FIELDS
-from narrowgauge.compute.kernels.fused.plan import Plan, pieces
+from narrowgauge.compute.kernels.fused.plan import BLOCKS, LINES, TENSOR, Plan, pieces
 from narrowgauge.compute.kernels.fused.sampling import COUNTS, ERRORS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
@@ -28,7 +28,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.metrics import MOMENTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRANULARITIES = (PerTensor(), PerRow(), BLOCK_1x128, BLOCK_128x128)
+WALKS = {PerTensor(): TENSOR, PerRow(): LINES, BLOCK_1x128: BLOCKS, BLOCK_128x128: BLOCKS}  # by granularity
 CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
@@ -85,7 +85,8 @@ class Looks:
         if not _can(x_MK, rule):
             return None
         M, K = x_MK.shape
-        plan, order, whole = Plan.of(M, K), len(self._open), rule.granularity == PerTensor()
+        plan, order = Plan.of(M, K, WALKS[rule.granularity]), len(self._open)
+        whole = rule.granularity == PerTensor()
         look = self._known[order] if order < len(self._known) else None
         if look is None or look.plan != plan or look.whole != whole:
             look = self._new(plan, order, whole)
@@ -164,5 +165,5 @@ class Looks:
 
 
 def _can(x_MK: Tensor, rule: Operand) -> bool:
-    known = rule.granularity in GRANULARITIES and rule.scaling.e8m0 is None
+    known = rule.granularity in WALKS and rule.scaling.e8m0 is None
     return known and x_MK.dtype in DTYPES and x_MK.numel() > 0

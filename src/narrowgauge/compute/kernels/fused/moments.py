@@ -19,20 +19,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.compute.kernels.fused.rules import magnitude_bits, widen
 from narrowgauge.compute.kernels.fused.tile import BF16, larger_halves
 from narrowgauge.compute.kernels.fused.tile import high as widen_high
 from narrowgauge.compute.kernels.fused.tile import low as widen_low
 
 # A record's numbers. Where one scale serves the whole tensor, SCALED is left out, and SCALE_* but for program 0.
-N, SUM, SQUARES, AMIN, AMAX, FLUSHED, SATURATED, NANS, INFS = (tl.constexpr(i) for i in range(9))
-SCALED, SCALE_N, SCALE_SUM, SCALE_SQUARES, SCALE_MIN, SCALE_MAX = (tl.constexpr(i) for i in range(9, 15))
+N, SUM, SQUARES, AMIN, AMAX, FLUSHED, SATURATED, NANS, INFS = (Constant(i) for i in range(9))
+SCALED, SCALE_N, SCALE_SUM, SCALE_SQUARES, SCALE_MIN, SCALE_MAX = (Constant(i) for i in range(9, 15))
 FIELDS = 15
-MARGIN = tl.constexpr(1 + 2.0**-20)  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
-NOTHING = tl.constexpr(0xFFFFFFFF)  # u of a zero
-LARGEST = tl.constexpr(3.4028234663852886e38)
-CANCELS = tl.constexpr(64.0)  # mean^2 / variance above which float32 sums of squares are not good enough
-FAINT = tl.constexpr(1e-24)  # a mean square below which squares may have been lost
+MARGIN = Constant(1 + 2.0**-20)  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
+NOTHING = Constant(0xFFFFFFFF)  # u of a zero
+LARGEST = Constant(3.4028234663852886e38)
+CANCELS = Constant(64.0)  # mean^2 / variance above which float32 sums of squares are not good enough
+FAINT = Constant(1e-24)  # a mean square below which squares may have been lost
 
 
 @triton.jit
@@ -49,6 +50,22 @@ def flush_limit(inv_scale, HALF: tl.constexpr):
     found = tl.zeros_like(guess)
     for step in tl.static_range(-2, 3):
         bits = tl.maximum(guess + step, 0)
+        found = tl.where(bits.to(tl.float32, bitcast=True) * inv_scale <= HALF, bits, found)
+    return found
+
+
+@triton.jit
+def flush_limit_of(scale, inv_scale, HALF: tl.constexpr, POW2: tl.constexpr):
+    """`flush_limit` without a division, if scale = 1 / inv_scale, to nearest, and HALF is a power of two.
+
+    Then it is HALF * scale, or one of the two floats beside it.
+    """
+    guess = (scale * HALF).to(tl.int32, bitcast=True)
+    if POW2:
+        return guess
+    found = tl.maximum(guess - 1, 0)
+    for step in tl.static_range(0, 2):
+        bits = guess + step
         found = tl.where(bits.to(tl.float32, bitcast=True) * inv_scale <= HALF, bits, found)
     return found
 
@@ -84,21 +101,29 @@ def _beyond_halves(a, limit, minus):
 
 
 @triton.jit
-def add_own(s, q, low, flushed, a, b, va, vb, limit, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr):
+def add_own(
+    s, q, low, flushed, a, b, va, vb, limit, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr,
+    FACTOR: tl.constexpr = False, factor=1.0,
+):  # fmt: skip
     """Add a tile of pairs to the sums of the runs [R, J]. What lies outside the tensor must be zero.
 
     `low` and `flushed` are those of u, or of 16-bit numbers in both halves of a word, where -|x| takes u's place: as an
-    unsigned integer it falls with |x|, and a zero is the smallest.
+    unsigned integer it falls with |x|, and a zero is the smallest. `limit` is one for all, or [R, 1, 1].
+
+    FACTOR: what is summed is v times `factor`, [R, 1] or [1, 1]; it is the sum of a run that is multiplied.
     """
-    s += tl.sum(in_runs(va + vb, W), 2)
-    q += tl.sum(in_runs(va * va + vb * vb, W), 2)
+    run, square = tl.sum(in_runs(va + vb, W), 2), tl.sum(in_runs(va * va + vb * vb, W), 2)
+    if FACTOR:
+        run, square = run * factor, square * factor * factor
+    s += run
+    q += square
     if KIND >= BF16 and not INTERPRET:
         minus = _add_halves((a & 0x7FFF7FFF) ^ -1, tl.full(a.shape, 0x10001, tl.int32))
         minus = in_runs(minus, W)
-        limit = tl.full(minus.shape, 0, tl.int32) + limit
-        opposite = _add_halves(limit ^ -1, tl.full(minus.shape, 0x10001, tl.int32))
+        opposite = ((-limit) & 0xFFFF) * 0x10001  # in both halves, before it is spread
+        none = tl.full(minus.shape, 0, tl.int32)
         low = larger_halves(low, tl.reduce(minus, 2, larger_halves))
-        flushed += tl.sum(_beyond_halves(minus, limit, opposite), 2)
+        flushed += tl.sum(_beyond_halves(minus, none + limit, none + opposite), 2)
     else:
         bits, bits_b = widen_low(a, KIND).to(tl.uint32, bitcast=True), widen_high(b, KIND).to(tl.uint32, bitcast=True)
         u, u_b = in_runs(bits + bits - 1, W), in_runs(bits_b + bits_b - 1, W)
@@ -181,16 +206,15 @@ def _join_counts(a, b, c, d, e, f, a_, b_, c_, d_, e_, f_):
 @triton.jit
 def recount(
     record, P, x_ptr, M, K, stride_m, stride_k, row0, ROWS: tl.constexpr, col0, inv_scale, limit,
-    C: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+    C: tl.constexpr, T: tl.constexpr, W: tl.constexpr, SPANS: tl.constexpr = 1,
 ):  # fmt: skip
     """What is rarely needed, by looking again: NaN, Inf and saturated elements, and sums over what is finite.
 
     Args:
         record: where this program's numbers go, P apart.
-        row0, ROWS, col0: the rectangle of ROWS rows and T columns.
+        row0, ROWS, col0: the rectangle of ROWS rows and T SPANS columns.
         inv_scale, limit: |x| * inv_scale > limit is saturated.
     """
-    k = (col0 + tl.arange(0, T)).to(tl.int64)
     total, squares = tl.zeros((C, T // W), tl.float64), tl.zeros((C, T // W), tl.float64)
     nans, infs, beyond = (
         tl.zeros((C, T // W), tl.int32),
@@ -198,8 +222,9 @@ def recount(
         tl.zeros((C, T // W), tl.int32),
     )
     largest = tl.full((C, T // W), -1, tl.int32)
-    for first in range(0, ROWS, C):
-        m = (row0 + first + tl.arange(0, C)).to(tl.int64)
+    for first in range(0, ROWS * SPANS, C):
+        m = (row0 + first % ROWS + tl.arange(0, C)).to(tl.int64)
+        k = (col0 + first // ROWS * T + tl.arange(0, T)).to(tl.int64)
         inside = (m[:, None] < M) & (k[None, :] < K)
         x = widen(tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=inside, other=0.0))
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -214,7 +239,7 @@ def recount(
     parts = (total, squares, nans, infs, beyond, largest)
     total, squares, nans, infs, beyond, largest = tl.reduce(tl.reduce(parts, 1, _join_counts), 0, _join_counts)
     amax = tl.where(largest < 0, -float("inf"), largest.to(tl.float32, bitcast=True))
-    n = tl.minimum(ROWS, M - row0) * tl.minimum(T, K - col0) - nans - infs
+    n = tl.minimum(ROWS, M - row0) * tl.minimum(T * SPANS, K - col0) - nans - infs
     tl.store(record + N * P, n.to(tl.float64))
     tl.store(record + SUM * P, total)
     tl.store(record + SQUARES * P, squares)

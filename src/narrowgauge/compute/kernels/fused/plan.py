@@ -1,6 +1,6 @@
 """How the work on one watched tensor is cut into programs, and which of its rows stand for all.
 
-    cast       bands of `steps` tiles, `segments` side by side                      everything
+    cast       walks over `steps` tiles, below or beside each other                 everything
     errors     rows m with (m % 64) // group == turn % share, group = 64 / share    a share, another one every turn
     sample     rows turn % stride + i * stride                                      about 65,536 elements
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowgauge.compute.kernels.fused.sampling import SAMPLE_ROWS
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
-ROWS, STEPS, SEGMENT = 32, 16, 128  # a program that casts walks down STEPS tiles, ROWS x SEGMENT each
+SEGMENT = 128  # columns of a tile
 EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
 LARGE = 1 << 22  # elements from which on a share is enough
 ERROR_LINES = 128  # compared rows of a program, at most
@@ -36,18 +36,37 @@ def pieces(n: int, size: int) -> int:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """The way of a program that casts: over `steps` tiles of `rows` x SEGMENT, one below or one beside the other.
+
+    A tensor that would have fewer than `enough` programs gets more of them, with half of the steps or less.
+    """
+
+    rows: int
+    steps: int
+    down: bool
+    enough: int = 0
+
+
+TENSOR = Walk(32, 16, down=True)  # one scale for all
+BLOCKS = Walk(128, 4, down=True, enough=1024)  # a tile is a block
+LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
+
+
+@dataclass(frozen=True)
 class Plan:
     """How the work on one tensor [M, K] is cut, and which rows stand for all."""
 
     M: int
     K: int
     share: int
+    walk: Walk
 
     @classmethod
     @cache
-    def of(cls, M: int, K: int) -> Plan:
+    def of(cls, M: int, K: int, walk: Walk = TENSOR) -> Plan:
         """A 32nd of a large tensor, all of a small one."""
-        return cls(M, K, SHARE if M * K >= LARGE and M >= 16 * EVERY else 1)
+        return cls(M, K, SHARE if M * K >= LARGE and M >= 16 * EVERY else 1, walk)
 
     @cached_property
     def segments(self) -> int:
@@ -56,13 +75,22 @@ class Plan:
 
     @cached_property
     def steps(self) -> int:
-        """Tiles of a program that casts."""
-        return min(STEPS, 1 << (pieces(self.M, ROWS) - 1).bit_length())
+        """Tiles of a program that casts, some of them perhaps beyond the last."""
+        tiles = pieces(self.M, self.walk.rows) if self.walk.down else self.segments
+        steps = min(self.walk.steps, 1 << (tiles - 1).bit_length())
+        while steps > 1 and self._programs(steps) < self.walk.enough:
+            steps //= 2
+        return steps
 
     @cached_property
     def programs(self) -> int:
         """Programs that cast."""
-        return pieces(self.M, ROWS * self.steps) * self.segments
+        return self._programs(self.steps)
+
+    def _programs(self, steps: int) -> int:
+        if self.walk.down:
+            return pieces(self.M, self.walk.rows * steps) * self.segments
+        return pieces(self.M, self.walk.rows) * pieces(self.segments, steps)
 
     @cached_property
     def group(self) -> int:

@@ -80,20 +80,29 @@ def _rows(
         store_turned(turned_ptr, a, b, low, high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
+def amaxes(x: Tensor, plain: bool, turned: bool) -> Tensor:
+    """Bits of the amaxes of rows, then of columns, [M + K] int32; zeros for what is not asked for."""
+    M, K = x.shape
+    bits = torch.zeros(M + K, dtype=torch.int32, device=x.device)
+    W, stride_m, stride_w, kind = words(x)
+    if x.numel() and (plain or turned):
+        _amaxes[grid(M, W)](
+            x, bits, bits[M:], M, K, W, stride_m, stride_w, kind, plain, turned, INTERPRETED, SIDE, num_warps=4
+        )
+    return bits
+
+
 def cast_rows(
     x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes [M, K] with scales [M, 1], codes [K, M] with scales [K, 1]; each pair only if asked for."""
     M, K = x_MK.shape
     codes_MK, codes_KM = room(x_MK, plain, turned)
-    bits = torch.zeros(M + K, dtype=torch.int32, device=x_MK.device)
     scale = torch.empty(M + K, device=x_MK.device)
     x = even(x_MK)
     W, stride_m, stride_w, kind = words(x)
+    bits = amaxes(x, plain, turned)
     if x_MK.numel() and (plain or turned):
-        _amaxes[grid(M, W)](
-            x, bits, bits[M:], M, K, W, stride_m, stride_w, kind, plain, turned, INTERPRETED, SIDE, num_warps=4
-        )
         _rows[grid(M, W)](
             x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], M, K, W, stride_m, stride_w, kind,
             *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4, maxnreg=registers(kind, 128),

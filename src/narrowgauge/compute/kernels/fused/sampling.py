@@ -15,18 +15,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from narrowgauge.compute.kernels.fused.constant import Constant
+from narrowgauge.compute.kernels.fused.grains import LINES, SQUARES, WHOLE, scales_of
 from narrowgauge.compute.kernels.fused.rules import to_codes, widen
-from narrowgauge.compute.kernels.fused.tile import high, load, low
+from narrowgauge.compute.kernels.fused.tile import SIDE, high, load, low, row_amaxes
 from narrowgauge.metrics.bins import EXPONENT_BINS, EXPONENT_LOW, RANGE_BINS, RANGE_BLOCK
 
-TAKEN, XX, XD, DD, EE, LOST = (tl.constexpr(i) for i in range(6))  # numbers of a program that looks at errors
+TAKEN, XX, XD, DD, EE, LOST = (Constant(i) for i in range(6))  # numbers of a program that looks at errors
 ERRORS = 6
-LOW = tl.constexpr(EXPONENT_LOW + 127)  # the exponent field of bin 1
-TOP = tl.constexpr(EXPONENT_BINS - 2)
-LAST = tl.constexpr(RANGE_BINS - 1)
-BLOCK = tl.constexpr(RANGE_BLOCK)
-EXPONENTS = tl.constexpr(EXPONENT_BINS)
-RANGES = tl.constexpr(64)  # room for RANGE_BINS: a histogram's bins are a power of two
+LOW = Constant(EXPONENT_LOW + 127)  # the exponent field of bin 1
+TOP = Constant(EXPONENT_BINS - 2)
+LAST = Constant(RANGE_BINS - 1)
+BLOCK = Constant(RANGE_BLOCK)
+_SIDE = Constant(SIDE)
+EXPONENTS = Constant(EXPONENT_BINS)
+RANGES = Constant(64)  # room for RANGE_BINS: a histogram's bins are a power of two
 COUNTS = EXPONENT_BINS + 64  # numbers that a program of the sample counts
 GROUP = 5  # n, mean, M2, M3, M4
 SAMPLE_ROWS = 16  # rows of such a program
@@ -78,11 +81,11 @@ def _add_errors(
 @triton.jit
 def look_at_errors(
     record, E, rows_ptr, columns_ptr, lines, x_ptr, M, K, stride_m, stride_w, line0, word0, group, phase,
-    inv_scale, unit, scale_ptr, scale_stride_m, scale_stride_k, GRAIN_M: tl.constexpr, GRAIN_K: tl.constexpr,
-    KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr,
-    EVERY: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, TW: tl.constexpr,
+    inv_scale, unit, scale_ptr, scale_stride, GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
+    MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
+    EVERY: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr, TW: tl.constexpr,
 ):  # fmt: skip
-    """Errors of LINES taken rows and of 2 TW columns, under one inv_scale, or a scale per grain.
+    """Errors of TAKE taken rows and of 2 TW columns, under one inv_scale, or a scale per grain.
 
     Args:
         record: where this program's ERRORS numbers go, E apart.
@@ -91,33 +94,36 @@ def look_at_errors(
         line0, word0: the first taken row and word.
         group, phase: taken are rows with (m % EVERY) // group == phase.
         unit: float64, v * unit = x.
-        scale_ptr: unless GRAIN_M is 0, the scales, by grain of GRAIN_M rows and GRAIN_K (a multiple of 2 TW) columns.
-            Codes are made under them, sums under inv_scale.
+        scale_ptr, GRAIN: where codes are not made under inv_scale, but sums are. LINES: the bits of the rows' amaxes.
+            SQUARES: the scales of these columns' squares, scale_stride apart. TILES are these columns' own.
     """
     W = tl.cdiv(K, 2)
-    if GRAIN_M:
-        scale_ptr += 2 * word0 // GRAIN_K * scale_stride_k
     w = (word0 + tl.arange(0, TW)).to(tl.int64)
     none = tl.zeros((C, TW), tl.float32)
     signal_a, signal_b, error_a, error_b, xd, dd, lost = none, none, none, none, none, none, none
     xx, ee = tl.zeros((C,), tl.float64), tl.zeros((C,), tl.float64)
     taken = tl.zeros((C,), tl.int32)
-    for first in range(0, LINES, C):
+    for first in range(0, TAKE, C):
         line = line0 + first + tl.arange(0, C)
         m = (line // group * EVERY + phase * group + line % group).to(tl.int64)
         a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
         xa, xb, seen = low(a, KIND), high(b, KIND), m < M
         inverse, factor = inv_scale, 1.0
-        if GRAIN_M:
-            scale, inverse, healthy = scales_at(scale_ptr + m // GRAIN_M * scale_stride_m, seen)
+        if GRAIN != WHOLE:
+            if GRAIN == SQUARES:
+                scale, inverse, healthy = scales_at(scale_ptr + m // _SIDE * scale_stride, seen)
+            elif GRAIN == LINES:
+                scale, inverse, healthy = scales_of(tl.load(scale_ptr + m, mask=seen, other=0), GOAL, POW2, FLOOR)
+            else:
+                scale, inverse, healthy = scales_of(row_amaxes(a, b, KIND, INTERPRET), GOAL, POW2, FLOOR)
             seen = seen & healthy
             xa, xb = tl.where(healthy[:, None], xa, 0.0), tl.where(healthy[:, None], xb, 0.0)
             inverse, factor = inverse[:, None], (scale * inv_scale)[:, None]
         signal_a, error_a, xd, dd, lost, vv, rr = _add_errors(
-            signal_a, error_a, xd, dd, lost, xa, inverse, factor, GRAIN_M > 0, MANTISSA, MAX, INTERPRET
+            signal_a, error_a, xd, dd, lost, xa, inverse, factor, GRAIN != WHOLE, MANTISSA, MAX, INTERPRET
         )
         signal_b, error_b, xd, dd, lost, vv_b, rr_b = _add_errors(
-            signal_b, error_b, xd, dd, lost, xb, inverse, factor, GRAIN_M > 0, MANTISSA, MAX, INTERPRET
+            signal_b, error_b, xd, dd, lost, xb, inverse, factor, GRAIN != WHOLE, MANTISSA, MAX, INTERPRET
         )
         row_signal, row_error = tl.sum(vv + vv_b, 1), tl.sum(rr + rr_b, 1)
         tl.store(rows_ptr + line, row_signal, mask=line < lines)

@@ -1,36 +1,234 @@
-"""`blocks`, watched: its kernel, then a look over the tensor, which reads it once more.
+"""`blocks`, watched: the same codes and scales, and what the packed moments need, in the same launch.
 
-What is looked at are the plain codes, and their scales: they are made even where only the turned ones are asked for.
+    programs      the first few    a sample of rows: histograms, kurtosis
+                  then             errors of a share of the rows
+                  then             codes of everything, with amax, amin, sums and counts of everything
 
-Legend: M = rows, K = columns.
+A program that casts walks down a few tiles. It takes a tile as a whole, for what needs all of its rows: the amaxes of
+its columns, or its own, and the turned codes. Then it takes it again, a few rows at a time, for plain codes and counts:
+these need so many registers that a tile has no room beside them, and its numbers are still in the cache.
+
+What is counted are plain codes under plain scales, even where only the turned ones are asked for. The errors of squares
+are looked at in a small launch of its own, because any 64 rows' errors need the scale of 128.
+
+Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
 
 from __future__ import annotations
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused import blocks
-from narrowgauge.compute.kernels.fused.look_over import look_over
+from narrowgauge.compute.kernels.fused.grains import (
+    SQUARES,
+    TILES,
+    add_scales,
+    close_grained,
+    close_scales,
+    common_inverse,
+    no_scales,
+    turned_scales,
+)
 from narrowgauge.compute.kernels.fused.looks import Look
-from narrowgauge.compute.kernels.fused.tile import SIDE
+from narrowgauge.compute.kernels.fused.moments import (
+    FIELDS,
+    add_own,
+    close_own,
+    flush_limit_of,
+    nothing_yet,
+    packed_limit,
+    recount,
+)
+from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.sampling import (
+    COUNTS,
+    ERRORS,
+    GROUP,
+    SAMPLE_ROWS,
+    look_at_errors,
+    look_at_sample,
+)
+from narrowgauge.compute.kernels.fused.square_errors import square_errors
+from narrowgauge.compute.kernels.fused.tile import (
+    SIDE,
+    column_amaxes,
+    even,
+    high,
+    load,
+    low,
+    registers,
+    row_amaxes,
+    store_plain,
+    store_turned,
+    tile_amax,
+    words,
+)
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
+from narrowgauge.metrics.bins import RANGE_BLOCK
+
+WORDS = SEGMENT // 2  # of a tile
+PIECE = 32  # rows of a tile that are counted together
+WARPS, REGISTERS = 8, 80  # of a program, and of a thread where numbers have 16 bits
+
+
+@triton.jit(do_not_specialize=LATE)
+def _watched_blocks(
+    x_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, room_ptr, rows_ptr, columns_ptr, counts_ptr,
+    M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
+    samples, errors, lines, segments, first, stride, sampled, group, phase,
+    GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr,
+    POW2: tl.constexpr, FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
+    INTERPRET: tl.constexpr, SIDE: tl.constexpr, PIECE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
+    RUN: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr,
+    ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    others = samples
+    if GRAIN == TILES:
+        others += errors
+    P = tl.num_programs(0) - others
+    if pid < samples:
+        look_at_sample(
+            room_ptr + FIELDS * P + ERRORS * errors, counts_ptr, samples, x_ptr, M, K, x_stride_m, x_stride_k,
+            first, stride, sampled, tl.cdiv(K, BLOCK), SAMPLE_ROWS, BLOCK, COUNTS,
+        )  # fmt: skip
+    elif pid < others:  # never, for squares
+        at = pid - samples
+        band, segment = at // segments, at % segments
+        inv_unit = common_inverse(
+            None, x_ptr, M, K, W, stride_m, stride_w, TILES, C, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
+        )
+        look_at_errors(
+            room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
+            x_ptr, M, K, stride_m, stride_w, band * TAKE, segment * WORDS, group, phase,
+            inv_unit, 1.0 / inv_unit.to(tl.float64), None, 0, TILES, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR,
+            INTERPRET, EVERY, TAKE, C, WORDS,
+        )  # fmt: skip
+    else:
+        at = P - 1 - (pid - others)  # backwards: the cache may still hold the end
+        band, segment = at // segments, at % segments
+        row0 = band * STEPS * SIDE
+        record = room_ptr + at
+        rows, columns = tl.minimum(STEPS * SIDE, M - row0), tl.minimum(2 * WORDS, K - segment * 2 * WORDS)
+        v = segment * WORDS + tl.arange(0, WORDS)
+        w = v.to(tl.int64)
+        SCALES: tl.constexpr = PIECE if GRAIN == TILES else 1  # met at once
+        s, q, least, flushed = nothing_yet(PIECE, WORDS // RUN, KIND, INTERPRET)
+        top, scaled = tl.zeros((SCALES,), tl.int32), tl.zeros((SCALES,), tl.int32)
+        count, total, squares, smallest, largest = no_scales(SCALES)
+        inv_unit = tl.full((), 1.0, tl.float32)
+        step = tl.zeros_like(rows)
+        while step < tl.cdiv(rows, SIDE):
+            tile_m = band * STEPS + step
+            if TURNED or GRAIN == SQUARES:
+                m = (tile_m * SIDE + tl.arange(0, SIDE)).to(tl.int64)
+                a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+                if GRAIN == SQUARES:
+                    bits = tl.full((1,), 0, tl.int32) + tile_amax(a, b, KIND, INTERPRET)
+                    amax = bits.to(tl.float32, bitcast=True)
+                    inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+                    scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
+                    inv_low, inv_high = inv_scale, inv_scale
+                    tl.store(plain_scale_ptr + tile_m * segments + segment + tl.arange(0, 1), scale)
+                    inv_unit = tl.where(step == 0, tl.max(inv_scale, 0), inv_unit)
+                    top = tl.maximum(top, bits)
+                    scaled += tl.where(healthy, tl.minimum(SIDE, M - tile_m * SIDE), 0)
+                    count, total, squares, smallest, largest = add_scales(
+                        count, total, squares, smallest, largest, scale, healthy
+                    )
+                else:
+                    evens, odds = column_amaxes(a, b, KIND, INTERPRET, LOOSE=True)
+                    at_turned = turned_scale_ptr + tile_m * K
+                    inv_low, inv_high = turned_scales(at_turned, evens, odds, v, K, W, True, GOAL, POW2, FLOOR)
+                if TURNED:
+                    inv_low, inv_high = inv_low[:, None], inv_high[:, None]
+                    store_turned(turned_ptr, a, b, inv_low, inv_high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+            for piece in range(SIDE // PIECE):
+                i = tile_m * SIDE + piece * PIECE + tl.arange(0, PIECE)
+                r, inside = i.to(tl.int64), i < M
+                c, d = load(x_ptr, r, w, M, K, W, stride_m, stride_w, KIND)
+                if GRAIN == TILES:
+                    bits = row_amaxes(c, d, KIND, INTERPRET)
+                    amax = bits.to(tl.float32, bitcast=True)
+                    inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+                    scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
+                    if PLAIN:
+                        tl.store(plain_scale_ptr + segment * M + i, scale, mask=inside)
+                    if step + piece == 0:
+                        inv_unit = inv_scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), GOAL, POW2, FLOOR)
+                    top = tl.maximum(top, bits)
+                    count, total, squares, smallest, largest = add_scales(
+                        count, total, squares, smallest, largest, scale, healthy & inside
+                    )
+                if PLAIN:
+                    inv = inv_scale[:, None]
+                    store_plain(plain_ptr, c, d, inv, r, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+                limit = flush_limit_of(scale, inv_scale, HALF, POW2)
+                limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None, None]
+                factor = (tl.where(healthy, scale, 0.0) * inv_unit)[:, None]
+                vc, vd = low(c, KIND) * inv_scale[:, None], high(d, KIND) * inv_scale[:, None]
+                s, q, least, flushed = add_own(
+                    s, q, least, flushed, c, d, vc, vd, limit, RUN, KIND, INTERPRET, True, factor
+                )
+            step += 1
+        unit = 1.0 / inv_unit.to(tl.float64)
+        again = close_own(record, P, s, q, least, flushed, rows * columns, unit, KIND, INTERPRET)
+        known = tl.max(top, 0).to(tl.float32, bitcast=True)
+        healthy_rows = close_scales(record, P, count, total, squares, smallest, largest)
+        if GRAIN == SQUARES:
+            healthy_rows = tl.max(scaled, 0)
+        ratio_ptr = room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples
+        close_grained(record, P, known, healthy_rows, columns, at, ratio_ptr)
+        if again | ((known < float("inf")) == 0):
+            recount(
+                record, P, x_ptr, M, K, x_stride_m, x_stride_k, row0, STEPS * SIDE, segment * 2 * WORDS,
+                1.0, float("inf"), C, 2 * WORDS, 2 * RUN,
+            )  # fmt: skip
+
+
+def _launch(
+    x: Tensor, fmt: Format, scaling: Scaling, margin: int, look: Look, grain: int, codes_MK: Tensor | None,
+    scale: Tensor | None, codes_KM: Tensor | None, scale_K: Tensor | None,
+) -> None:  # fmt: skip
+    W, stride_m, stride_w, kind = words(x)
+    M, K = x.shape
+    plan = look.plan
+    mantissa, largest, goal, pow2, floor = facts(fmt, scaling, margin)
+    half = 2.0 ** (1 - fmt.bias - mantissa) / 2
+    others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
+    _watched_blocks[(others + plan.programs,)](
+        x, codes_MK, scale, codes_KM, scale_K, *look.pointers, M, K, W, stride_m, stride_w, *x.stride(), *look.numbers,
+        grain, kind, mantissa, largest, goal, pow2, floor, half, codes_MK is not None, codes_KM is not None,
+        INTERPRETED, SIDE, PIECE, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP,
+        SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+    )  # fmt: skip
 
 
 def cast_tiles(
     x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `blocks.cast_tiles`, filling `look`."""
-    codes, scale, codes_T, scale_T = blocks.cast_tiles(x_MK, fmt, scaling, margin, plain=True, turned=turned)
-    assert scale is not None
-    look_over(x_MK, look, fmt, scale, (1, SIDE))
-    return (codes, scale, codes_T, scale_T) if plain else (None, None, codes_T, scale_T)
+    M, K = x_MK.shape
+    codes_MK, codes_KM = room(x_MK, plain, turned)
+    scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
+    scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
+    _launch(even(x_MK), fmt, scaling, margin, look, TILES.value, codes_MK, scale_M, codes_KM, scale_K)
+    return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
 
 
 def cast_squares(
     x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """As `blocks.cast_squares`, filling `look`."""
-    codes, codes_T, scale = blocks.cast_squares(x_MK, fmt, scaling, margin, plain=plain, turned=turned)
-    look_over(x_MK, look, fmt, scale, (SIDE, SIDE))
-    return codes, codes_T, scale
+    M, K = x_MK.shape
+    codes_MK, codes_KM = room(x_MK, plain, turned)
+    scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
+    x = even(x_MK)
+    _launch(x, fmt, scaling, margin, look, SQUARES.value, codes_MK, scale, codes_KM, None)
+    square_errors(x, fmt, look, scale)
+    return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt), scale

@@ -1,26 +1,181 @@
-"""`rows`, watched: its kernels, then a look over the tensor, which reads it once more.
+"""`rows`, watched: the same codes and scales, and what the packed moments need, in the launch that casts.
 
-What is looked at are the plain codes, and their scales: they are made even where only the turned ones are asked for.
+    programs      the first few    a sample of rows: histograms, kurtosis
+                  then             errors of a share of the rows
+                  then             codes of everything, with amax, amin, sums and counts of everything
 
-Legend: M = rows, K = columns.
+The amaxes are known from the launch before. A program that casts walks along its rows: what is to be known of a row's
+scale is found once for all of its tiles, and a row's sums wait in its own unit until the end.
+
+What is counted are plain codes under plain scales, even where only the turned ones are asked for.
+
+Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
 
 from __future__ import annotations
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused import rows
-from narrowgauge.compute.kernels.fused.look_over import WHOLE, look_over
+from narrowgauge.compute.kernels.fused.grains import (
+    LINES,
+    add_scales,
+    close_grained,
+    close_scales,
+    common_inverse,
+    no_scales,
+    turned_scales,
+)
 from narrowgauge.compute.kernels.fused.looks import Look
+from narrowgauge.compute.kernels.fused.moments import (
+    FIELDS,
+    add_own,
+    close_own,
+    flush_limit_of,
+    nothing_yet,
+    packed_limit,
+    recount,
+)
+from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.rows import amaxes
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.sampling import (
+    COUNTS,
+    ERRORS,
+    GROUP,
+    SAMPLE_ROWS,
+    look_at_errors,
+    look_at_sample,
+)
+from narrowgauge.compute.kernels.fused.tile import (
+    even,
+    high,
+    load,
+    low,
+    registers,
+    store_plain,
+    store_turned,
+    words,
+)
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
+from narrowgauge.metrics.bins import RANGE_BLOCK
+
+WORDS = SEGMENT // 2  # of a tile
+WARPS, REGISTERS = 8, 64  # of a program, and of a thread where numbers have 16 bits
+
+
+@triton.jit(do_not_specialize=LATE)
+def _watched_rows(
+    x_ptr, row_ptr, column_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
+    room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
+    samples, errors, lines, segments, first, stride, sampled, group, phase,
+    KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
+    FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, TAKE: tl.constexpr,
+    C: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr,
+    SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    P = tl.num_programs(0) - samples - errors
+    if pid < samples:
+        look_at_sample(
+            room_ptr + FIELDS * P + ERRORS * errors, counts_ptr, samples, x_ptr, M, K, x_stride_m, x_stride_k,
+            first, stride, sampled, tl.cdiv(K, BLOCK), SAMPLE_ROWS, BLOCK, COUNTS,
+        )  # fmt: skip
+    elif pid < samples + errors:
+        at = pid - samples
+        band, segment = at // segments, at % segments
+        inv_unit = common_inverse(
+            row_ptr, x_ptr, M, K, W, stride_m, stride_w, LINES, 1024, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
+        )
+        look_at_errors(
+            room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
+            x_ptr, M, K, stride_m, stride_w, band * TAKE, segment * WORDS, group, phase,
+            inv_unit, 1.0 / inv_unit.to(tl.float64), row_ptr, 0, LINES, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR,
+            INTERPRET, EVERY, TAKE, C, WORDS,
+        )  # fmt: skip
+    else:
+        at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
+        strips = tl.cdiv(segments, STEPS)
+        band, strip = at // strips, at % strips
+        row0, col0 = band * ROWS, strip * STEPS * 2 * WORDS
+        record = room_ptr + at
+        rows, columns = tl.minimum(ROWS, M - row0), tl.minimum(STEPS * 2 * WORDS, K - col0)
+        m = (row0 + tl.arange(0, ROWS)).to(tl.int64)
+        v = strip * STEPS * WORDS + tl.arange(0, WORDS)
+        inside = m < M
+        bits = tl.load(row_ptr + m, mask=inside, other=0)
+        amax = bits.to(tl.float32, bitcast=True)
+        inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+        scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
+        if PLAIN:
+            tl.store(plain_scale_ptr + m, scale, mask=inside & (strip == 0))
+        limit = flush_limit_of(scale, inv_scale, HALF, POW2)
+        limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None, None]
+        inv = inv_scale[:, None]
+        s, q, least, flushed = nothing_yet(ROWS, WORDS // RUN, KIND, INTERPRET)
+        steps = tl.cdiv(columns, 2 * WORDS)
+        next_a, next_b = load(x_ptr, m, v.to(tl.int64), M, K, W, stride_m, stride_w, KIND)
+        step = tl.zeros_like(steps)
+        while step < steps:
+            w = v.to(tl.int64)
+            a, b = next_a, next_b  # the next tile is on its way while this one is worked on
+            more = tl.where(step + 1 < steps, M, 0)
+            next_a, next_b = load(x_ptr, m, w + WORDS, more, K, W, stride_m, stride_w, KIND)
+            if PLAIN:
+                store_plain(plain_ptr, a, b, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+            va, vb = low(a, KIND) * inv, high(b, KIND) * inv
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, va, vb, limit, RUN, KIND, INTERPRET)
+            if TURNED:
+                evens = tl.load(column_ptr + 2 * v, mask=v < W, other=0)
+                odds = tl.load(column_ptr + 2 * v + 1, mask=2 * v + 1 < K, other=0)
+                inv_low, inv_high = turned_scales(turned_scale_ptr, evens, odds, v, K, W, band == 0, GOAL, POW2, FLOOR)
+                inv_low, inv_high = inv_low[:, None], inv_high[:, None]
+                store_turned(turned_ptr, a, b, inv_low, inv_high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+            v += WORDS
+            step += 1
+        known = tl.max(bits, 0).to(tl.float32, bitcast=True)
+        inv_unit = inv_scale_of(known, GOAL, POW2, FLOOR)
+        factor = (tl.where(healthy, scale, 0.0) * inv_unit)[:, None]
+        s, q, unit = s * factor, q * factor * factor, 1.0 / inv_unit.to(tl.float64)
+        again = close_own(record, P, s, q, least, flushed, rows * columns, unit, KIND, INTERPRET)
+        healthy = healthy & inside
+        count, total, squares, smallest, largest = no_scales(ROWS)
+        count, total, squares, smallest, largest = add_scales(
+            count, total, squares, smallest, largest, scale, healthy & (strip == 0)
+        )
+        close_scales(record, P, count, total, squares, smallest, largest)
+        ratio_ptr = room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples
+        close_grained(record, P, known, tl.sum(healthy.to(tl.int32), 0), columns, at, ratio_ptr)
+        if again | ((known < float("inf")) == 0):
+            recount(
+                record, P, x_ptr, M, K, x_stride_m, x_stride_k, row0, ROWS, col0,
+                1.0, float("inf"), C, 2 * WORDS, 2 * RUN, STEPS,
+            )  # fmt: skip
 
 
 def cast_rows(
     x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `rows.cast_rows`, filling `look`."""
-    codes, scale, codes_T, scale_T = rows.cast_rows(x_MK, fmt, scaling, margin, plain=True, turned=turned)
-    assert scale is not None
-    look_over(x_MK, look, fmt, scale, (1, WHOLE))
-    return (codes, scale, codes_T, scale_T) if plain else (None, None, codes_T, scale_T)
+    M, K = x_MK.shape
+    codes_MK, codes_KM = room(x_MK, plain, turned)
+    scale = torch.empty(M + K, device=x_MK.device)
+    x = even(x_MK)
+    W, stride_m, stride_w, kind = words(x)
+    bits = amaxes(x, True, turned)
+    plan = look.plan
+    mantissa, largest, goal, pow2, floor = facts(fmt, scaling, margin)
+    half = 2.0 ** (1 - fmt.bias - mantissa) / 2
+    _watched_rows[(plan.samples + plan.errors + plan.programs,)](
+        x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], *look.pointers,
+        M, K, W, stride_m, stride_w, *x.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
+        plain, turned, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS,
+        ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+    )  # fmt: skip
+    scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
+    return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.compute.kernels.fused.grains import WHOLE
 from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.kernels.fused.moments import (
     AMAX,
@@ -39,7 +40,7 @@ from narrowgauge.compute.kernels.fused.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, ROWS, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT
 from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.sampling import (
@@ -54,7 +55,7 @@ from narrowgauge.compute.kernels.fused.tile import BF16, high, load, low, store_
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
-WORDS = SEGMENT // 2  # of a tile with ROWS rows
+WORDS = SEGMENT // 2  # of a tile
 
 
 @triton.jit(do_not_specialize=LATE)
@@ -94,7 +95,7 @@ def _watched(
         look_at_errors(
             room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
             x_ptr, M, K, stride_m, stride_w, band * LINES, segment * WORDS, group, phase, inv_scale, unit,
-            scale_ptr, 0, 0, 0, 1, KIND, MANTISSA, MAX, INTERPRET, EVERY, LINES, C, WORDS,
+            scale_ptr, 0, WHOLE, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR, INTERPRET, EVERY, LINES, C, WORDS,
         )  # fmt: skip
     else:
         at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
@@ -175,8 +176,8 @@ def _launch(
     _watched[(plan.samples + plan.errors + plan.programs,)](
         x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
         M, K, W, stride_m, stride_w, *x_MK.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
-        plain, turned, given is not None, slot is not None, INTERPRETED, ROWS, WORDS, plan.steps, RUN, plan.error_lines,
-        RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4,
+        plain, turned, given is not None, slot is not None, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN,
+        plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4,
         maxnreg=REGISTERS if kind >= BF16.value else None,
     )  # fmt: skip
     return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt)

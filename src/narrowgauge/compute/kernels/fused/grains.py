@@ -1,0 +1,124 @@
+"""Scales of many grains, while a tensor is quantized under them: what the moments and the errors need of each.
+
+    TILES      a scale per row of a tile of 128 columns      from the tile itself
+    SQUARES    one per tile of 128 x 128                     from the tile itself
+    LINES      one per row of the tensor                     from the row's amax, which an earlier launch left
+
+Legend: R = scales met at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from narrowgauge.compute.kernels.fused.constant import Constant
+from narrowgauge.compute.kernels.fused.moments import (
+    AMAX,
+    INFS,
+    LARGEST,
+    NANS,
+    SATURATED,
+    SCALE_MAX,
+    SCALE_MIN,
+    SCALE_N,
+    SCALE_SQUARES,
+    SCALE_SUM,
+    SCALED,
+)
+from narrowgauge.compute.kernels.fused.rules import inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.tile import load, row_amaxes
+
+WHOLE, TILES, SQUARES, LINES = (Constant(i) for i in range(4))  # WHOLE: one scale for all
+
+
+@triton.jit
+def scales_of(bits, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr):
+    """Of amaxes, given as bits: scales (0 of what is not finite), their inverses (then 1), and whether they are finite.
+
+    The inverses are the oracle's, those of the stored scales, which may lie an ulp beside what codes are made with.
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    inverse, healthy = inv_scale_of(amax, GOAL, POW2, FLOOR), amax < float("inf")
+    scale = scale_of(amax, inverse, POW2)
+    if POW2 == 0:
+        inverse = tl.minimum(tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), LARGEST)
+    return tl.where(healthy, scale, 0.0), tl.where(healthy, inverse, 1.0), healthy
+
+
+@triton.jit
+def common_inverse(
+    ptr, x_ptr, M, K, W, stride_m, stride_w, GRAIN: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    KIND: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """An inv_scale by the largest of the first ROWS rows' amaxes, the same in all programs, whose sums can so be added.
+
+    Args:
+        ptr: for LINES, the bits of the rows' amaxes. TILES take a look at the tensor's first WORDS words.
+    """
+    m = tl.arange(0, ROWS)
+    if GRAIN == TILES:
+        a, b = load(x_ptr, m.to(tl.int64), tl.arange(0, WORDS).to(tl.int64), M, K, W, stride_m, stride_w, KIND)
+        bits = row_amaxes(a, b, KIND, INTERPRET)
+    else:
+        bits = tl.load(ptr + m, mask=m < M, other=0)
+    largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 0)
+    return inv_scale_of(largest.to(tl.float32, bitcast=True), GOAL, POW2, FLOOR)
+
+
+@triton.jit
+def no_scales(R: tl.constexpr):
+    """What `add_scales` adds to, at first: a count, a sum, a sum of squares, the least and the largest."""
+    none, infinite = tl.zeros((R,), tl.float64), tl.full((R,), float("inf"), tl.float32)
+    return tl.zeros((R,), tl.int32), none, none, infinite, -infinite
+
+
+@triton.jit
+def add_scales(count, total, squares, least, largest, scale, counted):
+    """Add scales [R], those that are counted."""
+    wide = tl.where(counted, scale, 0.0).to(tl.float64)
+    least = tl.minimum(least, tl.where(counted, scale, float("inf")))
+    largest = tl.maximum(largest, tl.where(counted, scale, -float("inf")))
+    return count + counted.to(tl.int32), total + wide, squares + wide * wide, least, largest
+
+
+@triton.jit
+def _join_scales(a, b, c, d, e, a_, b_, c_, d_, e_):
+    return a + a_, b + b_, c + c_, tl.minimum(d, d_), tl.maximum(e, e_)
+
+
+@triton.jit
+def close_scales(record, P, count, total, squares, least, largest):
+    """Write what `add_scales` gathered; returns how many there were."""
+    count, total, squares, least, largest = tl.reduce((count, total, squares, least, largest), 0, _join_scales)
+    tl.store(record + SCALE_N * P, count.to(tl.float64))
+    tl.store(record + SCALE_SUM * P, total)
+    tl.store(record + SCALE_SQUARES * P, squares)
+    tl.store(record + SCALE_MIN * P, least.to(tl.float64))
+    tl.store(record + SCALE_MAX * P, largest.to(tl.float64))
+    return count
+
+
+@triton.jit
+def turned_scales(
+    ptr, even, odd, w, K, W, store, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr
+):  # fmt: skip
+    """From the bits of the amaxes of even and odd columns: inv_scales of both; scales, if asked to, in memory."""
+    amax_low, amax_high = even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
+    inv_low, inv_high = inv_scale_of(amax_low, GOAL, POW2, FLOOR), inv_scale_of(amax_high, GOAL, POW2, FLOOR)
+    if store:
+        tl.store(ptr + 2 * w, scale_of(amax_low, inv_low, POW2), mask=w < W)
+        tl.store(ptr + 2 * w + 1, scale_of(amax_high, inv_high, POW2), mask=2 * w + 1 < K)
+    return inv_low, inv_high
+
+
+@triton.jit
+def close_grained(record, P, amax, scaled, columns, at, ratio_ptr):
+    """Write what a record holds beside, where every scale is of its numbers' own amax, which nothing exceeds."""
+    tl.store(record + AMAX * P, amax.to(tl.float64))
+    tl.store(record + SCALED * P, (scaled * columns).to(tl.float64))
+    tl.store(record + SATURATED * P, 0.0)
+    tl.store(record + NANS * P, 0.0)
+    tl.store(record + INFS * P, 0.0)
+    if at == 0:
+        tl.store(ratio_ptr, -float("inf"))  # none: no scale was given
