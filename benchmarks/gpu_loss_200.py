@@ -5,8 +5,8 @@
 
     |mean(fast) - mean(reference)| <= 3 sqrt(var(fast) / n + var(reference) / n)
 
-of the mean validation loss of the last evaluations. Runs differ by a factor (1 + 1e-6 N) on their initial weights: after
-two hundred steps that is worth percents, so that one pair of runs says nothing.
+of the mean validation loss of the last evaluations. Runs differ by a factor (1 + 1e-6 N) on their initial weights:
+after two hundred steps that is worth percents, so that one pair of runs says nothing.
 
 python -m benchmarks.gpu_loss_200 [--size small] [--steps 200] [--runs 5]
 """
