@@ -17,6 +17,7 @@ VERBS = {
     "compare": "Is FP8 safe and worth it for this training script?",
     "run": "Run a training script watched, and converted if asked.",
     "report": "Make a page (or text) from recorded runs.",
+    "inspect": "What a checkpoint holds, and what each FP8 recipe would make of it.",
     "bench": "Measure kernels, products and training steps on this machine, beside BF16 and peers.",
     "doctor": "What this machine can run, and what to do about it.",
 }

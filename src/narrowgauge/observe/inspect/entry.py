@@ -1,0 +1,79 @@
+"""What is in a checkpoint before anything of it is read: names, shapes, dtypes.
+
+open -> entries (from headers)    read(name) -> one tensor    the tensor is dropped before the next is read
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Args:
+        name: its key; keys of nested dicts are joined by dots.
+        shape: as stored.
+        dtype: torch's word for it ("bfloat16"), or the file's own where torch has none.
+        tied_to: the first name of the same memory; "" if this is the first.
+        optimizer: whether it belongs to an optimizer's state.
+        why_not: why its values cannot be read; "" if they can.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    tied_to: str = ""
+    optimizer: bool = False
+    why_not: str = ""
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
+class Checkpoint(Protocol):
+    """A file of tensors, or several behind one index."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        ...
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """What it holds."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a reader should know of how it was read."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name, on the CPU; of a mapped file only what is touched comes into memory."""
+        ...
+
+
+def word(dtype: torch.dtype) -> str:
+    """A dtype without its package: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def names_an_optimizer(name: str) -> bool:
+    """Whether a key says that it is an optimizer's: a part of it begins with `optim`."""
+    return any(part.lower().startswith("optim") for part in name.split(".")[:-1])

@@ -1,0 +1,129 @@
+"""A torch checkpoint: nested dicts of tensors, read without running anything that the file says.
+
+    torch.load(weights_only=True)    rebuilds tensors and plain containers; any other name in the pickle is refused
+    mmap=True                        storages are views of the mapped file: reading a tensor reads only its own bytes
+
+An optimizer is known by its form, a dict with `state` and `param_groups`, whatever it is called, or by its name.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import UsageError
+from narrowgauge.observe.inspect.entry import Entry, names_an_optimizer, word
+
+DEPTH = 64  # a file may refer to itself, and no checkpoint nests like this
+VALUES = 2_000_000  # and a few containers that hold each other twice unfold into any number of them
+
+# How torch words that a pickle asked for more than tensors: a name, or a step that its reader does not take.
+_NAMED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) ([^\s']+)")
+_REFUSED = "Weights only load failed"
+
+
+class TorchFile:
+    """One checkpoint, its pickle read and its tensors found.
+
+    Raises UsageError if it is damaged, or wants code to be run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, path.stat().st_size
+        with path.open("rb") as file:
+            mapped = file.read(2) == b"PK"  # a zip archive, of which bytes can be mapped
+        self.notes = () if mapped else (f"{path.name} is in torch's old format, which is read as a whole.",)
+        self._tensors: dict[str, Tensor] = {}
+        self.entries = tuple(self._entries(_load(path, mapped)))
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, a view of the mapped file."""
+        return self._tensors[name].detach()
+
+    def _entries(self, content: Any) -> Iterator[Entry]:
+        first: dict[tuple[Any, ...], str] = {}
+        for count, (found, value, optimizer) in enumerate(_leaves(content, "", False, 0, self.path)):
+            if count >= VALUES:
+                raise UsageError(f"{self.path} holds more than {VALUES:,} values; expected a checkpoint's tensors.")
+            if not isinstance(value, Tensor):
+                continue
+            name = _free(found or "tensor", self._tensors)
+            self._tensors[name] = value
+            why_not = _why_not(value)
+            tied_to = "" if why_not else first.setdefault(_memory(value, name), name)
+            yield Entry(
+                name,
+                tuple(value.shape),
+                word(value.dtype),
+                tied_to="" if tied_to == name else tied_to,
+                optimizer=optimizer or names_an_optimizer(name),
+                why_not=why_not,
+            )
+
+
+def _load(path: Path, mapped: bool) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong is said once, below
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:  # a damaged file fails in any way: IndexError, KeyError, OSError, RuntimeError, ...
+        text = str(error)
+        named = _NAMED.search(text)
+        if named or "TorchScript" in text:
+            wanted = f"it names `{named[1]}`" if named else "it is a TorchScript archive"
+            raise UsageError(
+                f"{path} can only be read by running code that comes with it ({wanted}), and nothing of a file is run "
+                "here. Save tensors alone: torch.save(model.state_dict(), ...), or safetensors."
+            ) from error
+        cause = text.partition("WeightsUnpickler error:")[2] if _REFUSED in text else text
+        line = next((line.strip() for line in cause.splitlines() if line.strip()), "")
+        said = f"{type(error).__name__}: {line}" if line else type(error).__name__
+        raise UsageError(
+            f"{path} is no whole torch checkpoint ({said[:200]}). If it was downloaded or copied, do that again; if "
+            "another program wrote it, save its tensors with torch.save or as safetensors."
+        ) from error
+
+
+def _leaves(value: Any, name: str, optimizer: bool, depth: int, path: Path) -> Iterator[tuple[str, Any, bool]]:
+    """(dotted name, value, whether an optimizer's) of all that is in nested containers."""
+    if depth > DEPTH:
+        raise UsageError(f"{path} nests more than {DEPTH} levels deep; expected dicts of tensors.")
+    if isinstance(value, Mapping):
+        items = list(value.items())
+        optimizer = optimizer or {"state", "param_groups"} <= value.keys()
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        yield name, value, optimizer
+        return
+    for key, part in items:
+        yield from _leaves(part, f"{name}.{key}" if name else str(key), optimizer, depth + 1, path)
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """The name, or with a number behind it if two paths are written alike."""
+    number, free = 2, name
+    while free in taken:
+        free, number = f"{name}#{number}", number + 1
+    return free
+
+
+def _memory(value: Tensor, name: str) -> tuple[Any, ...]:
+    """What two tied tensors have in common; an empty tensor has nothing to share."""
+    if not value.numel():
+        return (name,)
+    return value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype
+
+
+def _why_not(value: Tensor) -> str:
+    if value.is_nested or value.layout != torch.strided:
+        return f"it is {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')}"
+    if value.is_quantized:
+        return "it is one of torch's own quantized tensors"
+    return "it was saved without its data (meta)" if value.device.type == "meta" else ""

@@ -1,0 +1,199 @@
+"""`narrowgauge inspect`: what it prints, what it writes, and one message with exit code 2 for what it cannot do."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from narrowgauge.cli.inspect import ROLES
+from narrowgauge.cli.main import main
+from narrowgauge.compute import recipes
+from narrowgauge.metrics import OPERAND_COLUMNS
+from narrowgauge.observe.inspect import inspect, open_checkpoint, plain
+
+DOCS = Path(__file__).parents[2] / "docs" / "inspect.md"
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    broken = torch.randn(32, 64, generator=generator)
+    broken[1, 2] = math.nan
+    save_file(
+        {
+            "up.weight": torch.randn(64, 32, generator=generator),
+            "down.weight": broken,
+            "up.bias": torch.ones(64),
+            "q.weight": torch.ones(16, 16).to(torch.float8_e4m3fn),
+            "q.weight_scale": torch.tensor(0.5),
+            "exact": torch.ones(16, 16),
+            "zeros": torch.zeros(16, 16),
+        },
+        "model.safetensors",
+    )
+    return "model.safetensors"
+
+
+def said(capsys, *argv):
+    main(["inspect", *argv])
+    out = capsys.readouterr()
+    assert out.err == ""
+    return out.out
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", *argv])
+    out = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "Traceback" not in out.err
+    assert out.out == ""
+    return out.err
+
+
+def strict(text):
+    """JSON as the standard has it, without NaN and Infinity."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_the_roles_are_those_of_recipes():
+    assert set(ROLES) == set(recipes.ROLES)
+
+
+def test_the_page_fits_a_pipe_of_100_columns(capsys, model):
+    text = said(capsys, model)
+    first, *lines = text.splitlines()
+    assert first.startswith("model.safetensors: 7 tensors, 4.928k parameters, ")
+    assert max(map(len, lines)) <= 100
+    assert "NaN or Inf in 1 of 7 tensors" in text
+    wide = plain(inspect(open_checkpoint(Path(model))), width=100)
+    assert [line.rstrip() for line in text.splitlines()] == wide.splitlines()
+
+
+def test_json_is_everything(capsys, model):
+    text = said(capsys, model, "--json")
+    found = strict(text)
+    assert {name: found[name] for name in ("schema", "file", "tensors", "looked_at", "parameters", "role")} == {
+        "schema": 1, "file": "model.safetensors", "tensors": 7, "looked_at": 7, "role": "weight",
+        "parameters": 64 * 32 * 2 + 64 + 3 * 16 * 16,
+    }  # fmt: skip
+    assert found["bytes"] == Path(model).stat().st_size
+    assert found["dtypes"] == {"float32": 6, "float8_e4m3fn": 1}
+    assert found["recipes"]["current"] == {
+        "same": ["delayed", "static"], "format": "E4M3FN", "one_per": "tensor", "scaling": "current",
+    }  # fmt: skip
+    assert found["not_finite"] == ["down.weight"]
+    assert set(found["worst"]) == set(found["recipes"])
+    rows = {row["name"]: row for row in found["rows"]}
+    up = rows["up.weight"]
+    assert (up["kind"], up["shape"], up["dtype"]) == ("matrix", [64, 32], "float32")
+    assert up["best"] in up["recipes"]
+    for recipe in found["recipes"]:
+        assert {*up["metrics"], *up["recipes"][recipe]} - {"badness", "sign", "why"} == {*OPERAND_COLUMNS} - {
+            "amax_ratio"
+        }
+    assert rows["q.weight"]["codes"] == {
+        "format": "E4M3FN", "scale": "q.weight_scale", "one_per": "tensor",
+        "codes_used": 1, "zeros": 0, "max": 0, "nan": 0, "inf": 0,
+    }  # fmt: skip
+    assert rows["exact"]["recipes"]["mxfp8"]["sqnr_db"] == "Infinity"
+    assert rows["zeros"]["recipes"]["mxfp8"]["sqnr_db"] is None
+    assert "recipes" not in rows["up.bias"]
+    # One tensor per line, so that a line-wise tool can read a large one.
+    assert sum(line.startswith("  {") for line in text.splitlines()) == 7
+
+
+def test_out_has_the_same_json(capsys, model):
+    page = said(capsys, model, "--out", "found.json")
+    assert page == said(capsys, model)
+    assert strict(Path("found.json").read_text()) == strict(said(capsys, model, "--json"))
+
+
+def test_recipes_are_chosen_by_name(capsys, model):
+    found = strict(said(capsys, model, "--recipes", "Blockwise, mxfp8", "--json"))
+    assert list(found["recipes"]) == ["blockwise", "mxfp8"]
+    found = strict(said(capsys, model, "--recipes", "delayed,current", "--json"))
+    assert found["recipes"]["delayed"]["same"] == ["current"]
+
+
+def test_a_role_and_a_glob(capsys, model):
+    found = strict(said(capsys, model, "--role", "grad_output", "--only", "up", "--only", "ex*", "--json"))
+    assert found["recipes"]["current"]["format"] == "E5M2"
+    assert [row["name"] for row in found["rows"]] == ["exact", "up.bias", "up.weight"]
+    assert (found["tensors"], found["looked_at"]) == (7, 3)
+
+
+def test_top(capsys, model):
+    assert "Matrices, the worst under current first (1 of 4): SQNR in dB" in said(capsys, model, "--top", "1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "Missing argument 'FILE'"),
+        (["modle.safetensors"], "there is no file modle.safetensors; did you mean 'model.safetensors'?"),
+        (["."], "is a folder; name a file in it: class.pt, cut.safetensors, empty.pt, model.safetensors."),
+        (["empty.pt"], "empty.pt is empty; expected safetensors, a torch checkpoint"),
+        (["words.txt"], "words.txt begins with b'some wor', which nothing known here does"),
+        (["cut.safetensors"], "cut.safetensors is no whole safetensors file"),
+        (["class.pt"], "can only be read by running code that comes with it (it names `torch.nn"),
+        (["model.safetensors", "--recipes", "curent"], "did you mean 'current'?"),
+        (["model.safetensors", "--recipes", ","], "no recipe was named; expected for example"),
+        (["model.safetensors", "--recipes", "current,rowwise,Current"], "current is named twice in --recipes"),
+        (["model.safetensors", "--role", "output"], "'output' is not one of"),
+        (
+            ["model.safetensors", "--only", "upp.*"],
+            "--only 'upp.*' matches no tensor of model.safetensors; near it: up.",
+        ),
+        (["model.safetensors", "--top", "0"], "0 is not in the range x>=1"),
+        (
+            ["model.safetensors", "--out", "none/a.json"],
+            "--out: cannot write to none/a.json: No such file or directory",
+        ),
+        (["model.safetensors", "--out", "./model.safetensors"], "the very file to look at; give another one"),
+    ],
+)
+def test_wrong_use_is_one_message_and_2(capsys, model, argv, says):
+    Path("empty.pt").touch()
+    Path("words.txt").write_text("some words")
+    Path("cut.safetensors").write_bytes(Path(model).read_bytes()[:-1])
+    torch.save(torch.nn.Linear(2, 2), "class.pt")
+    before = Path(model).read_bytes()
+    told = refused(capsys, *argv)
+    assert says in told
+    assert Path(model).read_bytes() == before
+
+
+def test_a_refused_file_leaves_no_empty_json_behind(capsys, model):
+    refused(capsys, "none.pt", "--out", "found.json")
+    assert not Path("found.json").exists()
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from narrowgauge.cli.main import main\ntry: main(['inspect', '--help'])\n"
+        "except SystemExit: pass\nassert not {'torch', 'numpy', 'safetensors', 'rich'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--recipes LIST" in done.stdout
+
+
+def test_the_page_in_the_docs_is_what_is_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = DOCS.read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [shown] = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, DOCS.name, "exec"), {})
+    assert printed.getvalue().strip() == shown.strip()
