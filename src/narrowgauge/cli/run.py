@@ -48,6 +48,7 @@ def run_command(
         steps=steps,
         every=every or settings.every,
         convert=settings.convert,
+        judge="current",
         compiling=True,
     )
     code = watch(plan, argv)

@@ -30,6 +30,7 @@ from narrowgauge.session.fingerprint import stored
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.losses import EvalLosses
 from narrowgauge.session.memory import PeakMemory
+from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import Root
 from narrowgauge.session.roots import Roots
@@ -51,7 +52,9 @@ class Session:
         self.collector = Collector(writer, every=plan.every)
         self.ledger = Ledger(writer)
         self.memory = PeakMemory()
-        self.roots = Roots(plan, self.collector, family)
+        self._training = False  # a forward with gradients is running
+        self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self._training)
+        self.roots = Roots(plan, self.collector, self.plain, family)
         self.notes: list[str] = []
         self.skipped_steps = 0
         self.backwards = 0
@@ -103,6 +106,7 @@ class Session:
             return
         if self._stepped or self.ledger.line is None:
             self._open_step()
+        self._training = True
         root.enter_autocast()
         tokens = self._batches.see((args, kwargs))
         if self.ledger.line is not None:
@@ -117,6 +121,7 @@ class Session:
         self._depth -= 1
         if self._depth:
             return
+        self._training = False
         self._batches.made(output)
         if not torch.is_grad_enabled():
             self._evals.model_ended(output)
@@ -183,6 +188,7 @@ class Session:
     def step_ended(self, optimizer: Optimizer) -> None:
         """An optimizer stepped."""
         self._clip_norm = None
+        self.plain.end()
         self.ledger.stepped()
         self._stepped = True
 
@@ -245,6 +251,8 @@ class Session:
         self._stepped = False
         line = self.ledger.open()
         line.disturbed = self.collector.begin_step(line.step)
+        if line.disturbed:
+            self.plain.begin()
         if self._probe is not None:
             line.disturbed |= self._probe.armed(line.step)
         self._report()
@@ -270,6 +278,7 @@ class Session:
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""
         self._close_step()
+        self.plain.end()
         self.ledger.finish()
         self.collector.flush()
         self.seams.close()

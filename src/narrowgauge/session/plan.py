@@ -38,6 +38,7 @@ class Plan:
     probe_steps: tuple[int, ...] = ()
     rehearse: tuple[str, ...] = ()
     convert: dict[str, Any] = field(default_factory=dict)
+    judge: str = ""  # the recipe that linear layers which stay plain are judged by; none if empty
     compiling: bool = False  # may the program compile its model? the probe at the same weights needs it eager
 
     @property

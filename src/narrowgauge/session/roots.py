@@ -26,6 +26,7 @@ from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import weights_hash
 from narrowgauge.session.machine import native_fp8
 from narrowgauge.session.perturb import perturb
+from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import AUTOCAST, Root
 
@@ -65,8 +66,8 @@ class Renamed:
 class Roots:
     """All models of the program, and the roots through which they are called."""
 
-    def __init__(self, plan: Plan, observer: Observer, family: Family | None = None) -> None:
-        self._plan, self._observer = plan, observer
+    def __init__(self, plan: Plan, observer: Observer, plain: PlainSites, family: Family | None = None) -> None:
+        self._plan, self._observer, self._plain = plan, observer, plain
         self.family = family or Family()
         self._roots: dict[int, Root] = {}
         self._models: list[nn.Module] = []
@@ -118,14 +119,15 @@ class Roots:
         self._watch_dtype(model)
         if self._plan.noise:
             perturb(model, self._plan.noise, self._plan.seed)
-        self._convert(model, trained)
-        return root
-
-    def _convert(self, model: nn.Module, trained: set[int]) -> None:
-        if self._plan.recipe is None and not self._plan.rehearse:
-            return
         kinds = [type(m).__name__ for m in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
+        self._convert(model, trained, prefix)
+        self._plain.add(model, Renamed(self._observer, prefix) if prefix else self._observer)
+        return root
+
+    def _convert(self, model: nn.Module, trained: set[int], prefix: str) -> None:
+        if self._plan.recipe is None and not self._plan.rehearse:
+            return
         try:
             report = self._converted(model)
         except ConversionError as refusal:
@@ -179,10 +181,10 @@ class Roots:
         device = linear.weight.device.type
         expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
         self._expected_dtype = str(expected).removeprefix("torch.")
+        if self._plan.compiling:  # a hook that comes and goes would have graphs compiled again
+            return
 
         def once(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
             self._linear_dtype = str(output.dtype).removeprefix("torch.")
             handle.remove()
 

@@ -1,0 +1,96 @@
+"""Linear layers that nobody converted: what FP8 would do to their tensors, were they converted by a recipe.
+
+    recorded step     each layer's input, weight and grad_output go through the recipe's quantizers; what they become is
+                      counted as for a converted layer, and thrown away
+    other steps       no hook is there: nothing is paid
+
+A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, and the next
+one uses the graphs again as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.compute.kernels import choose
+from narrowgauge.compute.nn.call import Call, without_autocast
+from narrowgauge.compute.nn.clock import StepClock, inside_backward
+from narrowgauge.compute.nn.eligible import DTYPES
+from narrowgauge.compute.nn.layer_state import LayerState
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
+from narrowgauge.compute.recipes import by_name
+
+
+class PlainSites:
+    """The plain linear layers of a program's models.
+
+    Args:
+        recipe: the name of the one that they are judged by, which keeps no state; without one, none is looked at.
+        eager: whether a recorded step runs uncompiled.
+        training: whether a training forward is running, asked at each layer's call.
+    """
+
+    def __init__(self, recipe: str, *, eager: bool, training: Callable[[], bool]) -> None:
+        self._recipe = by_name(recipe) if recipe else None
+        self._eager, self._training = eager, training
+        self._clock = StepClock()
+        self._layers: list[tuple[nn.Module, LayerState]] = []
+        self._weights: set[str] = set()  # seen in the open step
+        self._open = ExitStack()
+
+    def add(self, model: nn.Module, observer: Observer) -> int:
+        """Take in the plain linear layers of a model; how many there are."""
+        recipe = self._recipe
+        if recipe is None:
+            return 0
+        found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, Fp8Linear)]
+        for name, module in found:
+            device = next((p.device for p in module.parameters()), torch.device("cpu"))
+            backend, _ = choose(recipe, device)
+            state = LayerState(name.replace("_orig_mod.", ""), recipe, backend, self._clock, observer=observer)
+            self._layers.append((module, state))
+        return len(found)
+
+    def begin(self) -> None:
+        """A recorded step begins."""
+        self.end()
+        self._weights.clear()
+        for module, state in self._layers:
+            handle = module.register_forward_hook(partial(self._called, state))
+            self._open.callback(handle.remove)
+        if self._eager and self._layers and "torch._dynamo" in sys.modules:  # a program that compiles has imported it
+            self._open.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def end(self) -> None:
+        """It ended: no hook is left."""
+        self._open.close()
+
+    def _called(self, state: LayerState, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+            return
+        if not inside_backward() and self._training():  # a recomputed forward was seen when it ran first
+            self._show(state, "input", args[0])
+            weight = module._parameters.get("weight")
+            if weight is not None and state.name not in self._weights:
+                self._weights.add(state.name)
+                self._show(state, "weight", weight)
+        if output.requires_grad:
+            output.register_hook(partial(self._show, state, "grad_output"))
+
+    def _show(self, state: LayerState, role: OperandRole, x: Tensor) -> None:
+        x = x.detach()
+        if type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided or not x.numel():
+            return
+        with torch.no_grad(), without_autocast(x.device.type):
+            call = Call.begin(state, x.dtype, "write")
+            if call.watched:
+                quantize_operand(call, role, x.reshape(-1, x.shape[-1]), True, False)
