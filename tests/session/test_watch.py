@@ -221,3 +221,26 @@ def test_what_is_compiled_stays_one_graph_watched_or_converted(tmp_path, how):
     assert {2, 4, 6} == set(found.tensors()["step"].tolist())
     assert found.meta["baseline_dtype"] == "float32"
     assert [row["recipe"] for row in found.meta["conversion"]] == ["current", "current"]
+
+
+TERMINATED = """
+import signal, sys, time
+def end(*_):
+    print("ended by hand", flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_signal_to_us_reaches_the_program_which_ends_as_it_likes(tmp_path):
+    (tmp_path / "train.py").write_text(TERMINATED)
+    command = [*NARROWGAUGE, "run", "--out", "out", "--", "train.py"]
+    parent = subprocess.Popen(
+        command, cwd=tmp_path, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert parent.stdout.readline() == "ready\n"
+    parent.terminate()
+    out, _ = parent.communicate(timeout=60)
+    assert (out, parent.returncode) == ("ended by hand\n", 5)
