@@ -54,7 +54,9 @@ def train(steps):
         optimizer.step()
 train(2)
 if os.fork() == 0:
+    print("hooks in the child:", len(model._forward_hooks) + len(model._forward_pre_hooks))
     train(5)
+    print("the child made 5 steps", flush=True)
     os._exit(0)
 os.wait()
 train(1)
@@ -107,9 +109,13 @@ def test_data_loader_workers_open_no_run(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_trains_unwatched(tmp_path):
-    done = run(tmp_path, "train.py", script=FORKS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forked_child_trains_unwatched(tmp_path, compiled):
+    made = "model.compile(backend='eager')\noptimizer =" if compiled else "optimizer ="
+    options = ("--every", "1", "--steps", "3")  # what is still watched would be ended after three steps
+    done = run(tmp_path, "train.py", options=options, script=FORKS.replace("optimizer =", made, 1))
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
+    assert done.stdout == "hooks in the child: 0\nthe child made 5 steps\n"
     assert steps(tmp_path / "out") == 3
 
 
@@ -182,7 +188,8 @@ from torch._dynamo.utils import counters
 how = sys.argv[1]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+early = sys.argv[2] == "early"
+optimizer = None if early else torch.optim.AdamW(model.parameters(), lr=1e-3)
 called = model
 if how == "module":
     called = torch.compile(model, backend="aot_eager")
@@ -195,6 +202,7 @@ def loss_of(x):
     return (called(x) - x).square().mean()
 if how == "function":
     loss_of = torch.compile(loss_of, backend="aot_eager")
+optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
 for _ in range(6):
     loss_of(torch.randn(32, 64)).backward()
     optimizer.step()
@@ -203,15 +211,16 @@ print(counters["stats"]["unique_graphs"], "graphs", sum(counters["graph_break"].
 """
 
 
+@pytest.mark.parametrize("when", ["early", "late"])  # before the optimizer is made, or after
 @pytest.mark.parametrize("how", ["module", "in place", "function", "blocks"])
-def test_what_is_compiled_stays_one_graph_watched_or_converted(tmp_path, how):
+def test_what_is_compiled_stays_one_graph_watched_or_converted(tmp_path, how, when):
     (tmp_path / "train.py").write_text(COMPILED)
-    done = run(tmp_path, "train.py", how)
+    done = run(tmp_path, "train.py", how, when)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
     assert done.stdout.endswith("0 breaks\n")
     assert steps(tmp_path / "out") == 6
     (tmp_path / "out").rename(tmp_path / "watched")
-    done = run(tmp_path, "train.py", how, options=("--convert", "current", "--every", "2"))
+    done = run(tmp_path, "train.py", how, when, options=("--convert", "current", "--every", "2"))
     assert (done.returncode, done.stdout.endswith("0 breaks\n"), done.stderr) == (
         0,
         True,
@@ -244,3 +253,37 @@ def test_a_signal_to_us_reaches_the_program_which_ends_as_it_likes(tmp_path):
     parent.terminate()
     out, _ = parent.communicate(timeout=60)
     assert (out, parent.returncode) == ("ended by hand\n", 5)
+
+
+NO_LINEAR = """
+import sys, torch
+from torch import nn
+model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU())
+spare = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 4, 16)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_gpus_are_left_asleep_until_the_program_wakes_them(tmp_path):
+    # To ask a GPU's name wakes it, and what forks afterwards cannot use it any more.
+    script = (
+        "import torch\nfrom unittest import mock\n"
+        "def woken(*args, **kwargs):\n    raise SystemExit('a GPU was asked for')\n"
+        "for name in ('is_available', 'get_device_name', 'get_device_capability', 'device_count'):\n"
+        "    setattr(torch.cuda, name, woken)\n"
+    )
+    done = run(tmp_path, "train.py", script=script + NO_LINEAR)
+    assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
+
+
+def test_what_a_program_filters_stays_filtered(tmp_path):
+    script = (
+        "import warnings\n" + NO_LINEAR + "warnings.simplefilter('error')\nimport atexit\n"
+        "before = list(warnings.filters)\nfrom narrowgauge.session import armed\narmed._attached[0].close()\n"
+        "ours = [f for f in warnings.filters if f[1] and 'global hooks' in f[1].pattern]\n"
+        "print(ours, warnings.filters[0][0])\n"
+    )
+    assert run(tmp_path, "train.py", script=script).stdout == "[] error\n"

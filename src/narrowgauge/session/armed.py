@@ -14,6 +14,7 @@ import atexit
 import functools
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.errors import RunError
+from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.family import Family
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -30,7 +32,7 @@ _attached: list[Any] = []  # the process's session, once there is one
 
 def arm(plan_path: str) -> None:
     """Be ready for the first optimizer of this process; the plan is read only then."""
-    family = Family()
+    family, compiled = Family(), CompiledCalls()
     hook = nn.modules.module.register_module_module_registration_hook(
         lambda parent, name, child: family.registered(parent, child)
     )
@@ -41,16 +43,17 @@ def arm(plan_path: str) -> None:
         original(self, *args, **kwargs)
         if not _attached:
             hook.remove()  # the session follows registrations itself
-            _attach(Path(plan_path), family, self)
+            _attach(Path(plan_path), family, compiled, self)
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
 
 
-def _attach(plan_path: Path, family: Family, optimizer: Optimizer) -> None:
+def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer: Optimizer) -> None:
     _attached.append(None)  # whatever fails now is not tried again
     try:
-        watched = Watched(plan_path, family)
+        watched = Watched(plan_path, family, compiled)
     except Exception as error:
+        compiled.close()
         print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
         return
     _attached[:] = [watched]
@@ -72,7 +75,7 @@ def rank_of_this_process() -> int:
 class Watched:
     """A session in a program that knows nothing of it, and what has to be done when the process ends."""
 
-    def __init__(self, plan_path: Path, family: Family) -> None:
+    def __init__(self, plan_path: Path, family: Family, compiled: CompiledCalls) -> None:
         # Imported here: a worker that only imports torch should not wait for all of this.
         from narrowgauge.observe.store import RunWriter
         from narrowgauge.session.attach import Session
@@ -81,13 +84,14 @@ class Watched:
 
         plan = Plan.read(plan_path)
         rank = rank_of_this_process()
-        meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe, **machine_facts()}
+        meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
+        self._machine = partial(machine_facts, wake=False)
         try:
-            self.writer = RunWriter(plan.folder, meta, rank=rank)
+            self.writer = RunWriter(plan.folder, meta | self._machine(), rank=rank)
         except RunError:
             # Another process of this program trains as well, under the same rank: its run stands there already.
-            self.writer = RunWriter(plan.folder / f"process-{os.getpid()}", meta, rank=rank)
-        self.session = Session(plan, self.writer, family=family)
+            self.writer = RunWriter(plan.folder / f"process-{os.getpid()}", meta | self._machine(), rank=rank)
+        self.session = Session(plan, self.writer, family=family, compiled=compiled)
         self.error = ""
         self._pid = os.getpid()
         self._excepthook = sys.excepthook
@@ -102,7 +106,7 @@ class Watched:
 
     def _forked(self) -> None:
         if _attached == [self]:
-            self.session.seams.close()
+            self.session.abandon()
 
     def close(self) -> None:
         """Write everything and end the run; what was recorded is kept whatever happens here."""
@@ -110,7 +114,7 @@ class Watched:
             return
         try:
             self.session.finish()
-            facts = self.session.facts()
+            facts = self._machine() | self.session.facts()  # a GPU may have been woken since
         except Exception as raised:
             facts = {"notes": [f"closing the run failed: {raised!r}"]}
         self.writer.update_meta(**facts, error=self.error)

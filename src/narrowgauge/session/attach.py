@@ -25,6 +25,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session import status
 from narrowgauge.session.batches import Batches
+from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import stored
 from narrowgauge.session.ledger import Ledger
@@ -46,7 +47,12 @@ class Session:
     """Follows one program, as `plan` says; `facts()` is what it learned."""
 
     def __init__(
-        self, plan: Plan, writer: RunWriter, probe: SameWeightsProbe | None = None, family: Family | None = None
+        self,
+        plan: Plan,
+        writer: RunWriter,
+        probe: SameWeightsProbe | None = None,
+        family: Family | None = None,
+        compiled: CompiledCalls | None = None,
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
         self.collector = Collector(writer, every=plan.every)
@@ -69,6 +75,9 @@ class Session:
         self._scaled: tuple[Tensor, Tensor, Any] | None = None
         self._eval_began = 0.0
         self.seams = Seams(self, compiling=plan.compiling)
+        self._calls = (compiled or CompiledCalls()) if plan.compiling else None
+        if self._calls is not None:
+            self._calls.listener = self
         self._evals.watch(self.seams)
 
     # What the program does, in the order in which it does it.
@@ -278,12 +287,18 @@ class Session:
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""
         self._close_step()
-        self.plain.end()
         self.ledger.finish()
         self.collector.flush()
-        self.seams.close()
-        self.roots.leave()
+        self.abandon()
         self._report(done=True)
+
+    def abandon(self) -> None:
+        """Hear nothing of the program any more, and leave no hook in it: it ended, or this is a forked child."""
+        self.seams.close()
+        if self._calls is not None:
+            self._calls.close()
+        self.plain.end()
+        self.roots.leave()
 
     def _report(self, *, done: bool = False) -> None:
         if self._writer.rank == 0:  # one pulse is enough for a progress display
@@ -301,7 +316,7 @@ class Session:
             "backwards": self.backwards,
             "peak_memory_bytes": self.memory.bytes(),
             "watch": {"every": self._plan.every, "seconds": self.collector.seconds},
-            "notes": [*self.notes, *self.roots.notes, *self._batches.notes],
+            "notes": [*self.notes, *self.roots.notes, *self._batches.notes, *self.plain.notes],
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
             "refusal": self.roots.refusal,

@@ -112,7 +112,7 @@ class Laps:
         """Host seconds since the last lap, less `away`."""
         now = time.perf_counter()
         seconds, self._last = now - self._last - away, now
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._pair = (self._before, event) if self._before is not None else None

@@ -13,13 +13,18 @@ import torch
 PACKAGES = ("narrowgauge", "torch", "numpy", "duckdb", "triton", "transformers", "accelerate", "lightning", "torchao")
 
 
-def machine_facts() -> dict[str, Any]:
-    """Hardware, versions and the git revision of the working directory."""
+def machine_facts(*, wake: bool = True) -> dict[str, Any]:
+    """Hardware, versions and the git revision of the working directory.
+
+    To ask for a GPU's name wakes it, and a process that forks afterwards has spoilt it for its children. Unless `wake`,
+    only one that the program has woken is asked.
+    """
+    awake = wake or torch.cuda.is_initialized()
     return {
-        "hardware": hardware(),
+        "hardware": hardware() if awake else cpu(),
         "versions": versions(),
         "git_revision": git_revision(Path.cwd()),
-        "emulated": not native_fp8(),
+        "emulated": not (awake and native_fp8()),
     }
 
 
@@ -34,6 +39,11 @@ def hardware() -> str:
     """The GPU's name, or the CPU's with the number of threads that torch uses."""
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
+    return cpu()
+
+
+def cpu() -> str:
+    """The processor's name with the number of threads that torch uses."""
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 

@@ -21,7 +21,7 @@ class PeakMemory:
 
     def forget(self) -> None:
         """Start anew: what was held until now was a probe's."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
             return
         # Linux resets a process's high-water mark on request; elsewhere the probes stay in the figure.
@@ -35,7 +35,7 @@ class PeakMemory:
         return self._peak or self._now()
 
     def _now(self) -> int:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             return int(torch.cuda.max_memory_allocated())
         try:
             status = Path("/proc/self/status").read_text()

@@ -46,6 +46,7 @@ class PlainSites:
         self._layers: list[tuple[nn.Module, LayerState]] = []
         self._weights: set[str] = set()  # seen in the open step
         self._open = ExitStack()
+        self._passed_over: set[str] = set()
 
     def add(self, model: nn.Module, observer: Observer) -> int:
         """Take in the plain linear layers of a model; how many there are."""
@@ -59,6 +60,14 @@ class PlainSites:
             state = LayerState(name.replace("_orig_mod.", ""), recipe, backend, self._clock, observer=observer)
             self._layers.append((module, state))
         return len(found)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not looked at; empty if everything was."""
+        if not self._passed_over:
+            return []
+        kinds = ", ".join(sorted(self._passed_over))
+        return [f"Some operands of linear layers are not recorded, because no quantizer takes them: {kinds}."]
 
     def begin(self) -> None:
         """A recorded step begins."""
@@ -88,7 +97,11 @@ class PlainSites:
 
     def _show(self, state: LayerState, role: OperandRole, x: Tensor) -> None:
         x = x.detach()
-        if type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided or not x.numel():
+        if type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
+            kind = f"{type(x).__name__} of {x.dtype}".replace("torch.", "")
+            self._passed_over.add(f"{role} {kind}" if x.layout is torch.strided else f"{role} {kind}, {x.layout}")
+            return
+        if not x.numel():
             return
         with torch.no_grad(), without_autocast(x.device.type):
             call = Call.begin(state, x.dtype, "write")

@@ -75,7 +75,7 @@ class Roots:
         self._reports: list[tuple[str, ConversionReport]] = []
         self._refusals: list[ConversionError] = []
         self._hashes: list[str] = []
-        self._linear_dtype = self._expected_dtype = ""  # what ran where it was seen, else what should run
+        self._linear_dtype = ""
         self.notes: list[str] = []
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -178,10 +178,10 @@ class Roots:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
         if linear is None:
             return
-        device = linear.weight.device.type
-        expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
-        self._expected_dtype = str(expected).removeprefix("torch.")
-        if self._plan.compiling:  # a hook that comes and goes would have graphs compiled again
+        if self._plan.compiling:  # a hook that comes and goes would have graphs compiled again: what should run
+            device = linear.weight.device.type
+            expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
+            self._linear_dtype = str(expected).removeprefix("torch.")
             return
 
         def once(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -198,11 +198,11 @@ class Roots:
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
         backends = {row["backend"] for row in rows if row["recipe"]}
         return {
-            **({"emulated": not native_fp8() or "reference" in backends} if backends else {}),
+            **({"emulated": "reference" in backends or not native_fp8()} if backends else {}),
             "models": len(self._models),
             "parameters": sum({id(p): p.numel() for m in self._models for p in m.parameters()}.values()),
             "device": str(root.device) if root else "",
-            "baseline_dtype": self._linear_dtype or self._expected_dtype or "no nn.Linear ran",
+            "baseline_dtype": self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
             "conversion_summary": [{k: v for k, v in report.to_dict().items() if k != "rows"} for _, report in reports],

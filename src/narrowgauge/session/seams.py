@@ -10,7 +10,7 @@ Each seam is one function of torch's that every training program must pass: maki
     stepped   torch's global optimizer step hooks          the end of a step
     scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
     clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
-    compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be, and each call told
+    compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be (`compiled_calls`)
 
 What is compiled must stay so: our hooks do nothing while a graph is traced, and leave no trace in it.
 """
@@ -18,7 +18,6 @@ What is compiled must stay so: our hooks do nothing while a graph is traced, and
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -67,12 +66,6 @@ class Listener(Protocol):
 
     def compile_refused(self) -> None:
         """torch.compile was asked for."""
-
-    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A compiled function, or a module that was compiled in place, is about to run; what is returned comes back."""
-
-    def compiled_ended(self, known: Any, output: Any) -> None:
-        """It returned."""
 
 
 def in_backward() -> bool:
@@ -164,9 +157,7 @@ class Seams:
         self.replace(torch.amp.GradScaler, "step", scaler_step)
         self.replace(torch.nn.utils, "clip_grad_norm_", clip)
         self.replace(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
-        if compiling:
-            self._follow_compiled(listener)
-        else:
+        if not compiling:
             self.replace(torch, "compile", no_compile)
             self.replace(nn.Module, "compile", no_module_compile)
         handles = (
@@ -179,42 +170,3 @@ class Seams:
         )
         for handle in handles:
             self._undo.callback(handle.remove)
-
-    def _follow_compiled(self, listener: Listener) -> None:
-        """Hear of each call of what the program compiles; a module that `torch.compile` wraps is called as any is."""
-
-        def followed(owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(compiled)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling():  # it is a part of something else that is being compiled
-                    return compiled(*args, **kwargs)
-                known, output = listener.compiled_begins(owner, args, kwargs), None
-                try:
-                    output = compiled(*args, **kwargs)
-                finally:
-                    listener.compiled_ended(known, output)
-                return output
-
-            return call
-
-        def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-                if model is None:
-                    return lambda function: run(function, *args, **kwargs)
-                compiled = original(model, *args, **kwargs)
-                return compiled if isinstance(model, nn.Module) else followed(model, compiled)
-
-            return run
-
-        def compile_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-                original(self, *args, **kwargs)
-                self._compiled_call_impl = followed(self, self._compiled_call_impl)  # type: ignore[arg-type]
-
-            return run
-
-        self.replace(torch, "compile", compile_)
-        self.replace(nn.Module, "compile", compile_in_place)
-        filters = list(warnings.filters)
-        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-        self._undo.callback(lambda: warnings.filters.__setitem__(slice(None), filters))  # type: ignore[index]

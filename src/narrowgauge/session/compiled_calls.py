@@ -1,0 +1,72 @@
+"""Hears each call of what a program compiles, from `import torch` on: most compile their model before its optimizer.
+
+    torch.compile(function)     its result is wrapped
+    module.compile()            what the module then calls is wrapped
+    torch.compile(module)       makes a module, which is called like any other
+
+While a graph is traced nothing is told. Without a listener, before there is one and once it is gone, nothing is either.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
+
+
+class CompiledCalls:
+    """Wraps what is compiled from now on; `listener` hears `compiled_begins` and `compiled_ended`."""
+
+    def __init__(self) -> None:
+        self.listener: Any = None
+        self._compile, self._compile_in_place = torch.compile, nn.Module.compile
+
+        @functools.wraps(self._compile)
+        def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if model is None:
+                return lambda function: compile_(function, *args, **kwargs)
+            compiled: Any = self._compile(model, *args, **kwargs)
+            return compiled if isinstance(model, nn.Module) else self._followed(model, compiled)
+
+        @functools.wraps(self._compile_in_place)
+        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._compile_in_place(module, *args, **kwargs)
+            module._compiled_call_impl = self._followed(module, module._compiled_call_impl)  # type: ignore[arg-type]
+
+        self._ours: tuple[Any, Any] = compile_, compile_in_place
+        torch.compile, nn.Module.compile = compile_, compile_in_place  # type: ignore[assignment, method-assign]
+        # A session hooks all modules, and leaves no trace in what is compiled: nothing to warn of.
+        warnings.filterwarnings("ignore", message=_WARNING)
+        self._filter = warnings.filters[0]
+
+    def close(self) -> None:
+        """Tell nobody any more, and wrap nothing more; what was wrapped runs on as it would without."""
+        self.listener = None
+        if torch.compile is self._ours[0]:  # unless somebody else has wrapped it since
+            torch.compile = self._compile
+        if nn.Module.compile is self._ours[1]:
+            nn.Module.compile = self._compile_in_place  # type: ignore[method-assign]
+        with suppress(ValueError):
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+    def _followed(self, owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.listener is None:  # traced: a part of what is compiled around it
+                return compiled(*args, **kwargs)
+            known, output = self.listener.compiled_begins(owner, args, kwargs), None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                if self.listener is not None:
+                    self.listener.compiled_ended(known, output)
+            return output
+
+        return call
