@@ -328,3 +328,26 @@ def test_a_rehearsal_changes_nothing(tmp_path, recipes):
     assert a.column("loss") == b.column("loss")
     assert rehearsed.facts()["conversion"] == []
     assert rehearsed.facts()["refusal"] == ""
+
+
+DTYPES = """
+import sys, torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Conv1d(4, 4, 3), nn.Linear(16, 16)
+    def forward(self, x):
+        return self.used(x) if sys.argv[1] == "unused" else self.spare(x)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.autocast("cpu", torch.bfloat16):
+    model(torch.ones(2, 4, 16)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("which", "said"), [("used", "bfloat16"), ("unused", "no nn.Linear ran")])
+def test_the_baselines_dtype_is_what_ran(tmp_path, which, said):
+    session, _ = follow(tmp_path, DTYPES, which)
+    assert session.facts()["baseline_dtype"] == said
