@@ -189,7 +189,7 @@ for step in range(6):
 def test_a_scaler_s_loss_is_unscaled_and_its_skipped_step_counts_as_one(tmp_path):
     session, writer = follow(tmp_path, SCALED)
     assert session.ledger.steps == 6
-    assert session.skipped_steps == 1
+    assert session.updates.skipped == 1
     assert writer.column("skipped") == {3: 1.0}
     assert writer.column("loss_scale")[1] == 4.0
     assert writer.column("loss")[1] == pytest.approx(float(writer.column("loss")[2]), rel=0.2)

@@ -1,7 +1,7 @@
 """Where a running PyTorch program can be watched and changed without editing it.
 
 Each seam is one function of torch's that every training program must pass: making an optimizer, calling a module,
-`backward`, an optimizer's step. `Seams` replaces or hooks them, tells one listener, and can undo it all.
+`backward`, an optimizer's step. `Seams` replaces or hooks them, tells who listens, and can undo it all.
 
     held      torch's module registration hook             which module is a part of which
     made      torch.optim.Optimizer.__init__               which parameters are trained
@@ -31,8 +31,8 @@ from torch.optim.optimizer import (
 )
 
 
-class Listener(Protocol):
-    """What a session hears of the program."""
+class HearsMaking(Protocol):
+    """Hears of what the program makes."""
 
     def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """A module got a submodule."""
@@ -40,8 +40,22 @@ class Listener(Protocol):
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer was constructed."""
 
+    def compile_refused(self) -> None:
+        """torch.compile was asked for."""
+
+
+class HearsCalls(Protocol):
+    """Hears of modules."""
+
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run its forward."""
+
+
+class HearsUpdates(Protocol):
+    """Hears of backward passes and optimizers."""
+
+    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
+        """A gradient scaler turned `before` into `after`."""
 
     def backward_begins(self, loss: Any, plain: bool) -> None:
         """`backward(loss)` is called; `plain` if with nothing else."""
@@ -49,23 +63,17 @@ class Listener(Protocol):
     def backward_ended(self, loss: Any) -> None:
         """It returned."""
 
+    def gradients_clipped(self, norm: Tensor) -> None:
+        """Gradients were clipped; `norm` is theirs from before."""
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """It stepped."""
 
-    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
-        """A gradient scaler turned `before` into `after`."""
-
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         """A gradient scaler stepped, or skipped."""
-
-    def gradients_clipped(self, norm: Tensor) -> None:
-        """Gradients were clipped; `norm` is theirs from before."""
-
-    def compile_refused(self) -> None:
-        """torch.compile was asked for."""
 
 
 def in_backward() -> bool:
@@ -76,9 +84,11 @@ def in_backward() -> bool:
 class Seams:
     """All seams of one process; `close()` leaves torch as it was found."""
 
-    def __init__(self, listener: Listener, *, compiling: bool = False) -> None:
+    def __init__(
+        self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, *, compiling: bool = False
+    ) -> None:
         self._undo = ExitStack()
-        self._open(listener, compiling)
+        self._open(making, calls, updates, compiling)
 
     def close(self) -> None:
         """Undo every replacement and hook, in reverse order."""
@@ -90,11 +100,11 @@ class Seams:
         setattr(owner, name, functools.wraps(original)(make(original)))
         self._undo.callback(setattr, owner, name, original)
 
-    def _open(self, listener: Listener, compiling: bool) -> None:
+    def _open(self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, compiling: bool) -> None:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
             def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
                 original(self, *args, **kwargs)
-                listener.optimizer_made(self)
+                making.optimizer_made(self)
 
             return init
 
@@ -104,16 +114,16 @@ class Seams:
                     original(tensors, *args, **kwargs)
                     return
                 plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
-                listener.backward_begins(tensors, plain)
+                updates.backward_begins(tensors, plain)
                 original(tensors, *args, **kwargs)
-                listener.backward_ended(tensors)
+                updates.backward_ended(tensors)
 
             return run
 
         def scale(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(self: Any, outputs: Any) -> Any:
                 scaled = original(self, outputs)
-                listener.loss_scaled(self, outputs, scaled)
+                updates.loss_scaled(self, outputs, scaled)
                 return scaled
 
             return run
@@ -121,7 +131,7 @@ class Seams:
         def scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
                 out = original(self, optimizer, *args, **kwargs)
-                listener.scaler_stepped(self, optimizer)
+                updates.scaler_stepped(self, optimizer)
                 return out
 
             return run
@@ -129,27 +139,27 @@ class Seams:
         def clip(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 norm = original(*args, **kwargs)
-                listener.gradients_clipped(norm)
+                updates.gradients_clipped(norm)
                 return norm
 
             return run
 
         def no_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-                listener.compile_refused()
+                making.compile_refused()
                 return (lambda function: function) if model is None else model
 
             return run
 
         def no_module_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-                listener.compile_refused()
+                making.compile_refused()
 
             return run
 
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
             if not torch.compiler.is_compiling():  # while a graph is traced nothing is called yet
-                listener.module_called(module, args)
+                calls.module_called(module, args)
 
         self.replace(Optimizer, "__init__", made)
         self.replace(torch.autograd, "backward", backward)
@@ -162,11 +172,11 @@ class Seams:
             self.replace(nn.Module, "compile", no_module_compile)
         handles = (
             nn.modules.module.register_module_module_registration_hook(
-                lambda parent, name, child: listener.module_registered(parent, child)
+                lambda parent, name, child: making.module_registered(parent, child)
             ),
             nn.modules.module.register_module_forward_pre_hook(called),
-            register_optimizer_step_pre_hook(lambda opt, args, kwargs: listener.step_begins(opt)),
-            register_optimizer_step_post_hook(lambda opt, args, kwargs: listener.step_ended(opt)),
+            register_optimizer_step_pre_hook(lambda opt, args, kwargs: updates.step_begins(opt)),
+            register_optimizer_step_post_hook(lambda opt, args, kwargs: updates.step_ended(opt)),
         )
         for handle in handles:
             self._undo.callback(handle.remove)

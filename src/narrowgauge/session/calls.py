@@ -1,0 +1,137 @@
+"""Calls of the program's models: which modules are models, and what happens around each call.
+
+    outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
+    call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
+    call without gradients    an evaluation: its time is not the step's
+
+A compiled function is called as a whole: inside of it nobody is told of calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.root import Root
+from narrowgauge.session.roots import Roots
+from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.seams import in_backward
+from narrowgauge.session.steps import Steps, StopTraining
+
+
+class Calls:
+    """Follows the calls of one program's models.
+
+    Args:
+        roots, steps, probe: the session's.
+        optimizers: those that the program made and still holds.
+        taken: told whenever another model was taken.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        steps: Steps,
+        probe: SameWeightsProbe | None,
+        optimizers: Collection[Optimizer],
+        taken: Callable[[], None],
+    ) -> None:
+        self._roots, self._steps, self._probe = roots, steps, probe
+        self._optimizers, self._taken = optimizers, taken
+        self._depth = 0
+        self._compiled: dict[int, Root] = {}  # by the id of what was compiled, which its caller keeps alive
+        self._eval_began = 0.0
+        self.training = False  # a forward with gradients is running
+
+    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is called; the outermost one with trained parameters is taken as a model."""
+        if self._depth or module in self._roots or not self._optimizers:
+            return
+        if in_backward() or not torch.is_grad_enabled() or not self._roots.owns_trained(module, self._optimizers):
+            return
+        root = self._take(module)
+        root.follow(self.begins, self.ended)
+        self.begins(root, args, {})  # its own hook is there from the next call on
+
+    def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model is called."""
+        if in_backward():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if not torch.is_grad_enabled():
+            self._eval_began = time.perf_counter()
+            self._steps.evals.model_begins()
+            return
+        try:
+            self._steps.enter()
+        except StopTraining:
+            self._depth = 0
+            raise
+        self.training = True
+        root.enter_autocast()
+        tokens = self._steps.batches.see((args, kwargs))
+        if self._steps.line is not None:
+            self._steps.line.tokens += tokens
+        if self._probe is not None:
+            self._probe.module_call_begin(root.module, args, kwargs, root.model)
+
+    def ended(self, root: Root, output: Any) -> None:
+        """A model's call returned (or raised: then `output` is None)."""
+        if in_backward() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self.training = False
+        self._steps.batches.made(output)
+        if not torch.is_grad_enabled():
+            self._steps.evals.model_ended(output)
+            if self._steps.line is not None:
+                self._steps.line.away += time.perf_counter() - self._eval_began
+                self._steps.line.disturbed = True
+            return
+        root.exit_autocast()
+        if self._probe is not None:
+            self._probe.module_call_end(root.module, output)
+
+    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
+        """A compiled function, or a module compiled in place, is called: as a model, unless one is being called.
+
+        A function that is called before any model was is taken for the call of the whole that the optimizers train.
+        """
+        if self._depth or not self._optimizers or in_backward():
+            return None
+        root = self._compiled.get(id(owner))
+        if root is None:
+            root = self._take_compiled(owner)
+            if root is None:
+                return None
+            self._compiled[id(owner)] = root
+        self.begins(root, args, kwargs)
+        return root
+
+    def compiled_ended(self, known: Root | None, output: Any) -> None:
+        """Its call returned."""
+        if known is not None:
+            self.ended(known, output)
+
+    def _take_compiled(self, owner: Any) -> Root | None:
+        if not torch.is_grad_enabled():
+            return None
+        if isinstance(owner, nn.Module):
+            module = owner if self._roots.owns_trained(owner, self._optimizers) else None
+        else:
+            module = self._roots.whole(self._optimizers) if not len(self._roots) else None
+        return None if module is None or module in self._roots else self._take(module)
+
+    def _take(self, module: nn.Module) -> Root:
+        root = self._roots.take(module, self._optimizers)
+        self._taken()
+        return root

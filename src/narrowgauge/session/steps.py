@@ -1,0 +1,101 @@
+"""What a step is, and what is done at its ends.
+
+first forward with gradients, or first backward, after an optimizer's step      the next step opens
+an optimizer's step (or a gradient scaler that skips it)                        it is done, and stays open for what
+                                                                                still belongs to it: an evaluation
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.session import status
+from narrowgauge.session.batches import Batches
+from narrowgauge.session.fingerprint import stored
+from narrowgauge.session.ledger import Ledger, Line
+from narrowgauge.session.losses import EvalLosses
+from narrowgauge.session.memory import PeakMemory
+from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.same_weights import SameWeightsProbe
+
+
+class StopTraining(SystemExit):
+    """Ends the program cleanly once it has made the steps that were asked for."""
+
+
+class Steps:
+    """The steps of one program; `line` is the open one's."""
+
+    def __init__(
+        self, plan: Plan, writer: RunWriter, collector: Collector, plain: PlainSites, probe: SameWeightsProbe | None
+    ) -> None:
+        self._plan, self._writer, self._probe = plan, writer, probe
+        self._collector, self._plain = collector, plain
+        self.ledger = Ledger(writer)
+        self.memory = PeakMemory()
+        self.batches = Batches()
+        self.evals = EvalLosses()
+        self.made = True  # an optimizer has stepped: the next forward opens a step
+
+    @property
+    def line(self) -> Line | None:
+        """What is written of the open step."""
+        return self.ledger.line
+
+    def enter(self) -> None:
+        """A forward with gradients, or a backward, begins: as part of the open step, or as the beginning of the next.
+
+        Raises StopTraining when all steps that were asked for are made.
+        """
+        if self.made or self.line is None:
+            self._open()
+
+    def end(self) -> None:
+        """An optimizer stepped, or a gradient scaler chose not to."""
+        self._plain.end()
+        self.ledger.stepped()
+        self.made = True
+
+    def finish(self) -> None:
+        """The program ended: close the last step and write everything."""
+        self._close()
+        self.ledger.finish()
+        self._collector.flush()
+
+    def report(self, *, done: bool = False) -> None:
+        """Tell a progress display how far the program is."""
+        if self._writer.rank == 0:  # one pulse is enough
+            status.report(self._plan, self.ledger, done=done)
+
+    def _open(self) -> None:
+        self._close()
+        if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
+            raise StopTraining
+        self.made = False
+        line = self.ledger.open()
+        line.disturbed = self._collector.begin_step(line.step)
+        if line.disturbed:
+            self._plain.begin()
+        if self._probe is not None:
+            line.disturbed |= self._probe.armed(line.step)
+        self.report()
+
+    def _close(self) -> None:
+        self._take_evaluation()
+        self.memory.sample()
+        digest = self.batches.digest
+        if self.line is not None and digest is not None:
+            self.line.scalars["data_digest"] = stored(digest)
+        self._collector.end_step()
+
+    def _take_evaluation(self) -> None:
+        loss: Tensor | None = self.evals.take()
+        if loss is None:
+            return
+        if self.line is not None:
+            self.line.scalars["eval_loss"] = loss
+        else:
+            self._writer.add_scalars(0, eval_loss=float(loss))
