@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.session.fingerprint import chain
+from narrowgauge.session.sharded import here
 
 
 class Batches:
@@ -39,7 +40,7 @@ class Batches:
     def see(self, inputs: Any) -> int:
         """A model's call begins with these; returns the tokens in them (samples, if no input is token ids)."""
         self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
-        found = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        found = [here(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         self._given = {a for x in found if (a := _address(x)) is not None}
         self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
         tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
@@ -51,7 +52,7 @@ class Batches:
     def made(self, output: Any) -> None:
         """A model's call returned this. What it only passed through stays data."""
         for x in tree_leaves(output):
-            if isinstance(x, Tensor) and (address := _address(x)) is not None and address not in self._given:
+            if isinstance(x, Tensor) and (address := _address(here(x))) is not None and address not in self._given:
                 self._made[address] = StorageWeakRef(x.untyped_storage())
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.session.sharded import here
+
 Sink = Callable[[dict[str, float]], None]
 
 
@@ -24,9 +26,9 @@ class Deferred:
         self._longest = longest
 
     def put(self, scalars: Mapping[str, float | Tensor], sink: Sink) -> None:
-        """Queue one dictionary; tensors must be scalars (0-d), any device and dtype."""
+        """Queue one dictionary; tensors must be scalars (0-d), any device and dtype; of a sharded one, what is here."""
         known = {k: float(v) for k, v in scalars.items() if not isinstance(v, Tensor)}
-        on_device = {k: v for k, v in scalars.items() if isinstance(v, Tensor)}
+        on_device = {k: here(v.detach()) for k, v in scalars.items() if isinstance(v, Tensor)}
         names = list(on_device)
         if not names:
             self._waiting.append(([], known, None, None, sink))

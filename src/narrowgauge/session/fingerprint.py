@@ -16,6 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from narrowgauge.session.sharded import here
+
 # As signed 64-bit integers.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
@@ -46,13 +48,13 @@ def chain(tensors: Iterable[Tensor], start: Tensor | None = None) -> Tensor | No
 
 
 def weights_hash(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A hex digest over names, shapes and values, in the model's own order."""
+    """A hex digest over names, shapes and values, in the model's own order; of what is sharded, this rank's part."""
     seen: list[str] = []
     digests: list[Tensor] = []
     for name, x in named:
         seen.append(f"{name}{tuple(x.shape)}{x.dtype}")
         if x.device.type != "meta" and x.layout is torch.strided:
-            digests.append(digest(x).to("cpu", non_blocking=False))
+            digests.append(digest(here(x)).to("cpu", non_blocking=False))
     values = [int(d) for d in digests]
     return hashlib.sha256(repr((seen, values)).encode()).hexdigest()[:16]
 

@@ -28,6 +28,7 @@ from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.recipes import by_name
+from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
 
 
 class PlainSites:
@@ -45,6 +46,7 @@ class PlainSites:
         self._clock = StepClock()
         self._layers: list[tuple[nn.Module, LayerState]] = []
         self._weights: set[str] = set()  # seen in the open step
+        self.copies: dict[str, int] = {}  # sites whose values other ranks hold as well, and the lowest that does
         self._open = ExitStack()
         self._passed_over: set[str] = set()
 
@@ -74,8 +76,12 @@ class PlainSites:
         self.end()
         self._weights.clear()
         for module, state in self._layers:
-            handle = module.register_forward_hook(partial(self._called, state))
-            self._open.callback(handle.remove)
+            kept = module._parameters.get("weight")
+            for handle in (
+                module.register_forward_pre_hook(partial(self._begins, state, kept)),
+                module.register_forward_hook(partial(self._called, state, kept)),
+            ):
+                self._open.callback(handle.remove)
         if self._eager and self._layers and "torch._dynamo" in sys.modules:  # a program that compiles has imported it
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -83,27 +89,61 @@ class PlainSites:
         """It ended: no hook is left."""
         self._open.close()
 
-    def _called(self, state: LayerState, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _begins(self, state: LayerState, kept: Tensor | None, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The layer is called. Its weight is looked at now: a sharded one is whole here, and perhaps not after."""
+        weight = module._parameters.get("weight")
+        if torch.compiler.is_compiling() or weight is None or inside_backward() or not self._training():
+            return
+        if state.name not in self._weights:
+            self._weights.add(state.name)
+            self._show(state, "weight", used_of(weight, kept))
+
+    def _called(
+        self, state: LayerState, kept: Tensor | None, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
         if torch.compiler.is_compiling() or not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
             return
+        held = local_of(args[0])
         if not inside_backward() and self._training():  # a recomputed forward was seen when it ran first
-            self._show(state, "input", args[0])
-            weight = module._parameters.get("weight")
-            if weight is not None and state.name not in self._weights:
-                self._weights.add(state.name)
-                self._show(state, "weight", weight)
+            self._show(state, "input", held)
+            self._begins(state, kept, module, args)  # a model that is one layer is followed from its second call on
         if output.requires_grad:
-            output.register_hook(partial(self._show, state, "grad_output"))
+            same = _copied_output(module._parameters.get("weight"), held, output)
+            output.register_hook(lambda dy: self._show(state, "grad_output", local_of(dy), same))
 
-    def _show(self, state: LayerState, role: OperandRole, x: Tensor) -> None:
-        x = x.detach()
-        if type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
-            kind = f"{type(x).__name__} of {x.dtype}".replace("torch.", "")
-            self._passed_over.add(f"{role} {kind}" if x.layout is torch.strided else f"{role} {kind}, {x.layout}")
+    def _show(self, state: LayerState, role: OperandRole, held: Held, first: int | None = None) -> None:
+        x = held.tensor
+        if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
+            self._passed_over.add(f"{role} {_kind(x)}")
             return
         if not x.numel():
             return
+        site = f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"
+        first = held.first if held.first is not None else first
+        if first is not None:
+            self.copies[site] = first
         with torch.no_grad(), without_autocast(x.device.type):
             call = Call.begin(state, x.dtype, "write")
             if call.watched:
                 quantize_operand(call, role, x.reshape(-1, x.shape[-1]), True, False)
+
+
+def _kind(x: Tensor | None) -> str:
+    if x is None:
+        return "sum that is not yet summed over the ranks"
+    kind = f"{type(x).__name__} of {x.dtype}"
+    return (kind if x.layout is torch.strided else f"{kind}, {x.layout}").replace("torch.", "")
+
+
+def _copied_output(weight: Tensor | None, x: Held, output: Tensor) -> int | None:
+    """The lowest rank that has the same output, where the output itself does not say.
+
+    A row-wise parallel layer, whose weight is cut along the contracted dimension, sums its output over the ranks: each
+    has all of it, unless it was scattered again, and then there are fewer rows than in the input.
+    """
+    if weight is None or not is_distributed(weight) or is_distributed(output) or x.tensor is None:
+        return None
+    cut = [placement.is_shard(1) for placement in weight.placements]  # type: ignore[attr-defined]
+    if not any(cut) or output.shape[:-1] != x.tensor.shape[:-1]:
+        return None
+    return holders(weight.device_mesh, cut)[0]  # type: ignore[attr-defined]

@@ -1,0 +1,100 @@
+"""What of a tensor this process holds, and which ranks hold the same values.
+
+    plain Tensor              all of it; who else has it, it does not say
+    DTensor, Shard(d)         a part: the ranks' parts together are the tensor
+    DTensor, Replicate()      a copy: every rank of that dimension of the mesh has the same values
+    DTensor, Partial()        a summand: no statistic of it says anything of the sum
+
+Copies are named by the lowest rank that has them. A 2 x 2 mesh with placements (Replicate, Shard(0)):
+
+    ranks  0 1      holds  a b      named  0 1
+           2 3             a b             0 1
+
+A weight that FSDP2 shards is whole while its layer runs: then it is a copy on every rank that it was gathered from, and
+its bits are those that are multiplied. Between its uses it is a part. Nothing here starts a collective, or waits on the
+host for one that the program started.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Held(NamedTuple):
+    """The part of a tensor that is here.
+
+    Args:
+        tensor: a plain tensor; None if what is here is only a summand.
+        first: the lowest rank that holds the same values; None if nobody else is known to.
+        copies: how many ranks hold the same values.
+    """
+
+    tensor: Tensor | None
+    first: int | None = None
+    copies: int = 1
+
+
+def local_of(x: Tensor) -> Held:
+    """What this process holds of `x`; the result shares its memory and needs no gradient."""
+    if type(x) is Tensor:
+        return Held(x.detach())
+    x = _waited(x.detach())
+    if not is_distributed(x):
+        return Held(x)
+    placements = x.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        return Held(None)
+    local = _waited(x.to_local())  # type: ignore[attr-defined]
+    everywhere = [placement.is_replicate() for placement in placements]
+    return Held(local, *holders(x.device_mesh, everywhere)) if any(everywhere) else Held(local)  # type: ignore[attr-defined]
+
+
+def used_of(used: Tensor, kept: Tensor | None) -> Held:
+    """What a layer multiplies by, `used`, when between its uses the same parameter is `kept`.
+
+    FSDP2 gathers over the leading dimensions of the mesh of `kept`; what is left of it is the mesh of `used`.
+    """
+    held = local_of(used)
+    if kept is None or kept is used or not is_distributed(kept) or held.tensor is None:
+        return held
+    mesh = kept.device_mesh  # type: ignore[attr-defined]
+    rest = list(used.placements) if is_distributed(used) else []  # type: ignore[attr-defined]
+    if len(rest) == mesh.ndim:  # it was not gathered
+        return held
+    gathered = [True] * (mesh.ndim - len(rest)) + [placement.is_replicate() for placement in rest]
+    return Held(held.tensor, *holders(mesh, gathered))
+
+
+def here(x: Tensor) -> Tensor:
+    """The plain tensor behind `x` that this process has, whatever it is of the whole; its gradient is as it was."""
+    if type(x) is Tensor:
+        return x
+    x = _waited(x)
+    return _waited(x.to_local()) if is_distributed(x) else x  # type: ignore[attr-defined]
+
+
+def is_distributed(x: Any) -> bool:
+    """Whether `x` is a DTensor; a program that has none need not import them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _waited(x: Tensor) -> Tensor:
+    """The tensor behind one whose collective runs; the device waits for it, the host does not."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    if module is not None and isinstance(x, module.AsyncCollectiveTensor):
+        waited: Tensor = x.trigger_wait()
+        return waited
+    return x
+
+
+def holders(mesh: Any, everywhere: list[bool]) -> tuple[int | None, int]:
+    """The lowest of the ranks that hold what this one holds, because all along some dimensions do, and their number."""
+    place = mesh.get_coordinate()
+    if place is None:
+        return None, 1
+    same = mesh.mesh[tuple(slice(None) if free else at for free, at in zip(everywhere, place, strict=True))]
+    return int(same.min()), int(same.numel())

@@ -1,0 +1,68 @@
+"""What of a distributed tensor is here, and who else has it: on meshes whose collectives nobody runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from narrowgauge.session.fingerprint import weights_hash
+from narrowgauge.session.sharded import here, is_distributed, local_of, used_of
+
+LOCAL = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture
+def mesh():
+    """A 2 x 2 mesh as its last rank sees it; any collective on it returns at once."""
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def spread(mesh, *placements):
+    return DTensor.from_local(LOCAL, mesh, placements, run_check=False)
+
+
+def test_a_plain_tensor_is_all_there_is_and_nobody_is_known_to_have_it():
+    held = local_of(torch.nn.Parameter(LOCAL))
+    assert held.tensor.data_ptr() == LOCAL.data_ptr()
+    assert (type(held.tensor) is torch.Tensor, held.tensor.requires_grad, held.first) == (True, False, None)
+    assert not is_distributed(LOCAL)
+
+
+def test_a_copy_is_named_by_the_lowest_rank_that_has_it(mesh):
+    named = {
+        (Replicate(), Shard(0)): (1, 2),
+        (Shard(0), Replicate()): (2, 2),
+        (Replicate(), Replicate()): (0, 4),
+        (Shard(0), Shard(1)): (None, 1),
+    }
+    for placements, expected in named.items():
+        held = local_of(spread(mesh, *placements))
+        assert (held.first, held.copies) == expected, placements
+        assert torch.equal(held.tensor, LOCAL)
+
+
+def test_a_summand_says_nothing_of_the_sum(mesh):
+    assert local_of(spread(mesh, Replicate(), Partial())).tensor is None
+
+
+def test_a_weight_that_was_gathered_is_a_copy_on_all_that_it_was_gathered_from(mesh):
+    kept = spread(mesh, Shard(0), Shard(0))
+    assert used_of(torch.nn.Parameter(LOCAL), kept)[1:] == (0, 4)  # sharded over all of the mesh, and whole now
+    still_cut = DTensor.from_local(LOCAL, mesh["tp"], [Shard(0)], run_check=False)
+    assert used_of(still_cut, kept)[1:] == (1, 2)  # gathered along dp, a part along tp
+    assert used_of(kept, kept)[1:] == (None, 1)  # it is not gathered for this layer
+
+
+def test_what_is_here_keeps_its_gradient(mesh):
+    x = spread(mesh, Replicate(), Shard(0)).requires_grad_()
+    assert here(x).requires_grad
+    assert here(LOCAL) is LOCAL
+
+
+def test_weights_are_hashed_by_what_is_here(mesh):
+    hashed = weights_hash([("w", spread(mesh, Shard(0), Shard(0)))])
+    assert hashed != weights_hash([("w", DTensor.from_local(LOCAL + 1, mesh, [Shard(0), Shard(0)], run_check=False))])
