@@ -43,6 +43,7 @@ PINNED = {
         scale_traces shared_steps variant_colors
     """,
     "observe.report": "html lines plain render text write_report",
+    "session.config": "Config load",
     "session.same_weights": "RecipeVariant SameWeightsProbe Variant snapshot_steps",
 }
 

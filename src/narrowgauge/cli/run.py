@@ -44,12 +44,10 @@ def run_command(
         out=str(folder),
         command=command,
         recipe=recipe,
-        seed=settings.seed,
         steps=steps,
-        every=every or settings.every,
-        convert=settings.convert,
-        judge="current",
+        judge=next(iter(settings.watch.what_if), ""),
         compiling=True,
+        **{**settings.for_plan(), **({"every": every} if every else {})},
     )
     code = watch(plan, argv)
     click.echo(f"narrowgauge: {what_came_of_it(folder)}", err=True)

@@ -88,7 +88,7 @@ def compare(what: Comparison, progress: Progress) -> Verdict:
     baseline = _plan(what, BASELINE, total, probe=what.recipes, probe_steps=tuple(snapshot_steps(total)))
     _must_run(baseline, run(baseline, total))
     for name in what.recipes:
-        run(_plan(what, name, total, recipe=name, convert=what.config.convert), total)
+        run(_plan(what, name, total, recipe=name), total)
     _some_converted(what, ends)
     verdict = verdict_of(what.out, what.recipes, ends)
     try:
@@ -135,15 +135,14 @@ def cadence(every: int, total: int | None) -> int:
 
 
 def _plan(what: Comparison, variant: str, total: int | None, **more: object) -> Plan:
+    every = cadence(what.config.watch.every, total)
     return Plan(
         variant=variant,
         out=str(what.out / variant),
         command=what.command,
-        seed=what.config.seed,
         steps=what.steps,
-        every=cadence(what.config.every, total),
         baseline=_dtype_mode(what.baseline, variant),
-        **{"convert": what.config.convert, **more},  # type: ignore[arg-type]
+        **{**what.config.for_plan(), "every": every, **more},
     )
 
 

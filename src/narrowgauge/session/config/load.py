@@ -1,0 +1,86 @@
+"""Reading the file, and saying what is wrong with it: where, what was found, what was expected, what is nearest.
+
+narrowgauge.toml:4: watch.evry: there is no such key; did you mean 'every'?
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from narrowgauge.errors import UsageError, nearest
+from narrowgauge.session.config.lines import line_of
+from narrowgauge.session.config.tables import Config
+
+
+def load(path: Path | None) -> Config:
+    """Read a settings file; the defaults if `path` is None.
+
+    Raises UsageError for a file that cannot be read, broken TOML, and everything that the tables refuse: one line for
+    each mistake, with its place.
+    """
+    if path is None:
+        return Config()
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: it is not UTF-8 ({error.reason}).") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}.") from error
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        mistakes = sorted((line_of(text, mistake["loc"]), _said(mistake)) for mistake in found)
+        raise UsageError("\n".join(f"{path}:{line}: {said}" for line, said in mistakes)) from None
+
+
+def _said(mistake: Any) -> str:
+    """One mistake without its place in the file."""
+    where, kind, value = mistake["loc"], mistake["type"], mistake["input"]
+    name = dotted(where)
+    if kind == "extra_forbidden":
+        table = _table(where[:-1])
+        return f"{name}: there is no such key; {nearest(str(where[-1]), table.model_fields)}"
+    if kind == "missing":
+        return f"{name}: it must be given. {_table(where[:-1]).model_fields[str(where[-1])].description}"
+    if kind == "narrowgauge":
+        text = mistake["msg"]
+        return f"{name}: {text}" if text.endswith(("?", ".")) else f"{name}: {text}."
+    expected = mistake["msg"].replace("Input should be", "expected").replace("Could not", "could not")
+    if kind in ("model_type", "dict_type"):
+        expected = f"expected a table: [{name}]"
+    if kind == "list_type" and isinstance(value, dict):
+        expected = f"expected a list of tables: [[{name}]]"
+    return f"{name} is {value!r}; {expected}."
+
+
+def dotted(where: Sequence[str | int]) -> str:
+    """A place as one would write it.
+
+    >>> dotted(("high", 0, "keep"))
+    'high[0].keep'
+    """
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+
+
+def _table(where: Sequence[str | int]) -> type[BaseModel]:
+    """The class of the table at a place."""
+    table: type[BaseModel] = Config
+    for part in where:
+        if isinstance(part, str):
+            table = _inner(table.model_fields[part].annotation) or table
+    return table
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((table for inner in get_args(annotation) if (table := _inner(inner)) is not None), None)

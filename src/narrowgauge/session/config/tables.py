@@ -1,0 +1,213 @@
+"""The tables of `narrowgauge.toml`, one class each; docs/config.md is generated from them.
+
+seed = 1234
+[watch]      which steps, sites, roles and metrics are recorded; by which recipes plain layers are judged
+[convert]    which layers go to FP8
+[[high]]     which gemms and operands of converted layers stay high
+[[dump]]     which tensors are written out whole
+[export]     where else the run's numbers go while it runs
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from narrowgauge.metrics import CATALOG
+from narrowgauge.metrics.site import ROLES
+from narrowgauge.session.config.words import (
+    WILD,
+    GemmName,
+    Glob,
+    MetricGlob,
+    Natural,
+    OperandRole,
+    Positive,
+    RecipeName,
+    Role,
+    SiteGlob,
+    Size,
+    Spans,
+    wrong,
+)
+
+
+def _switch(value: Any) -> Any:
+    """`true` is the table with its defaults, `false` is none."""
+    return {} if value is True else None if value is False else value
+
+
+class Table(BaseModel):
+    """One table: no key that is not known, no value of another type, nothing that changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    def given(self) -> dict[str, Any]:
+        """What the file says of this table, as plain data."""
+        return self.model_dump(exclude_unset=True, mode="json")
+
+
+class Watch(Table):
+    """What is recorded, and when. A site is recorded if every key that is given selects it."""
+
+    every: Positive = 10
+    """Record tensors every so many steps; `--every` goes before it."""
+    steps: Spans = []
+    """Record only in these steps: a range such as `"0-100"` or `"500-"`, a step, or a list of them."""
+    sites: list[SiteGlob] = []
+    """Globs on module names, or on `module:role`. A name covers everything below it; `!` in front leaves out."""
+    skip: list[SiteGlob] = []
+    """The same globs: what they match is left out."""
+    roles: list[Role] = []
+    """Which parts: operands (`input`, `weight`, `grad_output`), results (`output`, `grad_input`, `grad_weight`)."""
+    metrics: list[MetricGlob] = []
+    """Names or globs of metrics; the others are not stored."""
+    what_if: list[RecipeName] = ["current"]
+    """Recipes that layers which nobody converted are judged by; none if empty."""
+    ranks: bool = False
+    """Store each rank's own rows, beside those of all ranks together."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Watch:
+        roles = self.roles or list(ROLES)
+        for name in self.metrics:
+            if not set(name).intersection(WILD) and not set(CATALOG[name].roles).intersection(roles):
+                raise wrong(
+                    f"no {' or '.join(roles)} has the metric {name!r}; it is for {', '.join(CATALOG[name].roles)}"
+                )
+        return self
+
+
+class Convert(Table):
+    """Which layers `--convert` and `compare` take to FP8."""
+
+    skip: list[Glob] = []
+    """Globs on module names: these layers stay high. A name covers everything below it."""
+    only: list[Glob] | None = None
+    """Globs on module names: only these layers are converted."""
+    first: Natural = 0
+    """So many repeated blocks stay high at the input end."""
+    last: Natural = 0
+    """So many at the output end."""
+    backend: str | None = None
+    """The kernels' backend; without it the best one that can."""
+    skip_slow: bool = False
+    """Layers that FP8 was measured to slow down on this GPU stay high."""
+    tokens: Positive | None = None
+    """Rows of input at which `skip_slow` judges."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Convert:
+        if self.tokens is not None and not self.skip_slow:
+            raise wrong(f"tokens = {self.tokens} is only used by skip_slow; add skip_slow = true, or leave it out")
+        return self
+
+
+class High(Table):
+    """One switch for converted layers: what it names is not multiplied in FP8."""
+
+    sites: list[Glob] = ["*"]
+    """Globs on the names of converted layers. A name covers everything below it; `!` in front leaves out."""
+    gemms: list[GemmName] = ["fprop", "dgrad", "wgrad"]
+    """Which products: `fprop`, `dgrad`, `wgrad`."""
+    roles: list[OperandRole] = []
+    """Which operands of them stay high; without it, both do. The product then runs in the layer's own dtype."""
+    keep: Literal["high", "bf16_gemm"] = "high"
+    """`high`: not quantized. `bf16_gemm`: quantized, but multiplied in the layer's own dtype."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> High:
+        if self.roles and self.keep == "bf16_gemm":
+            raise wrong("roles has no meaning beside keep = 'bf16_gemm', which quantizes both operands; leave it out")
+        return self
+
+
+class Dump(Table):
+    """One choice of operands that are written to `dumps/` in the run's folder, whole."""
+
+    sites: list[SiteGlob]
+    """Globs on module names, or on `module:role`. A name covers everything below it; `!` in front leaves out."""
+    steps: Spans
+    """In these steps: a range such as `"0-2"`, a step, or a list of them."""
+    roles: list[OperandRole] = ["input", "weight", "grad_output"]
+    """Which operands."""
+    cap: Size = Field(default=1 << 30, validate_default=True)
+    """The most that one process writes for this table, as bytes or with a unit such as `"2 GiB"`."""
+
+
+class TensorBoard(Table):
+    """Files for TensorBoard."""
+
+    dir: str | None = None
+    """Their folder; without it, one in the run's folder."""
+
+
+class Wandb(Table):
+    """A run of Weights & Biases."""
+
+    project: str | None = None
+    """The project."""
+    name: str | None = None
+    """The run's name there."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """As in `wandb.init`."""
+
+
+class Mlflow(Table):
+    """A run of MLflow."""
+
+    uri: str | None = None
+    """The tracking server."""
+    experiment: str | None = None
+    """The experiment."""
+
+
+class Prometheus(Table):
+    """Gauges in the OpenMetrics format."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Serve them on this port."""
+    file: str | None = None
+    """Write them to this file, for a collector that reads files."""
+
+
+class Export(Table):
+    """Where else a run's numbers go while it runs. Each is `true`, or a table of its own."""
+
+    tensorboard: Annotated[TensorBoard | None, BeforeValidator(_switch)] = None
+    """TensorBoard."""
+    wandb: Annotated[Wandb | None, BeforeValidator(_switch)] = None
+    """Weights & Biases."""
+    mlflow: Annotated[Mlflow | None, BeforeValidator(_switch)] = None
+    """MLflow."""
+    prometheus: Annotated[Prometheus | None, BeforeValidator(_switch)] = None
+    """Prometheus, or whatever reads OpenMetrics."""
+    sites: list[SiteGlob] = []
+    """Globs: only these sites' metrics go out, beside those of the whole run."""
+
+
+class Config(Table):
+    """The settings of one run or comparison."""
+
+    seed: int = 1234
+    """What `compare` seeds every run with."""
+    watch: Watch = Watch()
+    convert: Convert = Convert()
+    high: list[High] = []
+    dump: list[Dump] = []
+    export: Export = Export()
+
+    def for_plan(self) -> dict[str, Any]:
+        """The fields of a `Plan` that this file decides, as plain data."""
+        data = self.model_dump(mode="json")
+        export = {name: value for name, value in data["export"].items() if value is not None}
+        return {
+            "seed": self.seed,
+            "every": self.watch.every,
+            "convert": self.convert.given(),
+            "watch": data["watch"],
+            "high": tuple(data["high"]),
+            "dump": tuple(data["dump"]),
+            "export": export if len(export) > 1 else {},
+        }
