@@ -287,3 +287,30 @@ def test_what_a_program_filters_stays_filtered(tmp_path):
         "print(ours, warnings.filters[0][0])\n"
     )
     assert run(tmp_path, "train.py", script=script).stdout == "[] error\n"
+
+
+SETTINGS = """
+[watch]
+every = 2
+sites = ["0:weight", "fc9"]
+"""
+
+
+def test_a_settings_file_travels_to_the_program_and_what_it_asks_in_vain_is_told(tmp_path):
+    (tmp_path / "ng.toml").write_text(SETTINGS)
+    done = run(tmp_path, "train.py", options=("--config", "ng.toml"), script=programs.BASIC)
+    assert done.returncode == 0, done.stderr
+    said = "watch.sites: 'fc9' matched nothing in this program; there is: '0', '2', '4'."
+    assert done.stderr == f"narrowgauge: ng.toml: {said}\nnarrowgauge: the run is in out\n"
+    assert said in open_run(tmp_path / "out").meta["notes"]
+    table = open_run(tmp_path / "out").tensors()
+    assert set(zip(table["step"].tolist(), table["site"], strict=True)) == {(n, "0:weight") for n in (2, 4, 6, 8)}
+
+
+def test_a_wrong_settings_file_is_told_before_anything_runs(tmp_path):
+    (tmp_path / "ng.toml").write_text("[watch]\nrole = ['input']\n")
+    done = run(tmp_path, "train.py", options=("--config", "ng.toml"), script="open('ran', 'w')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ng.toml:2: watch.role: there is no such key; did you mean 'roles'?" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()

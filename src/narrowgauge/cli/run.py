@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
 import click
@@ -50,8 +52,17 @@ def run_command(
         **{**settings.for_plan(), **({"every": every} if every else {})},
     )
     code = watch(plan, argv)
+    for unmet in unmet_settings(folder):
+        click.echo(f"narrowgauge: {config or 'settings'}: {unmet}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder)}", err=True)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)
+
+
+def unmet_settings(folder: Path) -> list[str]:
+    """What the settings ask for and the program did not have, from the run's facts."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return list(json.loads((folder / "run.json").read_text())["meta"].get("unmet", ()))
+    return []
 
 
 def what_came_of_it(folder: Path) -> str:

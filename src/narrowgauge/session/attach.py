@@ -19,7 +19,6 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.calls import Calls
 from narrowgauge.session.compiled_calls import CompiledCalls
@@ -27,6 +26,7 @@ from narrowgauge.session.family import Family
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.seams import Seams
@@ -51,10 +51,10 @@ class Session:
         self.notes: list[str] = []
         self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.optimizers_made = 0
-        self.collector = Collector(writer, every=plan.every)
+        self.recorder = Recorder(plan, writer)
         self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self.calls.training)
-        self.roots = Roots(plan, self.collector, self.plain, family)
-        self.steps = Steps(plan, writer, self.collector, self.plain, probe)
+        self.roots = Roots(plan, self.recorder, self.plain, family)
+        self.steps = Steps(plan, writer, self.recorder, self.plain, probe)
         self.calls = Calls(self.roots, self.steps, probe, self.optimizers, self._model_taken)
         self.updates = Updates(self.steps, probe)
         self.seams = Seams(self, self.calls, self.updates, compiling=plan.compiling)
@@ -111,8 +111,9 @@ class Session:
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
-            "watch": {"every": self._plan.every, "seconds": self.collector.seconds},
-            "notes": [*self.notes, *self.roots.notes, *steps.batches.notes, *self.plain.notes],
+            "watch": {"every": self._plan.every, "seconds": self.recorder.collector.seconds},
+            "notes": [*self.notes, *self.roots.notes, *steps.batches.notes, *self.plain.notes, *self.recorder.notes],
+            "unmet": self.recorder.notes,  # of the settings: told once more when the command ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
             "refusal": self.roots.refusal,

@@ -28,6 +28,7 @@ from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.recipes import by_name
+from narrowgauge.session.selection import selects
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
 
 
@@ -116,7 +117,7 @@ class PlainSites:
         if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
             self._passed_over.add(f"{role} {_kind(x)}")
             return
-        if not x.numel():
+        if not x.numel() or not selects(state.observer, state.name, role):
             return
         site = f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"
         first = held.first if held.first is not None else first

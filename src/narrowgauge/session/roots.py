@@ -29,6 +29,7 @@ from narrowgauge.session.perturb import perturb
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import AUTOCAST, Root
+from narrowgauge.session.selection import selects
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Renamed:
     def wants(self, module: str) -> bool:
         """As the observer does."""
         return self.observer.wants(self.prefix + module)
+
+    def selects(self, module: str, role: str) -> bool:
+        """As the observer does."""
+        return selects(self.observer, self.prefix + module, role)
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
         """Pass it on."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session import status
 from narrowgauge.session.batches import Batches
@@ -19,6 +18,7 @@ from narrowgauge.session.losses import EvalLosses
 from narrowgauge.session.memory import PeakMemory
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 
 
@@ -30,10 +30,10 @@ class Steps:
     """The steps of one program; `line` is the open one's."""
 
     def __init__(
-        self, plan: Plan, writer: RunWriter, collector: Collector, plain: PlainSites, probe: SameWeightsProbe | None
+        self, plan: Plan, writer: RunWriter, recorder: Recorder, plain: PlainSites, probe: SameWeightsProbe | None
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
-        self._collector, self._plain = collector, plain
+        self._recorder, self._plain = recorder, plain
         self.ledger = Ledger(writer)
         self.memory = PeakMemory()
         self.batches = Batches()
@@ -63,7 +63,7 @@ class Steps:
         """The program ended: close the last step and write everything."""
         self._close()
         self.ledger.finish()
-        self._collector.flush()
+        self._recorder.flush()
 
     def report(self, *, done: bool = False) -> None:
         """Tell a progress display how far the program is."""
@@ -76,7 +76,7 @@ class Steps:
             raise StopTraining
         self.made = False
         line = self.ledger.open()
-        line.disturbed = self._collector.begin_step(line.step)
+        line.disturbed = self._recorder.begin_step(line.step)
         if line.disturbed:
             self._plain.begin()
         if self._probe is not None:
@@ -89,7 +89,7 @@ class Steps:
         digest = self.batches.digest
         if self.line is not None and digest is not None:
             self.line.scalars["data_digest"] = stored(digest)
-        self._collector.end_step()
+        self._recorder.end_step()
 
     def _take_evaluation(self) -> None:
         loss: Tensor | None = self.evals.take()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -77,6 +77,7 @@ class Collector:
     Args:
         writer: a `RunWriter`, or anything with its `add_tensors` and `add_event`.
         every: watch the steps that this divides; 1 watches all.
+        due: says of each step whether it is watched, instead of `every`.
 
     Attributes:
         seconds: what watching cost so far. On the CPU the host's time in here; on a GPU, which the host runs ahead of
@@ -88,8 +89,9 @@ class Collector:
     >>> set_observer(model, collector)  # doctest: +SKIP
     """
 
-    def __init__(self, writer: Writer, every: int = 1) -> None:
+    def __init__(self, writer: Writer, every: int = 1, due: Callable[[int], bool] | None = None) -> None:
         self.every = max(1, int(every))
+        self._due = due or (lambda step: step % self.every == 0)
         self.seconds = 0.0
         self.failures = 0
         self._writer = writer
@@ -111,7 +113,7 @@ class Collector:
         self.end_step()
         with self._guarded(None):
             self._drain(wait=False)
-        self._step, self._open = step, step % self.every == 0
+        self._step, self._open = step, self._due(step)
         return self._open
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:

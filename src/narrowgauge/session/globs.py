@@ -1,0 +1,89 @@
+"""Which sites a list of globs selects, and which of its globs selected nothing.
+
+    "blocks.3"          everything in block 3          "*.mlp.*:grad_output"   one role of some modules
+    "!blocks.3.attn"    but not this                   no glob without "!"     everything
+
+As elsewhere, `*` crosses dots, and a name covers everything below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from narrowgauge.compute.nn.rules import covers_name
+from narrowgauge.metrics.site import ROLES
+
+
+class SiteGlobs:
+    """Selects sites by globs on `module` or `module:role`, and by role.
+
+    Args:
+        key: where the globs stand in the settings, for `unmatched`.
+        sites: the globs; those that begin with "!" leave out.
+        skip: further globs that leave out.
+        roles: the roles to select from.
+
+    >>> globs = SiteGlobs("watch.sites", ["blocks.*", "!*:weight"])
+    >>> globs.selects("blocks.0.mlp", "input"), globs.selects("blocks.0.mlp", "weight"), globs.selects("head", "input")
+    (True, False, False)
+    """
+
+    def __init__(
+        self, key: str, sites: Iterable[str] = (), skip: Iterable[str] = (), roles: Iterable[str] = ()
+    ) -> None:
+        self._key = key
+        sites = list(sites)
+        self._in = [glob for glob in sites if not glob.startswith("!")]
+        self._out = [glob.removeprefix("!") for glob in (*(g for g in sites if g.startswith("!")), *skip)]
+        self._roles = frozenset(roles) or frozenset(ROLES)
+        self._asked: dict[tuple[str, str], bool] = {}
+        self._modules: dict[str, bool] = {}
+
+    def selects(self, module: str, role: str) -> bool:
+        """Whether a site is selected."""
+        site = module, role
+        if site not in self._asked:
+            self._asked[site] = self._chosen(module, role)
+        return self._asked[site]
+
+    def reaches(self, module: str) -> bool:
+        """Whether any site of a module may be selected."""
+        if module not in self._modules:
+            self._modules[module] = any(self._chosen(module, role) for role in ROLES)
+        return self._modules[module]
+
+    def unmatched(self) -> list[str]:
+        """One sentence for each glob that matched nothing that was asked for; none if nothing was."""
+        seen = list(dict.fromkeys([*self._modules, *(module for module, _ in self._asked)]))
+        every = [(module, role) for module in seen for role in ROLES]
+        # What is left out may never be asked for: its module was.
+        wrong = [glob for glob in self._in if not _any(glob, self._asked if ":" in glob else every)]
+        wrong += [f"!{glob}" for glob in self._out if not _any(glob, every)]
+        return [f"{self._key}: {glob!r} matched nothing in this program; {_hint(glob, seen)}" for glob in wrong if seen]
+
+    def _chosen(self, module: str, role: str) -> bool:
+        chosen = not self._in or any(_matches(glob, module, role) for glob in self._in)
+        return chosen and role in self._roles and not any(_matches(glob, module, role) for glob in self._out)
+
+
+def _any(glob: str, sites: Iterable[tuple[str, str]]) -> bool:
+    return any(_matches(glob, *site) for site in sites)
+
+
+def _matches(glob: str, module: str, role: str) -> bool:
+    name, colon, of_role = glob.rpartition(":")
+    if not colon:
+        return covers_name(glob, module)
+    return fnmatchcase(role, of_role) and covers_name(name, module)
+
+
+def _hint(glob: str, modules: list[str]) -> str:
+    bare = (glob.rpartition(":")[0] or glob).strip("!*.")
+    ends = {name.rpartition(".")[2]: name for name in modules} | {name: name for name in modules}
+    close = get_close_matches(bare, ends, n=1, cutoff=0.5)
+    if close and ends[close[0]] != bare:  # the module is right, then: it has no such role
+        return f"did you mean {ends[close[0]]!r}?"
+    more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
+    return f"there is: {', '.join(map(repr, modules[:5]))}{more}."
