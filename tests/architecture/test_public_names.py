@@ -44,6 +44,7 @@ PINNED = {
     """,
     "observe.report": "html lines plain render text write_report",
     "session.config": "Config load",
+    "session.dumps": "Dumper",
     "session.same_weights": "RecipeVariant SameWeightsProbe Variant snapshot_steps",
 }
 

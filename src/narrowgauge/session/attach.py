@@ -111,7 +111,7 @@ class Session:
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
-            "watch": {"every": self._plan.every, "seconds": self.recorder.collector.seconds},
+            "watch": {"every": self._plan.every, **self.recorder.facts()},
             "notes": [*self.notes, *self.roots.notes, *steps.batches.notes, *self.plain.notes, *self.recorder.notes],
             "unmet": self.recorder.notes,  # of the settings: told once more when the command ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],

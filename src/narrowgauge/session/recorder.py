@@ -1,6 +1,7 @@
-"""Whoever looks at tensors in a session: the run's statistics, of what the settings select.
+"""Whoever looks at tensors in a session: the run's statistics and dumps, of what the settings select.
 
 layers -> Recorder -> selected -> Collector -> selected columns -> the run
+                   -> chosen   -> Dumper                        -> its dumps
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection import Columns, Selection
 
@@ -24,35 +26,55 @@ class Recorder:
     def __init__(self, plan: Plan, writer: RunWriter) -> None:
         self.selection = Selection(plan.watch, plan.every)
         self.collector = Collector(Columns(writer, self.selection), every=plan.every, due=self.selection.due)
+        self.dumper: Dumper | None = None
+        if plan.dump:
+            about = {
+                "converted_to": plan.recipe or "",
+                "plain_layers_by": plan.judge,
+                "command": " ".join(plan.command),
+            }
+            self.dumper = Dumper(plan.dump, writer, writer.path, writer.rank, about)
 
     def begin_step(self, step: int) -> bool:
         """Open a step; True if anything is looked at in it."""
-        return self.collector.begin_step(step)
+        recorded = self.collector.begin_step(step)
+        return self.dumper.begin_step(step) or recorded if self.dumper is not None else recorded
 
     def end_step(self) -> None:
         """The step ended."""
         self.collector.end_step()
+        if self.dumper is not None:
+            self.dumper.end_step()
 
     def flush(self) -> None:
         """The program ended: wait until everything is with the writer."""
         self.collector.flush()
+        if self.dumper is not None:
+            self.dumper.flush()
 
     @property
     def notes(self) -> list[str]:
         """What the settings ask for and this program has not."""
-        return self.selection.notes()
+        return [*self.selection.notes(), *(self.dumper.notes() if self.dumper is not None else ())]
+
+    def facts(self) -> dict[str, Any]:
+        """What looking cost, for the run's metadata."""
+        return {"seconds": self.collector.seconds} | ({"dumps": self.dumper.facts()} if self.dumper is not None else {})
 
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
-        return self.collector.wants(module) and self.selection.sites.selects(module, role)
+        return self._records(module, role) or (self.dumper is not None and self.dumper.selects(module, role))
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
-        return self.collector.wants(module) and self.selection.sites.reaches(module)
+        recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
+        return recorded or (self.dumper is not None and self.dumper.wants(module))
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
         """Room for what a kernel counts of an operand that is selected."""
-        return self.collector.look(module, role, x, rule) if self.selects(module, role) else None
+        if self.dumper is not None and self.dumper.selects(module, role):
+            return None  # a kernel that counts shows no codes
+        return self.collector.look(module, role, x, rule) if self._records(module, role) else None
 
     def operand(
         self,
@@ -64,10 +86,15 @@ class Recorder:
         amax_ratio: Tensor | None = None,
     ) -> None:
         """Pass on what is selected."""
-        if self.selects(module, role):
+        if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
+        if self.dumper is not None:
+            self.dumper.operand(module, role, x, q)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """Pass on what is selected."""
-        if self.selects(module, role):
+        if self._records(module, role):
             self.collector.result(module, role, y, check)
+
+    def _records(self, module: str, role: str) -> bool:
+        return self.collector.wants(module) and self.selection.sites.selects(module, role)

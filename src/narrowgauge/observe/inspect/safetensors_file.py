@@ -6,6 +6,9 @@ open. It is opened anew after every `RENEW` bytes, which gives that memory back.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.notes: tuple[str, ...] = ()
         self._handed_out = 0
         self._file = self._open()
+        self.notes = said_of_dump(self._file.metadata() or {})
         self.size = path.stat().st_size
         self.entries = tuple(self._entry(name) for name in self._file.keys())  # noqa: SIM118, it is no dict
 
@@ -80,3 +83,22 @@ class SafetensorsFile:
             optimizer=names_an_optimizer(name),
             why_not="" if dtype is not None else f"{found} has no torch dtype of one value per element",
         )
+
+
+def said_of_dump(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """What a file says of itself that a watched run dumped; nothing of any other file."""
+    if metadata.get("narrowgauge") != "dump":
+        return ()
+    try:
+        sites = {str(site): dict(about) for site, about in json.loads(metadata["sites"]).items()}
+        kinds = Counter(f"{about['format']}, one scale per {about['one_scale_per']}" for about in sites.values())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ("A dump of narrowgauge whose list of sites cannot be read.",)
+    how = [f", converted to {metadata['converted_to']}"] if metadata.get("converted_to") else []
+    how += [f", plain layers by {metadata['plain_layers_by']}"] if metadata.get("plain_layers_by") else []
+    codes = "; ".join(f"{count} in {kind}" for kind, count in kinds.items())
+    return (
+        f"A dump of narrowgauge: step {metadata.get('step')} of rank {metadata.get('rank')}{''.join(how)}. Of each of "
+        f"{len(sites)} sites it has the tensor (.x), its codes (.codes) and their scale (.scale): {codes}. "
+        "`--role` says as which operand the recipes see .x.",
+    )
