@@ -7,35 +7,12 @@ import sys
 import pytest
 import torch
 from tests.session import programs
+from tests.session.inline import Writer
 from torch import nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.session.attach import Session, StopTraining
 from narrowgauge.session.plan import Plan
-
-
-class Writer:
-    """Keeps what a RunWriter would have written."""
-
-    rank = 0
-
-    def __init__(self):
-        self.scalars, self.tensors, self.events = {}, [], []
-
-    def add_scalars(self, step, **values):
-        self.scalars.setdefault(step, {}).update(values)
-
-    def add_tensors(self, step, sites, columns):
-        self.tensors.append((step, list(sites), columns))
-
-    def update_meta(self, **facts):
-        pass
-
-    def add_event(self, step, kind, message, site=None, **data):
-        self.events.append((step, kind, message))
-
-    def column(self, name):
-        return {step: row[name] for step, row in sorted(self.scalars.items()) if name in row}
 
 
 def follow(tmp_path, program, *args, **plan):

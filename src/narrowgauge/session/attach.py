@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -23,6 +23,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.calls import Calls
 from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.family import Family
+from narrowgauge.session.hearing import Hearing
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
@@ -37,7 +38,14 @@ __all__ = ["Session", "StopTraining"]
 
 
 class Session:
-    """Follows one program, as `plan` says; `facts()` is what it learned."""
+    """Follows one program, as `plan` says; `facts()` is what it learned.
+
+    Args:
+        plan, writer: what to do, and where to.
+        probe: what compares recipes at the same weights, in a comparison.
+        family, compiled: what was heard before there was a session.
+        only: the model to follow; without one, all that train.
+    """
 
     def __init__(
         self,
@@ -46,8 +54,10 @@ class Session:
         probe: SameWeightsProbe | None = None,
         family: Family | None = None,
         compiled: CompiledCalls | None = None,
+        only: nn.Module | None = None,
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
+        self._only = None if only is None else ref(only)
         self.notes: list[str] = []
         self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.optimizers_made = 0
@@ -55,8 +65,9 @@ class Session:
         self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self.calls.training)
         self.roots = Roots(plan, self.recorder, self.plain, family)
         self.steps = Steps(plan, writer, self.recorder, self.plain, probe)
-        self.calls = Calls(self.roots, self.steps, probe, self.optimizers, self._model_taken)
-        self.updates = Updates(self.steps, probe)
+        self.hearing = Hearing()
+        self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
+        self.updates = Updates(self.steps, probe, self.hearing, self._follows)
         self.seams = Seams(self, self.calls, self.updates, compiling=plan.compiling)
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
         if self._compiled is not None:
@@ -74,6 +85,8 @@ class Session:
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Its parameters are the ones being trained."""
+        if self._only is not None and not _trains(optimizer, self._only()):
+            return
         self.optimizers.add(optimizer)
         self.optimizers_made += 1
 
@@ -82,6 +95,14 @@ class Session:
         note = "The script calls torch.compile; every run here was eager."
         if note not in self.notes:
             self.notes.append(note)
+
+    def _follows(self, optimizer: Optimizer) -> bool:
+        return self._only is None or optimizer in self.optimizers
+
+    def _loader_notes(self) -> list[str]:
+        if not self._plan.compiling or not self.ledger.steps or self.calls.loaders_seen:
+            return []
+        return ["No torch DataLoader was seen: how long the program waits for its data is not known."]
 
     def _model_taken(self) -> None:
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
@@ -111,11 +132,42 @@ class Session:
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
-            "watch": {"every": self._plan.every, **self.recorder.facts()},
-            "notes": [*self.notes, *self.roots.notes, *steps.batches.notes, *self.plain.notes, *self.recorder.notes],
+            "watch": {"every": self._plan.every, "update_share": steps.moved_share, **self.recorder.facts()},
+            "not_found": not_found(self),
+            "notes": [
+                *self.notes,
+                *self.hearing.notes,
+                *self.roots.notes,
+                *steps.batches.notes,
+                *self._loader_notes(),
+                *self.plain.notes,
+                *self.recorder.notes,
+            ],
             "unmet": self.recorder.notes,  # of the settings: told once more when the command ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
             "refusal": self.roots.refusal,
             "flops": None if probe is None else probe.flops,
         }
+
+
+def not_found(session: Session) -> list[str]:
+    """What a program that trains has, and this one was not seen to have; empty if everything was found."""
+    updates, steps = session.updates, session.ledger.steps
+    found: list[str] = []
+    if not session.optimizers_made:
+        found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
+    elif not steps:
+        found.append("No step was seen: no torch.optim optimizer stepped.")
+    if steps and not len(session.roots):
+        found.append("No model was found: no module that owns what the optimizers train was called with gradients on.")
+    if steps and not updates.backwards:
+        found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")
+    elif steps and not updates.losses:
+        found.append("No loss was found: backward was called on no scalar.")
+    return found
+
+
+def _trains(optimizer: Optimizer, model: nn.Module | None) -> bool:
+    own = set() if model is None else {id(p) for p in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.hearing import Hearing, heard
 from narrowgauge.session.root import Root
 from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
@@ -28,7 +29,7 @@ class Calls:
     """Follows the calls of one program's models.
 
     Args:
-        roots, steps, probe: the session's.
+        roots, steps, probe, hearing: the session's.
         optimizers: those that the program made and still holds.
         taken: told whenever another model was taken.
     """
@@ -38,14 +39,17 @@ class Calls:
         roots: Roots,
         steps: Steps,
         probe: SameWeightsProbe | None,
+        hearing: Hearing,
         optimizers: Collection[Optimizer],
         taken: Callable[[], None],
     ) -> None:
         self._roots, self._steps, self._probe = roots, steps, probe
-        self._optimizers, self._taken = optimizers, taken
+        self.hearing, self._optimizers, self._taken = hearing, optimizers, taken
         self._depth = 0
         self._compiled: dict[int, Root] = {}  # by the id of what was compiled, which its caller keeps alive
         self._eval_began = 0.0
+        self._waited = 0.0  # seconds for batches that no model was called with yet
+        self.loaders_seen = False
         self.training = False  # a forward with gradients is running
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -54,10 +58,21 @@ class Calls:
             return
         if in_backward() or not torch.is_grad_enabled() or not self._roots.owns_trained(module, self._optimizers):
             return
+        self._followed(module, args)
+
+    @heard
+    def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         root = self._take(module)
         root.follow(self.begins, self.ended)
         self.begins(root, args, {})  # its own hook is there from the next call on
 
+    def batch_loaded(self, seconds: float) -> None:
+        """A data loader's iterator gave a batch, or its end, after so long."""
+        if self.hearing.perhaps_mine():
+            self.loaders_seen = True
+            self._waited += seconds
+
+    @heard
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model is called."""
         if in_backward():
@@ -66,6 +81,7 @@ class Calls:
         if self._depth > 1:
             return
         if not torch.is_grad_enabled():
+            self._waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
             return
@@ -79,9 +95,14 @@ class Calls:
         tokens = self._steps.batches.see((args, kwargs))
         if self._steps.line is not None:
             self._steps.line.tokens += tokens
+            if self.loaders_seen:
+                so_far = self._steps.line.scalars.get("data_seconds", 0.0)
+                self._steps.line.scalars["data_seconds"] = so_far + self._waited
+                self._waited = 0.0
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
 
+    @heard
     def ended(self, root: Root, output: Any) -> None:
         """A model's call returned (or raised: then `output` is None)."""
         if in_backward() or self._depth == 0:
@@ -101,6 +122,7 @@ class Calls:
         if self._probe is not None:
             self._probe.module_call_end(root.module, output)
 
+    @heard
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called.
 

@@ -1,9 +1,11 @@
 """One line per optimizer step: loss, gradient norm, learning rate, tokens, time, memory, and what went wrong.
 
-    loss          sum of the step's backward losses (each microbatch as the script weighted it)
-    step_seconds  from the end of one optimizer step to the end of the next, without evaluation, probes and watching;
-                  device time where the device is a GPU
-    clean         1 where that time is undisturbed: no evaluation, probe or recording fell into the step
+    loss               sum of the step's backward losses (each microbatch as the script weighted it)
+    step_seconds       from the end of one optimizer step to the end of the next, without evaluation, probes and
+                       watching; device time where the device is a GPU
+    tokens_per_second  tokens / step_seconds
+    data_seconds       waited for batches of torch's data loaders that the step was trained on
+    clean              1 where that time is undisturbed: no evaluation, probe or recording fell into the step
 
 A line is written when the *next* step begins, because an evaluation after the optimizer's step still belongs to it.
 """
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.deferred import Deferred
+from narrowgauge.session.movement import Movement
+from narrowgauge.session.norms import Squares
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
 
@@ -31,8 +35,15 @@ class Line:
     microbatches: int = 0
     tokens: int = 0
     scalars: dict[str, float | Tensor] = field(default_factory=dict)
+    recorded: bool = False  # tensors are looked at in this step
     disturbed: bool = False
     away: float = 0.0  # seconds spent on evaluation, probes and watching
+    before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last loss was added
+    rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
+    clipped: bool = False  # the gradient norm is the program's own
+    gradients: Squares | None = None  # of the optimizers that stepped so far
+    movement: Movement | None = None
+    stepped: set[int] = field(default_factory=set)  # ids of the optimizers that stepped
 
 
 class Ledger:
@@ -57,9 +68,15 @@ class Ledger:
         """A microbatch's loss, as `backward` got it (unscaled)."""
         if self.line is None:
             return
+        self.line.before = self.line.loss, self.line.microbatches
         loss = loss.detach().reshape(()).float().clone()
         self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
         self.line.microbatches += 1
+
+    def take_back(self) -> None:
+        """The last loss's backward failed: it was none of the step's."""
+        if self.line is not None:
+            self.line.loss, self.line.microbatches = self.line.before
 
     def stepped(self) -> None:
         """The optimizer stepped (or the gradient scaler chose not to)."""
@@ -88,7 +105,13 @@ class Ledger:
         if on_device is not None and row["clean"]:
             # The scalars were copied after the second event, so both have passed.
             row["step_seconds"] = on_device[0].elapsed_time(on_device[1]) / 1000.0
-        finite = all(abs(row[name]) < float("inf") for name in ("loss", "grad_norm") if name in row)
+        if row["tokens"] and row.get("step_seconds", 0.0) > 0.0:
+            row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
+        if not row.get("skipped", 1.0):
+            del row["skipped"]  # a fused optimizer's own word, which says that it did step
+        finite = all(
+            abs(row[name]) < float("inf") for name in ("loss", "grad_norm", "grad_square_local") if name in row
+        )
         row["nonfinite"] = float(not finite)
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)

@@ -17,7 +17,7 @@ class PeakMemory:
 
     def sample(self) -> None:
         """Take the peak since the last `forget` into account."""
-        self._peak = max(self._peak, self._now())
+        self._peak = max(self._peak, self._highest())
 
     def forget(self) -> None:
         """Start anew: what was held until now was a probe's."""
@@ -32,9 +32,18 @@ class PeakMemory:
 
     def bytes(self) -> int:
         """The peak in bytes."""
-        return self._peak or self._now()
+        return self._peak or self._highest()
 
-    def _now(self) -> int:
+    def now(self) -> int:
+        """What the program holds at this moment, in bytes: of the device, or resident."""
+        if torch.cuda.is_initialized():
+            return int(torch.cuda.memory_allocated())
+        try:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        except (OSError, IndexError, ValueError):
+            return self._highest()
+
+    def _highest(self) -> int:
         if torch.cuda.is_initialized():
             return int(torch.cuda.max_memory_allocated())
         try:

@@ -7,10 +7,14 @@ Each seam is one function of torch's that every training program must pass: maki
     made      torch.optim.Optimizer.__init__               which parameters are trained
     called    torch's global forward pre-hook              the outermost call of a module that owns such parameters
     backward  torch.autograd.backward                      the loss (Tensor.backward goes through it)
-    stepped   torch's global optimizer step hooks          the end of a step
+    stepped   torch's global optimizer step hooks          the end of a step; a closure is followed as it is called
     scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
     clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
+    loaded    torch.utils.data's iterators                 how long the program waits for a batch
     compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be (`compiled_calls`)
+
+A program may replace the same functions: whoever came last is outside, and closing takes nothing away from it. Ours
+then stays where it is and tells nobody.
 
 What is compiled must stay so: our hooks do nothing while a graph is traced, and leave no trace in it.
 """
@@ -18,17 +22,19 @@ What is compiled must stay so: our hooks do nothing while a graph is traced, and
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 class HearsMaking(Protocol):
@@ -50,6 +56,9 @@ class HearsCalls(Protocol):
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run its forward."""
 
+    def batch_loaded(self, seconds: float) -> None:
+        """A data loader gave a batch (or had no more) after so long."""
+
 
 class HearsUpdates(Protocol):
     """Hears of backward passes and optimizers."""
@@ -63,11 +72,14 @@ class HearsUpdates(Protocol):
     def backward_ended(self, loss: Any) -> None:
         """It returned."""
 
-    def gradients_clipped(self, norm: Tensor) -> None:
-        """Gradients were clipped; `norm` is theirs from before."""
+    def backward_failed(self) -> None:
+        """It raised."""
 
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def gradients_clipped(self, norm: Any, order: float) -> None:
+        """Gradients were clipped; `norm`, of that order, is theirs from before."""
+
+    def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+        """An optimizer is about to step; returns the closure to call instead of the one that it was given."""
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """It stepped."""
@@ -88,17 +100,29 @@ class Seams:
         self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, *, compiling: bool = False
     ) -> None:
         self._undo = ExitStack()
+        self._telling = True
         self._open(making, calls, updates, compiling)
 
     def close(self) -> None:
-        """Undo every replacement and hook, in reverse order."""
+        """Undo every replacement and hook, in reverse order; what the program has wrapped stays, and tells nobody."""
+        self._telling = False
         self._undo.close()
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `make(original)` in the place of `owner.name` until closed."""
         original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(make(original)))
-        self._undo.callback(setattr, owner, name, original)
+        ours = make(original)
+
+        @functools.wraps(original)
+        def seam(*args: Any, **kwargs: Any) -> Any:
+            return (ours if self._telling else original)(*args, **kwargs)
+
+        def undo() -> None:
+            if getattr(owner, name) is seam:
+                setattr(owner, name, original)
+
+        setattr(owner, name, seam)
+        self._undo.callback(undo)
 
     def _open(self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, compiling: bool) -> None:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +139,11 @@ class Seams:
                     return
                 plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
                 updates.backward_begins(tensors, plain)
-                original(tensors, *args, **kwargs)
+                try:
+                    original(tensors, *args, **kwargs)
+                except BaseException:
+                    updates.backward_failed()
+                    raise
                 updates.backward_ended(tensors)
 
             return run
@@ -139,8 +167,18 @@ class Seams:
         def clip(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 norm = original(*args, **kwargs)
-                updates.gradients_clipped(norm)
+                updates.gradients_clipped(norm, float(kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0)))
                 return norm
+
+            return run
+
+        def next_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: Any) -> Any:
+                began = time.perf_counter()
+                try:
+                    return original(self)
+                finally:
+                    calls.batch_loaded(time.perf_counter() - began)
 
             return run
 
@@ -161,12 +199,28 @@ class Seams:
             if not torch.compiler.is_compiling():  # while a graph is traced nothing is called yet
                 calls.module_called(module, args)
 
+        def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            followed = updates.step_begins(optimizer, closure if callable(closure) else None)
+            if followed is None or followed is closure:
+                return None
+            return (
+                (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
+            )
+
+        def step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                updates.step_ended(optimizer)
+
         self.replace(Optimizer, "__init__", made)
         self.replace(torch.autograd, "backward", backward)
         self.replace(torch.amp.GradScaler, "scale", scale)
         self.replace(torch.amp.GradScaler, "step", scaler_step)
         self.replace(torch.nn.utils, "clip_grad_norm_", clip)
         self.replace(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
+        self.replace(_BaseDataLoaderIter, "__next__", next_batch)
         if not compiling:
             self.replace(torch, "compile", no_compile)
             self.replace(nn.Module, "compile", no_module_compile)
@@ -175,8 +229,8 @@ class Seams:
                 lambda parent, name, child: making.module_registered(parent, child)
             ),
             nn.modules.module.register_module_forward_pre_hook(called),
-            register_optimizer_step_pre_hook(lambda opt, args, kwargs: updates.step_begins(opt)),
-            register_optimizer_step_post_hook(lambda opt, args, kwargs: updates.step_ended(opt)),
+            register_optimizer_step_pre_hook(step_begins),
+            register_optimizer_step_post_hook(step_ended),
         )
         for handle in handles:
             self._undo.callback(handle.remove)

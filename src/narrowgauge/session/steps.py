@@ -16,6 +16,7 @@ from narrowgauge.session.fingerprint import stored
 from narrowgauge.session.ledger import Ledger, Line
 from narrowgauge.session.losses import EvalLosses
 from narrowgauge.session.memory import PeakMemory
+from narrowgauge.session.movement import Movement
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
@@ -38,6 +39,8 @@ class Steps:
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses()
+        self._recorded_steps = 0
+        self.moved_share = 1.0  # of the weights, that update ratios were measured on
         self.made = True  # an optimizer has stepped: the next forward opens a step
 
     @property
@@ -59,9 +62,15 @@ class Steps:
         self.ledger.stepped()
         self.made = True
 
+    def capture_begins(self) -> None:
+        """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
+        self._plain.end()
+        self._recorder.end_step()
+
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""
         self._close()
+        self.memory.sample()
         self.ledger.finish()
         self._recorder.flush()
 
@@ -76,8 +85,10 @@ class Steps:
             raise StopTraining
         self.made = False
         line = self.ledger.open()
-        line.disturbed = self._recorder.begin_step(line.step)
-        if line.disturbed:
+        line.recorded = line.disturbed = self._recorder.begin_step(line.step)
+        if line.recorded:
+            self._recorded_steps += 1
+            line.movement = Movement(turn=self._recorded_steps)
             self._plain.begin()
         if self._probe is not None:
             line.disturbed |= self._probe.armed(line.step)
@@ -85,10 +96,12 @@ class Steps:
 
     def _close(self) -> None:
         self._take_evaluation()
-        self.memory.sample()
-        digest = self.batches.digest
-        if self.line is not None and digest is not None:
-            self.line.scalars["data_digest"] = stored(digest)
+        digest, line = self.batches.digest, self.line
+        if line is not None and digest is not None:
+            line.scalars["data_digest"] = stored(digest)
+        if line is not None and line.recorded:
+            self.memory.sample()
+            line.scalars["memory_bytes"], line.scalars["peak_memory_bytes"] = self.memory.now(), self.memory.bytes()
         self._recorder.end_step()
 
     def _take_evaluation(self) -> None:

@@ -1,44 +1,77 @@
-"""From a loss to new weights: what `backward` is called on, and what optimizers are about to do with the gradients.
+"""From a loss to new weights: what `backward` is called on, and what optimizers do with the gradients.
 
 scale(loss)          a gradient scaler's loss is known before it was scaled
-backward(loss)       one microbatch
-clip_grad_norm_      the program's own norm, from before clipping
-optimizer.step       learning rate, gradient norm; the step is made
+backward(loss)       one microbatch; if it raises, it was none
+clip_grad_norm_      the program's own norm, from before clipping; of several clips since the last step, of all
+optimizer.step       learning rates, norms; the step is made
 scaler.step          made, or skipped
+
+step(closure)        the step begins with the closure's first call, whose loss and gradients are the step's; what
+                     the optimizer tries afterwards (LBFGS) is not
+step in backward     one optimizer per parameter, stepped by hooks: all of one backward are one step
+step in a step       an optimizer that wraps another: the outer one counts
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.hearing import Hearing, heard
+from narrowgauge.session.ledger import Line
+from narrowgauge.session.norms import Parts, Squares, named, of_norm
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.seams import in_backward
 from narrowgauge.session.steps import Steps
 
+MOST_RATES = 16  # parameter groups whose learning rates are told apart
+
 
 class Updates:
-    """Follows the backward passes and optimizers of one program."""
+    """Follows the backward passes and optimizers of one program.
 
-    def __init__(self, steps: Steps, probe: SameWeightsProbe | None) -> None:
-        self._steps, self._probe = steps, probe
-        self._clip_norm: Tensor | None = None
+    Args:
+        steps, probe, hearing: the session's.
+        follows: whether an optimizer is one of those that train.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        probe: SameWeightsProbe | None,
+        hearing: Hearing,
+        follows: Callable[[Optimizer], bool] = lambda optimizer: True,
+    ) -> None:
+        self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
+        self._clips: Squares | None = None
         self._scaled: tuple[Tensor, Tensor, Any] | None = None
+        self._stepping: ReferenceType[Optimizer] | None = None
+        self._in_closure = 0
+        self._closure_again = False
+        self._stepped_in_backward = False
         self.backwards = 0
+        self.losses = 0
         self.skipped = 0
 
+    @heard
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
         """A gradient scaler multiplied the loss."""
         if isinstance(before, Tensor) and isinstance(after, Tensor):
             self._scaled = (after, before, scaler)
 
+    @heard
     def backward_begins(self, loss: Any, plain: bool) -> None:
         """`backward` is called on `loss`."""
         self.backwards += 1
+        if not self._in_closure:
+            self._stepping = None  # an optimizer that was stepping has raised
         self._steps.enter()
         line = self._steps.line
         seen = loss[0] if isinstance(loss, tuple | list) and len(loss) == 1 else loss
@@ -47,14 +80,19 @@ class Updates:
             if isinstance(scale, Tensor):
                 line.scalars["loss_scale"] = scale.detach().clone()
             seen = self._scaled[1]
-        if isinstance(seen, Tensor) and seen.numel() == 1:
+        if isinstance(seen, Tensor) and seen.numel() == 1 and not self._closure_again:
+            self.losses += 1
             self._steps.ledger.add_loss(seen)
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
 
+    @heard
     def backward_ended(self, loss: Any) -> None:
-        """The gradients of one microbatch are there; the weights have not moved."""
+        """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
         self._scaled = None
+        if self._stepped_in_backward:
+            self._made()
+            return
         line = self._steps.line
         if self._probe is None or line is None or not self._probe.armed(line.step):
             return
@@ -65,43 +103,131 @@ class Updates:
         line.away += time.perf_counter() - began
         line.disturbed = True
 
-    def gradients_clipped(self, norm: Tensor) -> None:
+    @heard
+    def backward_failed(self) -> None:
+        """It raised: a program that goes on, with a smaller batch perhaps, has not had this loss."""
+        self._scaled = None
+        if not self._closure_again:
+            self._steps.ledger.take_back()
+
+    @heard
+    def gradients_clipped(self, norm: Any, order: float) -> None:
         """The program clipped; its own norm is the one before clipping."""
-        self._clip_norm = norm.detach() if isinstance(norm, Tensor) else None
+        found = of_norm(norm) if isinstance(norm, Tensor) and order == 2.0 else None
+        self._clips = self._clips if found is None else found.and_also(self._clips)
 
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+        """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
+        return self._step_begins(optimizer, closure) or closure
+
+    @heard
+    def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        if not self._follows(optimizer):
+            return None
+        if in_backward():
+            self._look(optimizer)
+            return None
+        if self._stepping is not None and self._stepping() not in (None, optimizer):
+            return None
+        self._stepping = ref(optimizer)
         line = self._steps.line
-        if line is None or in_backward():
-            return
-        if "lr" not in line.scalars and optimizer.param_groups:
-            lr = optimizer.param_groups[0].get("lr")
-            if lr is not None:
-                line.scalars["lr"] = lr.detach() if isinstance(lr, Tensor) else float(lr)
-        if "grad_norm" not in line.scalars:
-            norm = self._clip_norm if self._clip_norm is not None else _grad_norm(optimizer)
-            if norm is not None:
-                line.scalars["grad_norm"] = norm
+        if closure is not None:
+            self._steps.enter()
+            return self._followed(closure, optimizer)
+        if line is None or (self._steps.made and id(optimizer) in line.stepped):
+            self._steps.enter()  # neither its forward nor its backward was heard
+        self._look(optimizer)
+        return None
 
+    @heard
     def step_ended(self, optimizer: Optimizer) -> None:
         """An optimizer stepped."""
-        self._clip_norm = None
-        self._steps.end()
+        if not self._follows(optimizer):
+            return
+        line = self._steps.line
+        if line is not None and line.movement is not None:
+            line.movement.after(optimizer)
+        if in_backward():
+            self._stepped_in_backward = True
+            return
+        if self._stepping is not None and self._stepping() is not optimizer:
+            return
+        if line is not None:
+            line.stepped.add(id(optimizer))
+        self._made()
 
+    @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         """A gradient scaler's step returned; if the optimizer did not move, it skipped."""
         if self._steps.made or self._steps.line is None:
             return
         self._steps.line.scalars["skipped"] = 1.0
         self.skipped += 1
-        self.step_ended(optimizer)
+        self._made()
 
+    def _made(self) -> None:
+        self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
+        self._clips = None
+        line = self._steps.line
+        if line is not None and line.movement is not None:
+            line.scalars.update(line.movement.scalars())
+            self._steps.moved_share = min(self._steps.moved_share, line.movement.share)
+        self._steps.end()
 
-def _grad_norm(optimizer: Optimizer) -> Tensor | None:
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    dense = [g.detach() for g in grads if g.layout is torch.strided]
-    if not dense:
-        return None
-    norms = torch._foreach_norm(dense)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
-    return norm
+    def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self._in_closure += 1
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._in_closure -= 1
+                if not self._closure_again:
+                    self._closure_again = True
+                    self._evaluated(optimizer)
+
+        return evaluate
+
+    @heard
+    def _evaluated(self, optimizer: Optimizer) -> None:
+        self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        line = self._steps.line
+        if line is None:
+            return
+        self._rates(line, optimizer)
+        found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
+        if isinstance(found, Tensor):
+            line.scalars["skipped"] = found.detach().clone()
+        if self._clips is not None:
+            line.clipped = True
+            line.scalars.update(named("grad", self._clips))
+        elif not line.clipped:
+            self._gradients(line, optimizer)
+        if line.movement is not None:
+            line.movement.before(optimizer)
+
+    def _gradients(self, line: Line, optimizer: Optimizer) -> None:
+        if in_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
+            return
+        owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            found = Parts([p.grad for p in owners], owners).squares()
+            if found is None:
+                return
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
+            if isinstance(scale, Tensor):
+                found = found._replace(total=found.total / scale.to(found.total.device).double().square())
+            line.gradients = found.and_also(line.gradients)
+            line.scalars.update(named("grad", line.gradients))
+
+    def _rates(self, line: Line, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups[: MOST_RATES - len(line.rates)]:
+            rate = group.get("lr")
+            if rate is not None:
+                line.rates.append(rate.detach() if isinstance(rate, Tensor) else float(rate))
+        if line.rates:
+            line.scalars["lr"] = line.rates[0]
+        if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
+            line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})

@@ -1,0 +1,88 @@
+"""How a session hears a program: on one thread, never while a CUDA graph is captured, with no error of its own.
+
+    thread   the one that trains; another takes its place only when it has ended. What else trains meanwhile is told
+    capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
+    errors   the program goes on; the run says what is missing
+
+Two errors pass, because they must end the program: a conversion that was asked for and cannot be done, and the step
+limit (a SystemExit).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from narrowgauge.errors import NarrowgaugeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Hearing:
+    """Which thread is heard, and what failed."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ident = 0
+        self._others = False
+        self._failed: dict[str, int] = {}
+
+    def mine(self) -> bool:
+        """Whether the calling thread is the one that trains; the first to ask is, until it ends."""
+        if threading.get_ident() == self._ident:
+            return True
+        if self._thread is not None and self._thread.is_alive():
+            self._others = True
+            return False
+        self._thread, self._ident = threading.current_thread(), threading.get_ident()
+        return True
+
+    def perhaps_mine(self) -> bool:
+        """The same, of what says nothing of training: it makes no thread the one."""
+        return self._ident in (0, threading.get_ident())
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Something of ours went wrong in `where`."""
+        what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
+        self._failed[what] = self._failed.get(what, 0) + 1
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not heard, in words; empty if everything was."""
+        found = [
+            f"Following the program failed in {what} ({times} times); the program went on, and what was to be seen "
+            "there is missing."
+            for what, times in self._failed.items()
+        ]
+        if self._others:
+            found.append("Several threads of the program train; only the first is followed.")
+        return found
+
+
+def heard(method: Callable[P, T]) -> Callable[P, T | None]:
+    """A method of an object with a `hearing`: not run on another thread or in a capture, and its errors are kept."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        owner: Any = args[0]
+        if capturing() or not owner.hearing.mine():
+            return None
+        try:
+            return method(*args, **kwargs)
+        except NarrowgaugeError:
+            raise
+        except Exception as error:
+            owner.hearing.failed(method.__name__, error)
+            return None
+
+    return run
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream; wakes no GPU."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,186 @@
+"""The numbers of a step, each compared with what the same tensors give by hand."""
+
+import math
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+from torch.utils.data import DataLoader
+
+from narrowgauge.session import movement
+
+
+def norm(tensors):
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def train(model, optimizer, steps=4, micro=2, clip=None):
+    """Plain training; returns by step the gradient norm, the weights' norm and the update's."""
+    found = {}
+    for step in range(1, steps + 1):
+        for number in range(micro):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + number))
+            (model(x) - x).square().mean().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        gradient = norm([p.grad for p in model.parameters()])
+        if clip:
+            clip()
+        optimizer.step()
+        moved = [p.detach() - w for p, w in zip(model.parameters(), before, strict=True)]
+        found[step] = gradient, norm(before), norm(moved) / norm(before)
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_norms_and_the_update_ratio_are_those_of_the_program_s_tensors(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    with followed(tmp_path, every=2) as (session, writer):
+        wanted = train(model, kind(model.parameters(), lr=0.01))
+    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-6)
+    assert writer.column("param_norm") == pytest.approx({step: wanted[step][1] for step in (2, 4)}, rel=1e-6)
+    assert writer.column("update_ratio") == pytest.approx({step: wanted[step][2] for step in (2, 4)}, rel=1e-5)
+    assert session.facts()["watch"]["update_share"] == 1.0
+    assert session.hearing.notes == []
+
+
+def test_norms_of_two_optimizers_are_of_both(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    with followed(tmp_path, every=1) as (_, writer):
+        first, second = (
+            torch.optim.SGD(part.parameters(), lr=rate) for part, rate in zip(model, (0.1, 0.3), strict=True)
+        )
+
+        class Both:
+            def step(self):
+                first.step(), second.step()
+
+            def zero_grad(self):
+                model.zero_grad()
+
+        wanted = train(model, Both())
+    for number, name in enumerate(("grad_norm", "param_norm", "update_ratio")):
+        assert writer.column(name) == pytest.approx({step: row[number] for step, row in wanted.items()}, rel=1e-5)
+    assert set(writer.column("lr").values()) == set(writer.column("lr_0").values()) == {0.1}
+    assert set(writer.column("lr_1").values()) == {0.3}
+
+
+def test_of_more_weights_than_the_budget_a_share_tells_the_update(tmp_path, monkeypatch):
+    monkeypatch.setattr(movement.Movement.__init__, "__defaults__", (0, 2000))
+    model = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 16).to(memory_format=torch.preserve_format))
+    with followed(tmp_path, every=1) as (session, writer):
+        wanted = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = session.facts()["watch"]["update_share"]
+    assert 0.05 < share < 0.13  # every 11th of 16912
+    assert writer.column("param_norm") == pytest.approx({step: row[1] for step, row in wanted.items()}, rel=1e-6)
+    assert writer.column("update_ratio") == pytest.approx({step: row[2] for step, row in wanted.items()}, rel=0.1)
+
+
+def test_every_kth_element_is_taken_in_memory_order_whatever_the_strides():
+    x = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    assert movement._every(x, 5, 7).tolist() == x.permute(0, 2, 3, 1).reshape(-1)[2::5].tolist()
+    scattered = torch.arange(24.0)[::2]
+    assert movement._every(scattered, 5, 7) is scattered
+    assert movement._every(torch.ones(2), 11, 5).numel() == 1
+
+
+def test_the_norm_of_a_clipping_program_is_its_own_from_before(tmp_path):
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=1) as (_, writer):
+        wanted = train(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            clip=lambda: [torch.nn.utils.clip_grad_norm_(p, 0.01) for p in model.parameters()],
+        )
+    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
+
+
+def test_a_clip_by_another_norm_is_not_taken_for_the_norm(tmp_path):
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=1) as (_, writer):
+        wanted = train(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            clip=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=math.inf),
+        )
+    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
+
+
+def test_bfloat16_weights_are_measured_as_they_are_rounded(tmp_path):
+    model = nn.Linear(16, 16).bfloat16()
+    [nn.init.ones_(p) for p in model.parameters()]
+    with followed(tmp_path, every=1) as (_, writer):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)  # too little for any weight to move
+        model(torch.ones(4, 16, dtype=torch.bfloat16)).sum().backward()
+        gradient = norm([p.grad for p in model.parameters()])
+        optimizer.step()
+    assert writer.column("update_ratio") == {1: 0.0}
+    assert writer.column("grad_norm")[1] == pytest.approx(gradient, rel=1e-5)  # not rounded to bfloat16 itself
+
+
+def test_nothing_is_copied_in_steps_that_are_not_recorded(tmp_path, monkeypatch):
+    def copied(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(movement.Movement, "before", copied)
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=100) as (session, writer):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert session.hearing.notes == []
+    assert len(writer.column("grad_norm")) == 4
+
+
+def test_tokens_per_second_and_memory(tmp_path):
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=2) as (_, writer):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seconds, tokens = writer.column("step_seconds"), writer.column("tokens")
+    assert writer.column("tokens_per_second") == {s: tokens[s] / seconds[s] for s in seconds}
+    assert list(writer.column("memory_bytes")) == list(writer.column("peak_memory_bytes")) == [2, 4]
+    for now, peak in zip(*(writer.column(n).values() for n in ("memory_bytes", "peak_memory_bytes")), strict=True):
+        assert 10 << 20 < now < 1.1 * peak
+
+
+class Slow(torch.utils.data.Dataset):
+    """Rows that take their time, by a clock of the test's."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        self.clock[0] += self.seconds
+        return torch.ones(16)
+
+
+def test_data_seconds_are_those_of_the_batches_a_step_trained_on(tmp_path, monkeypatch):
+    import time
+
+    clock, real = [0.0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] + 1e-9 * real())
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, compiling=True) as (session, writer):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, x in enumerate(DataLoader(Slow(clock, 0.5), batch_size=2)):
+            model(x).sum().backward()
+            if number % 2:
+                optimizer.step()
+                with torch.no_grad():
+                    for y in DataLoader(Slow(clock, 100.0), batch_size=12):
+                        model(y)
+    assert writer.column("data_seconds") == pytest.approx({1: 2.0, 2: 2.0, 3: 2.0}, abs=1e-3)
+    assert not any("DataLoader" in note for note in session.facts()["notes"])
+
+
+def test_without_a_loader_of_torch_s_nothing_is_said_of_waiting(tmp_path):
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, compiling=True) as (session, writer):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert writer.column("data_seconds") == {}
+    assert (
+        "No torch DataLoader was seen: how long the program waits for its data is not known."
+        in (session.facts()["notes"])
+    )
