@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from narrowgauge.session import inject, status
 from narrowgauge.session.command import parse
+from narrowgauge.session.exporting import exporting
 from narrowgauge.session.plan import STATUS_FILE, Plan
 
 OUTPUT_FILE = "output.log"
@@ -50,20 +52,31 @@ def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, q
     argv = [program.python, *program.flags, "-m", "narrowgauge.session.boot", str(path)]
     began = time.perf_counter()
     if not quiet:
-        code = _wait(subprocess.Popen(argv, env=environment), plan, tell)
-        return Ended(code, (), time.perf_counter() - began)
+        with exporting(plan.folder, plan.export):
+            code = _wait(subprocess.Popen(argv, env=environment), plan, tell)
+            seconds = time.perf_counter() - began
+        return Ended(code, (), seconds)
     log = plan.folder / OUTPUT_FILE
-    with log.open("wb") as out:
+    with log.open("wb") as out, exporting(plan.folder, plan.export):
         # What the first run read would be missing in the next, and nobody sees a question that goes to a file.
         nothing = subprocess.DEVNULL
         child = subprocess.Popen(argv, env=environment, stdin=nothing, stdout=out, stderr=subprocess.STDOUT)
         code = _wait(child, plan, tell)
-    return Ended(code, _tail(log), time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+    return Ended(code, _tail(log), seconds)
 
 
 def watch(plan: Plan, argv: Sequence[str]) -> int:
     """Run `argv` with its own input, output and signals, all of its processes watched as `plan` says; its exit code."""
     path = plan.write()
+    with exporting(plan.folder, plan.export) as told:
+        code = _follow(path, argv)
+    for line in told:
+        print(f"narrowgauge: {line}", file=sys.stderr)
+    return code
+
+
+def _follow(path: Path, argv: Sequence[str]) -> int:
     search = os.pathsep.join([str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
     child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())})
     # A scheduler tells only the process that it started to stop; a terminal tells all of them.

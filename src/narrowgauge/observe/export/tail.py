@@ -1,0 +1,145 @@
+"""Tail: what a run's first rank has recorded since one last looked, each row once, in order.
+
+    segments on disk      0  1  2  ...  14           then, at once,   0-15 (merged)      16 ...
+    read so far           0  1  2  ...  14                            15 is in there: the rows after the last step that
+                                                                      was read, and what that step had not yet
+
+A segment that was not read before is taken whole. One that a merge has put together from some that were read is
+filtered: steps never go back within a run, so the last step that was seen tells old rows from new ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from narrowgauge.observe.export.exporter import Event, Look, Point
+from narrowgauge.observe.export.names import HIDDEN, METRICS
+from narrowgauge.observe.export.summing import Chosen, summaries_of, summing_query
+from narrowgauge.observe.store.database import connect
+from narrowgauge.observe.store.schema import KINDS, Kind
+from narrowgauge.observe.store.segments import literal
+from narrowgauge.observe.store.source import parquet, segments_in
+
+Rows = list[tuple[Any, ...]]
+RANK = 0
+
+
+class Tail:
+    """Reads a run's folder as it grows. `notes` says what could not be read or was not followed."""
+
+    def __init__(self, folder: Path, sites: Sequence[str] = ()) -> None:
+        self._folder = folder
+        self._chosen = Chosen(sites)
+        self._db = connect(Path(tempfile.gettempdir()) / "narrowgauge-export", threads=1)
+        self._done: dict[Kind, int] = dict.fromkeys(KINDS, -1)  # the last segment read
+        self._step = self._look_step = -1
+        self._names: set[str] = set()  # what was read of the last step
+        self._roles: set[str] = set()
+        self._events: set[int] = set()
+        self._times: dict[int, float] = {}  # of the steps last read: rows of tensors have no time of their own
+        self._time = 0.0
+        self._unreadable: list[str] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of what was not exported."""
+        return [*self._unreadable, *self._chosen.notes()]
+
+    def points(self) -> Iterator[list[Point]]:
+        """New steps' scalars, a list per segment."""
+        self._times = {}
+        hidden = f"name NOT IN ({', '.join(map(literal, sorted(HIDDEN)))})"
+
+        def select(table: str, seen: bool) -> str:
+            where = f"{hidden} AND {_after(self._step, 'name', self._names)}" if seen else hidden
+            return f"SELECT step, wall_time, name, value FROM {table} WHERE {where} ORDER BY step, wall_time, name"
+
+        for rows in self._batches("scalars", lambda table, seen: self._all(select(table, seen))):
+            points = []
+            for step, group in groupby(rows, key=lambda row: int(row[0])):
+                row = list(group)
+                values = {name: float("nan") if value is None else float(value) for _, _, name, value in row}
+                self._names = values.keys() | (self._names if step == self._step else set())
+                self._step, self._time = step, float(row[0][1])
+                self._times[step] = self._time
+                points.append(Point(step, self._time, values))
+            yield points
+
+    def looks(self) -> Iterator[Look]:
+        """New recorded steps' tensors; ask for `points` before, that these have their time from."""
+        for found in self._batches("tensors", self._looks_in):
+            for step, summaries, sites in found:
+                self._roles = {s.role for s in summaries} | (self._roles if step == self._look_step else set())
+                self._look_step = step
+                yield Look(step, self._times.get(step, self._time), summaries, sites)
+
+    def events(self) -> Iterator[Event]:
+        """New events."""
+        columns = "step, wall_time, kind, message, coalesce(site, '')"
+        for rows in self._batches(
+            "events", lambda table, _: self._all(f"SELECT {columns} FROM {table} ORDER BY step, wall_time")
+        ):
+            for row in rows:
+                key = hash(row)
+                if key not in self._events:
+                    self._events.add(key)
+                    yield Event(*row)
+
+    def _looks_in(self, table: str, seen: bool) -> Rows:
+        has = {row[0] for row in self._db.execute(f"DESCRIBE SELECT * FROM {table}").fetchall()}
+        metrics = [metric for metric in METRICS if metric in has]
+        where = _after(self._look_step, "split_part(site, ':', -1)", self._roles) if seen else "true"
+        whole = summaries_of(self._all(summing_query(table, metrics, where)), metrics)
+        singles = self._singles(table, metrics, where) if self._chosen.globs else {}
+        return [(step, summaries, singles.get(step, {})) for step, summaries in whole.items()]
+
+    def _singles(self, table: str, metrics: Sequence[str], where: str) -> dict[int, dict[str, dict[str, float]]]:
+        """The numbers of the sites that go out one by one, by step and site."""
+        found: dict[int, dict[str, dict[str, float]]] = {}
+        names = [name for (name,) in self._all(f"SELECT DISTINCT site FROM {table} ORDER BY 1")]
+        taken = [name for name in names if self._chosen.takes(name)]
+        if not taken:
+            return found
+        inside = f"site IN ({', '.join(map(literal, taken))}) AND {where}"
+        rows = self._all(f"SELECT step, site, {', '.join(metrics)} FROM {table} WHERE {inside} ORDER BY step, site")
+        for step, site, *values in rows:
+            row = {metric: float(value) for metric, value in zip(metrics, values, strict=True) if value is not None}
+            found.setdefault(step, {})[site] = row
+        return found
+
+    def _all(self, query: str) -> Rows:
+        return self._db.execute(query).fetchall()
+
+    def _batches(self, kind: Kind, read: Callable[[str, bool], Rows]) -> Iterator[Rows]:
+        """What `read(table, partly seen)` finds in each span of segments that is new, the oldest first."""
+        while unread := self._unread(kind):
+            first, last = min(unread)
+            files = unread[first, last]
+            try:
+                rows = read(parquet(files), first <= self._done[kind])
+            except duckdb.Error as error:
+                if not all(file.exists() for file in files):
+                    continue  # a merge took them away meanwhile: look again
+                self._unreadable.append(f"export: {files[0].name} of {kind} cannot be read: {error}".split("\n")[0])
+                rows = []
+            self._done[kind] = last
+            yield rows
+
+    def _unread(self, kind: Kind) -> dict[tuple[int, int], list[Path]]:
+        spans: dict[tuple[int, int], list[Path]] = {}
+        for segment in segments_in(self._folder / kind):
+            if segment.rank == RANK and segment.last > self._done[kind]:
+                spans.setdefault((segment.first, segment.last), []).append(self._folder / kind / str(segment))
+        return spans
+
+
+def _after(step: int, column: str, seen: set[str]) -> str:
+    """The condition for rows after a step, and for those of it that were not seen."""
+    known = f" OR (step = {step} AND {column} NOT IN ({', '.join(map(literal, sorted(seen)))}))" if seen else ""
+    return f"(step > {step}{known})"

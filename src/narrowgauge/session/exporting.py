@@ -1,0 +1,102 @@
+"""Exports while a program runs: a process of its own reads the run's folder and feeds the trackers.
+
+    with exporting(plan.folder, plan.export) as told:        starts it, unless nothing is to be exported
+        ...the program runs...
+    told                                                     what the user should know of how it went
+
+It gets no signal of the terminal, and ends when its input does: with this `with`, or with us. That what it forgot,
+because a tracker failed or hung, also stands in the run's notes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.export.names import KNOWN, chosen
+from narrowgauge.observe.store import manifest as manifests
+
+LOG = "export.log"
+REPORT = "export.json"
+PATIENCE = 60.0  # seconds that trackers get, after the program's end, for what they have not taken yet
+GRACE = 10.0  # and their process, to end by itself
+
+
+@contextlib.contextmanager
+def exporting(folder: Path, settings: Mapping[str, Any], *, patience: float = PATIENCE) -> Iterator[list[str]]:
+    """Export the run that will be in `folder` as the `[export]` table says; the list is filled at the end.
+
+    Nothing that goes wrong with it reaches the program or the caller. Ask `narrowgauge.observe.export.check` before.
+    """
+    told: list[str] = []
+    if not chosen(settings):
+        yield told
+        return
+    try:
+        child = _start(folder, settings, patience)
+    except OSError as error:
+        told.append(f"export: could not be started: {error.strerror}.")
+        yield told
+        return
+    try:
+        yield told
+    finally:
+        told += _end(child, folder, settings, patience)
+        _note(folder, told)
+
+
+def _start(folder: Path, settings: Mapping[str, Any], patience: float) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-P", "-m", "narrowgauge.observe.export"]
+    environment = {name: value for name, value in os.environ.items() if name != "NARROWGAUGE_PLAN"}
+    with (folder / LOG).open("wb") as log:
+        child = subprocess.Popen(
+            argv, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    asked = {"folder": str(folder.resolve()), "settings": dict(settings), "patience": patience}
+    if child.stdin is not None:
+        with contextlib.suppress(OSError):  # it is gone already: told at the end
+            child.stdin.write(json.dumps(asked).encode() + b"\n")
+            child.stdin.flush()
+    return child
+
+
+def _end(child: subprocess.Popen[bytes], folder: Path, settings: Mapping[str, Any], patience: float) -> list[str]:
+    """Wait for the process, but not for ever; what there is to tell."""
+    if child.stdin is not None:
+        with contextlib.suppress(OSError):
+            child.stdin.close()
+    try:
+        child.wait(patience + GRACE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    try:
+        report: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    except (OSError, ValueError):
+        names = ", ".join(KNOWN[name].title for name in chosen(settings))
+        return [f"export to {names} ended early (exit code {child.returncode}); {folder / LOG} says why."]
+    told = [
+        f"export to {KNOWN[name].title} stopped after step {row['step']}: {row['problem']}"
+        for name, row in report.items()
+        if row["problem"]
+    ]
+    return told + list(dict.fromkeys(note for row in report.values() for note in row["notes"]))
+
+
+def _note(folder: Path, told: list[str]) -> None:
+    """Leave it in the run's notes, if the run has ended and there is one."""
+    if not told:
+        return
+    with contextlib.suppress(OSError, RunError):
+        manifest = manifests.read(folder)
+        if manifest["status"] == "running" and manifests.is_alive(manifest) is not False:
+            return  # its writer would overwrite it
+        meta = manifest.get("meta", {})
+        manifests.write(folder, {**manifest, "meta": {**meta, "notes": [*meta.get("notes", ()), *told]}})

@@ -1,0 +1,119 @@
+"""Every row goes out once and in order, whatever the writer merges meanwhile."""
+
+import math
+
+import numpy as np
+import pytest
+from tests.observe.export.recorded import EVERY, SITES, STEPS, column, rows, scalars, summary, write
+
+from narrowgauge.observe.export.summing import MOST_SITES, Chosen
+from narrowgauge.observe.export.tail import Tail
+from narrowgauge.observe.store import RunWriter, compact
+
+
+def times(folder):
+    return dict(reversed(rows(folder, "scalars", "step, wall_time")))
+
+
+def drain(tail):
+    points = [point for batch in tail.points() for point in batch]
+    return points, list(tail.looks()), list(tail.events())
+
+
+def test_what_goes_out_is_what_lies_in_the_run(run):
+    points, looks, events = drain(Tail(run))
+    stored = scalars(run)
+    assert [point.step for point in points] == list(range(1, STEPS + 1))
+    for point in points:
+        assert point.values.keys() == stored.keys() - {"data_digest"}
+        for name, value in point.values.items():
+            assert value == stored[name][point.step] or (math.isnan(value) and math.isnan(stored[name][point.step]))
+    assert {p.step: p.wall_time for p in points} == times(run)
+    assert [look.step for look in looks] == list(range(EVERY, STEPS + 1, EVERY))
+    assert [(e.step, e.kind, e.site) for e in events] == [(7, "nan", ""), (7, "watch_failed", SITES[0])]
+
+
+def test_sums_are_those_of_numpy_and_the_worst_site_is_named(run):
+    _, looks, _ = drain(Tail(run))
+    for look in looks:
+        found = {(s.metric, s.role): s for s in look.summaries}
+        assert found.keys() == {("amax", r) for r in ("input", "weight", "output")} | {
+            ("sqnr_db", "input"), ("sqnr_db", "weight"),
+        }  # fmt: skip
+        for (metric, role), told in found.items():
+            assert dict(told.items()) == pytest.approx(summary(run, metric, role, look.step), rel=1e-12)
+            sites = column(run, metric, role, look.step)
+            worst = max if metric == "amax" else min
+            assert told.worst == worst(sites, key=sites.get)
+        assert look.wall_time == times(run)[look.step]
+
+
+def test_single_sites_where_asked(run):
+    _, looks, _ = drain(Tail(run, ["layers.1", "!*:weight", "head:output"]))
+    for look in looks:
+        assert look.sites.keys() == {"layers.1.up:input", "head:output"}
+        for metric in ("amax", "sqnr_db"):
+            value = column(run, metric, "input", look.step)["layers.1.up:input"]
+            assert look.sites["layers.1.up:input"][metric] == value
+            assert look.numbers()[f"sites/layers.1.up.input/{metric}"] == value
+        assert look.sites["head:output"].keys() == {"amax"}
+
+
+def test_a_run_that_grows_and_merges_meanwhile_is_read_once(tmp_path):
+    tail, steps, events = Tail(tmp_path), [], []
+    looks = []
+    with RunWriter(tmp_path) as writer:
+        for step in range(1, 71):  # a segment each: merged at every 16th, which nobody sees alone
+            write(writer, step)
+            if step % 3 == 0:
+                writer.add_event(step, "skipped", "a step was skipped")
+            writer.flush()
+            if step % 5 == 0:
+                new = drain(tail)
+                steps += [point.step for point in new[0]]
+                looks += [look.step for look in new[1]]
+                events += [event.step for event in new[2]]
+    new = drain(tail)
+    assert len(list((tmp_path / "scalars").glob("*.parquet"))) < 16
+    assert steps + [point.step for point in new[0]] == list(range(1, 71))
+    assert looks + [look.step for look in new[1]] == list(range(10, 71, 10))
+    assert sorted(events + [event.step for event in new[2]]) == sorted([7, 7, *range(3, 71, 3)])
+    compact(tmp_path)
+    assert drain(tail) == ([], [], [])
+
+
+def test_a_step_whose_rows_are_parted_by_a_segment_is_whole_in_the_end(tmp_path):
+    """One half was read; the other comes in a file that holds both."""
+    tail = Tail(tmp_path)
+    with RunWriter(tmp_path) as writer:
+        for part in range(16):
+            writer.add_scalars(1 + part // 2, **{f"half{part % 2}": float(part)})
+            role = ("input", "output")[part % 2]
+            writer.add_tensors(1 + part // 2, [f"a:{role}"], {"amax": np.array([float(part)])})
+            writer.flush()
+            if part == 14:
+                first = drain(tail)
+    second = drain(tail)
+    assert [p.values for p in second[0]] == [{"half1": 15.0}]
+    assert [(s.role, s.greatest) for look in second[1] for s in look.summaries] == [("output", 15.0)]
+    assert len(first[0]) == len(first[1]) == 15
+
+
+def test_a_damaged_segment_is_told_and_the_rest_goes_out(run):
+    segment = sorted((run / "scalars").glob("*.parquet"))[1]
+    segment.write_bytes(segment.read_bytes()[:-40])
+    tail = Tail(run)
+    points, looks, _ = drain(tail)
+    assert [point.step for point in points] == [*range(1, 10), *range(19, STEPS + 1)]
+    assert len(looks) == STEPS // EVERY
+    assert len(tail.notes) == 1
+    assert f"{segment.name} of scalars cannot be read" in tail.notes[0]
+
+
+def test_globs_that_match_nothing_or_too_much_are_told(run):
+    tail = Tail(run, ["lm_head"])
+    drain(tail)
+    assert tail.notes == ["export: no recorded site matches 'lm_head'"]
+    chosen = Chosen(["layers"])
+    assert sum(chosen.takes(f"layers.{n}:input") for n in range(MOST_SITES + 3)) == MOST_SITES
+    assert chosen.notes() == [f"export: 3 sites beyond the first {MOST_SITES} that match `sites` were left out"]
