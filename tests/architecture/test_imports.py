@@ -23,6 +23,7 @@ TORCH_FREE = [
     "narrowgauge.observe.verdict",
     "narrowgauge.observe.figures",
     "narrowgauge.observe.report",
+    "narrowgauge.observe.export.follower",
 ]
 
 

@@ -33,6 +33,7 @@ PINNED = {
         revert scaling_state set_observer
     """,
     "observe.store": "Compaction Run RunWriter SCHEMA Table compact open_run role_of",
+    "observe.export": "Event Exporter Look Point Summary check",
     "observe.inspect": "Inspection inspect open_checkpoint page plain",
     "observe.stats": "Collector measure merge moments",
     "observe.verdict": """

@@ -5,8 +5,11 @@ import time
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from tests.session import programs
 
+from narrowgauge.cli.main import cli
+from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import open_run
 from narrowgauge.session import exporting as module
 from narrowgauge.session.exporting import exporting
@@ -49,6 +52,18 @@ def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_tol
             found = [(event.step, event.value) for event in read.Scalars(f"tensors/sqnr_db/{role}/{stat}")]
             assert [step for step, _ in found] == [4, 8]
             assert [value for _, value in found] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    (tmp_path / "narrowgauge.toml").write_text("[export]\nprometheus = true\n")
+    monkeypatch.setattr("narrowgauge.observe.export.names.find_spec", lambda package: None)
+    done = CliRunner().invoke(cli, [verb, "--config", "narrowgauge.toml", "--out", "out", "--", "train.py"])
+    assert isinstance(done.exception, UsageError)  # which `main` prints, and ends with 2
+    assert "pip install narrowgauge[prometheus]" in str(done.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_settings_start_nothing(tmp_path, monkeypatch):

@@ -53,12 +53,15 @@ def compare_command(
     packaged example is compared: a small language model trained on the Python standard library's own source.
     """
     from narrowgauge.cli.progress import LiveProgress
+    from narrowgauge.observe.export import check
     from narrowgauge.observe.report import render
     from narrowgauge.session.command import parse
     from narrowgauge.session.compare import REPORT_FILE, Comparison, compare
     from narrowgauge.session.config import load
 
     command = command or demo_command()
+    settings = load(config)
+    check(settings.for_plan()["export"])
     console = Console()
     what = Comparison(
         command=command,
@@ -66,7 +69,7 @@ def compare_command(
         recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
         baseline=baseline,
         steps=steps,
-        config=load(config),
+        config=settings,
     )
     with LiveProgress(console) as progress:
         verdict = compare(what, progress)

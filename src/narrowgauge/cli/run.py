@@ -29,6 +29,7 @@ def run_command(
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
     from narrowgauge.cli.compare import default_folder
     from narrowgauge.compute.recipes import by_name
+    from narrowgauge.observe.export import check
     from narrowgauge.session.command import arguments, short_name
     from narrowgauge.session.config import load
     from narrowgauge.session.folder import prepare
@@ -37,6 +38,7 @@ def run_command(
 
     settings = load(config)
     argv = arguments(command)
+    check(settings.for_plan()["export"])
     folder = out or default_folder(short_name(command))
     if recipe is not None:
         by_name(recipe)

@@ -44,7 +44,6 @@ class Plan:
     dump: tuple[dict[str, Any], ...] = ()
     export: dict[str, Any] = field(default_factory=dict)  # only what is switched on; empty if nothing is
     judge: str = ""  # the recipe that linear layers which stay plain are judged by; none if empty
-    export: dict[str, Any] = field(default_factory=dict)  # only what is switched on; empty if nothing is
     compiling: bool = False  # may the program compile its model? the probe at the same weights needs it eager
 
     @property
