@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from tests.session import programs
-from tests.session.inline import Writer
+from tests.session.inline import Writer, followed
 from torch import nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
@@ -290,8 +290,12 @@ for _ in range(2):
 
 
 def test_nothing_hears_the_models_afterwards(tmp_path):
-    session, _ = follow(tmp_path, programs.BASIC, recipe="current")
-    [model] = session.roots._models
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with followed(tmp_path, recipe="current"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(16, 32)).sum().backward()
+        assert model[0]._fp8.observer is not None
+        optimizer.step()
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks

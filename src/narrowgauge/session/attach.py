@@ -159,7 +159,7 @@ def not_found(session: Session) -> list[str]:
         found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
     elif not steps:
         found.append("No step was seen: no torch.optim optimizer stepped.")
-    if steps and not len(session.roots):
+    if steps and not session.roots.taken:
         found.append("No model was found: no module that owns what the optimizers train was called with gradients on.")
     if steps and not updates.backwards:
         found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")

@@ -46,7 +46,7 @@ class Calls:
         self._roots, self._steps, self._probe = roots, steps, probe
         self.hearing, self._optimizers, self._taken = hearing, optimizers, taken
         self._depth = 0
-        self._compiled: dict[int, Root] = {}  # by the id of what was compiled, which its caller keeps alive
+        self._compiled: dict[int, Root] = {}  # by the id of what was compiled
         self._eval_began = 0.0
         self._waited = 0.0  # seconds for batches that no model was called with yet
         self.loaders_seen = False
@@ -131,7 +131,7 @@ class Calls:
         if self._depth or not self._optimizers or in_backward():
             return None
         root = self._compiled.get(id(owner))
-        if root is None:
+        if root is None or not root.alive:  # or an address that is used again
             root = self._take_compiled(owner)
             if root is None:
                 return None

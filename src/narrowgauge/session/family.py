@@ -21,11 +21,15 @@ class Family:
 
     def __init__(self) -> None:
         self._parents: dict[int, ReferenceType[nn.Module]] = {}
+        self._room = 4096  # entries after which those of modules that are gone are dropped
 
     def registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """`child` became a submodule of `parent`."""
         if child is not None:
             self._parents[id(child)] = ref(parent)
+            if len(self._parents) > self._room:
+                self._parents = {at: known for at, known in self._parents.items() if known() is not None}
+                self._room = max(4096, 2 * len(self._parents))
 
     def known(self) -> list[nn.Module]:
         """All modules that are somebody's part, and those that they are a part of."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -14,14 +15,33 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Root:
-    """One model: an outermost module that owns trained parameters."""
+    """One model: an outermost module that owns trained parameters. Nothing here holds it; `gone` hears of its end."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        self.module = self.model = module  # the model may be more than what is called
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, gone: Callable[[Root], None]) -> None:
+        self._module = self._model = ref(module, lambda _: gone(self))  # the model may be more than what is called
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype
         self._entered: ExitStack | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
+
+    def belongs_to(self, model: nn.Module) -> None:
+        """The whole that the root is of."""
+        self._model = ref(model)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the program still has it."""
+        return self._module() is not None
+
+    @property
+    def module(self) -> nn.Module:
+        """What is called; while it is called, it lives."""
+        return _living(self._module)
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole."""
+        return _living(self._model)
 
     def follow(
         self,
@@ -57,3 +77,10 @@ class Root:
         if self._entered is not None:
             self._entered.close()
             self._entered = None
+
+
+def _living(module: ref[nn.Module]) -> nn.Module:
+    found = module()
+    if found is None:
+        raise ReferenceError("a model was asked for that the program has dropped.")
+    return found

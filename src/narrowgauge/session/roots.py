@@ -5,13 +5,17 @@
 
 A program can have several models. The layers of the first keep their names, those of the others carry their model's
 class in front; a model that cannot be converted is left as it is and told, unless there is no other.
+
+Models are held weakly: a program that trains one after the other keeps none for our sake, and the next one has the
+names of the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +72,20 @@ class Renamed:
         self.observer.result(self.prefix + module, role, y, check)
 
 
+class Model:
+    """A model that was taken, as long as it lives."""
+
+    def __init__(self, model: nn.Module, gone: Callable[[Model], None]) -> None:
+        self.kind = type(model).__name__
+        self.parts = {id(m) for m in model.modules()}
+        self.module = ref(model, lambda _: gone(self))
+
+    def parameters(self) -> dict[int, Tensor]:
+        """Its parameters by id; none if it is gone."""
+        model = self.module()
+        return {} if model is None else {id(p): p for p in model.parameters()}
+
+
 class Roots:
     """All models of the program, and the roots through which they are called."""
 
@@ -75,9 +93,10 @@ class Roots:
         self._plan, self._observer, self._plain = plan, observer, plain
         self.family = family or Family()
         self._roots: dict[int, Root] = {}
-        self._models: list[nn.Module] = []
-        self._parts: set[int] = set()  # ids of the models' modules; the models are kept alive
-        self._reports: list[tuple[str, ConversionReport]] = []
+        self._models: list[Model] = []  # those that live
+        self._taken = self._parameters = 0  # how many there were, and how many elements they have
+        self._device = ""
+        self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
         self._refusals: list[ConversionError] = []
         self._hashes: list[str] = []
         self._linear_dtype = ""
@@ -88,6 +107,11 @@ class Roots:
 
     def __len__(self) -> int:
         return len(self._roots)
+
+    @property
+    def taken(self) -> int:
+        """How many models there were."""
+        return self._taken
 
     def owns_trained(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
         """Whether any of the module's parameters is in an optimizer."""
@@ -106,29 +130,47 @@ class Roots:
 
         Raises RecipeError, or ConversionError when the plan's conversion is not possible and no other model is left.
         """
-        root = Root(module, AUTOCAST.get(self._plan.baseline))
-        self._roots[id(module)] = root
-        if id(module) in self._parts:
-            root.model = next(m for m in self._models if any(part is module for part in m.modules()))
-            return root
+        root = self._root(module)
+        for known in list(self._models):
+            whole = known.module()
+            if id(module) in known.parts and whole is not None and any(part is module for part in whole.modules()):
+                root.belongs_to(whole)
+                return root
         trained = _trained(optimizers)
         model = self.family.model_of(module, trained)
-        root.model = model
-        parts = {id(m) for m in model.modules()}
-        known = not parts.isdisjoint(self._parts)  # a part of it is a model already, and converted
-        self._models.append(model)
-        self._parts |= parts
-        if known:
+        root.belongs_to(model)
+        if self._add(model):  # a part of it is a model already, and converted
             return root
         self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
         self._watch_dtype(model)
         if self._plan.noise:
             perturb(model, self._plan.noise, self._plan.seed)
-        kinds = [type(m).__name__ for m in self._models]
+        kinds = [known.kind for known in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
         self._convert(model, trained, prefix)
         self._plain.add(model, Renamed(self._observer, prefix) if prefix else self._observer)
         return root
+
+    def _root(self, module: nn.Module) -> Root:
+        at = id(module)
+        root = Root(module, AUTOCAST.get(self._plan.baseline), gone=lambda root: self._left(at, root))
+        self._roots[at] = root
+        self._device = self._device or str(root.device)
+        return root
+
+    def _left(self, at: int, root: Root) -> None:
+        if self._roots.get(at) is root:  # and not another's, at the same address
+            del self._roots[at]
+
+    def _add(self, model: nn.Module) -> bool:
+        """Keep a model in mind; whether parts of it are known as models already."""
+        new = Model(model, self._models.remove)
+        known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
+        counted = {at for other in self._models for at in other.parameters()}
+        self._parameters += sum(p.numel() for at, p in new.parameters().items() if at not in counted)
+        self._models.append(new)
+        self._taken += 1
+        return known
 
     def _convert(self, model: nn.Module, trained: set[int], prefix: str) -> None:
         if self._plan.recipe is None and not self._plan.rehearse:
@@ -137,14 +179,14 @@ class Roots:
             report = self._converted(model)
         except ConversionError as refusal:
             self._refusals.append(refusal)
-            seen = {id(p) for m in self._models for p in m.parameters()}
+            seen = {at for known in self._models for at in known.parameters()}
             if not self._reports and trained <= seen:
                 raise
             if self._plan.recipe is None:
                 return
             self.notes.append(f"One of the script's models stays in the baseline's precision: {refusal}")
             return
-        self._reports.append((prefix, report))
+        self._reports[prefix] = report
         if self._plan.recipe is not None:
             set_observer(model, Renamed(self._observer, prefix) if prefix else self._observer)
 
@@ -169,10 +211,12 @@ class Roots:
         A graph that the program still holds would otherwise keep the run's writer alive to the interpreter's very end,
         where duckdb's bindings complain on the program's stderr.
         """
-        for root in self._roots.values():
+        for root in list(self._roots.values()):
             root.leave()
-        for model in self._models:
-            set_observer(model, None)
+        for known in list(self._models):
+            model = known.module()
+            if model is not None:
+                set_observer(model, None)
 
     @property
     def refusal(self) -> str:
@@ -197,20 +241,25 @@ class Roots:
 
     def facts(self) -> dict[str, Any]:
         """What is known about the models, for the run's metadata."""
-        root = next(iter(self._roots.values()), None)
-        reports = self._reports if self._plan.recipe is not None else []
-        rows = [{**row, "name": prefix + row["name"]} for prefix, report in reports for row in report.to_dict()["rows"]]
+        reports = self._reports if self._plan.recipe is not None else {}
+        rows = [
+            {**row, "name": prefix + row["name"]}
+            for prefix, report in reports.items()
+            for row in report.to_dict()["rows"]
+        ]
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
         backends = {row["backend"] for row in rows if row["recipe"]}
         return {
             **({"emulated": "reference" in backends or not native_fp8()} if backends else {}),
-            "models": len(self._models),
-            "parameters": sum({id(p): p.numel() for m in self._models for p in m.parameters()}.values()),
-            "device": str(root.device) if root else "",
+            "models": self._taken,
+            "parameters": self._parameters,
+            "device": self._device,
             "baseline_dtype": self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
-            "conversion_summary": [{k: v for k, v in report.to_dict().items() if k != "rows"} for _, report in reports],
+            "conversion_summary": [
+                {k: v for k, v in report.to_dict().items() if k != "rows"} for report in reports.values()
+            ],
         }
 
 

@@ -1,0 +1,475 @@
+"""Programs that do not train as textbooks do: none is disturbed, and the run says what was and was not seen of it."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(16, 16)
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def loss_of(model, x=X):
+    return (model(x) - x).square().mean()
+
+
+# ------------------------------------------------------------------------------ several trainings in one process
+
+
+def test_finished_trainings_are_not_kept_alive(tmp_path):
+    kept = []
+    with followed(tmp_path, every=1) as (session, writer):
+        for _ in range(3):
+            model = nn.Sequential(linear(), nn.Linear(16, 16))
+            kept += [weakref.ref(m) for m in model.modules()] + [weakref.ref(p) for p in model.parameters()]
+            optimizer = sgd(model)
+            kept.append(weakref.ref(optimizer))
+            for _ in range(2):
+                loss_of(model).backward()
+                optimizer.step()
+            del model, optimizer
+            gc.collect()
+        session.plain._layers.clear()
+        assert not [k for k in kept if k() is not None]
+        assert len(session.roots) == 0
+    facts = session.facts()
+    assert (facts["steps"], facts["models"], facts["parameters"], facts["device"]) == (6, 3, 3 * 2 * 272, "cpu")
+    assert sorted(writer.scalars) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_next_training_has_the_names_of_the_last(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (session, writer):
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+            optimizer = sgd(model)
+            model(torch.ones(16, 32)).sum().backward()
+            optimizer.step()
+            del model, optimizer
+            gc.collect()
+    assert [step for step, _, _ in writer.tensors if step] == [1, 1, 2, 2]
+    assert {site for _, sites, _ in writer.tensors for site in sites if not site.startswith(("0:", "1:"))} == set()
+    assert [row["name"] for row in session.facts()["conversion"]] == ["0", "1"]
+
+
+# ------------------------------------------------------------------------------ what cannot be found is said
+
+
+def test_a_loss_by_autograd_grad_is_told(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer = sgd(model)
+        for _ in range(2):
+            grads = torch.autograd.grad(loss_of(model), list(model.parameters()))
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p.grad = g
+            optimizer.step()
+    assert session.facts()["steps"] == 2
+    assert len(writer.column("grad_norm")) == 2
+    assert writer.column("loss") == {}
+    [note] = session.facts()["not_found"]
+    assert note.startswith("No loss was found: backward was never called")
+
+
+def test_torch_func_is_followed_by_its_optimizer(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = linear()
+        optimizer = sgd(model)
+        for _ in range(3):
+            named = {name: p.detach() for name, p in model.named_parameters()}
+            grads = torch.func.grad(lambda named: loss_of(lambda x: torch.func.functional_call(model, named, x)))(named)
+            for name, p in model.named_parameters():
+                p.grad = grads[name]
+            optimizer.step()
+    facts = session.facts()
+    assert facts["steps"] == 3
+    assert [note.split(":")[0] for note in facts["not_found"]] == ["No model was found", "No loss was found"]
+    assert session.hearing.notes == []
+
+
+class Own:
+    """An optimizer that derives from nothing."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.parameters:
+            p -= 0.1 * p.grad
+
+
+def test_an_optimizer_that_is_not_torch_s_is_told(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = linear()
+        optimizer = Own(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()
+    assert session.facts()["not_found"] == [
+        "No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen."
+    ]
+
+
+class Derived(torch.optim.Optimizer):
+    """An optimizer of the program's own that derives from torch's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+def test_an_optimizer_that_derives_from_torch_s_is_followed(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer = Derived(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()
+    assert session.facts()["not_found"] == []
+    assert writer.column("lr") == {1: 0.5}
+
+
+def test_a_program_that_never_steps_is_told(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        sgd(model)
+        loss_of(model).backward()
+    assert session.facts()["not_found"] == ["No step was seen: no torch.optim optimizer stepped."]
+    assert writer.scalars == {}
+
+
+def test_parameters_without_a_module_are_told(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        w = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        (w * w).sum().backward()
+        optimizer.step()
+    assert [note.split(":")[0] for note in session.facts()["not_found"]] == ["No model was found"]
+    assert writer.column("loss") == {1: 4.0}
+
+
+# ------------------------------------------------------------------------------ patched functions
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_program_that_patches_backward_keeps_its_patch(tmp_path, monkeypatch, when):
+    calls = []
+    originals = torch.Tensor.backward, torch.autograd.backward
+
+    def patch():
+        def method(self, *args, **kwargs):
+            calls.append("method")
+            return originals[0](self, *args, **kwargs)
+
+        current = torch.autograd.backward
+
+        def function(*args, **kwargs):
+            calls.append("function")
+            return current(*args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, "backward", method)
+        monkeypatch.setattr(torch.autograd, "backward", function)
+        return function
+
+    theirs = patch() if when == "before" else None
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer = sgd(model)
+        theirs = theirs or patch()
+        wanted = loss_of(model)
+        wanted.backward()
+        optimizer.step()
+    assert calls == ["method", "function"]
+    assert writer.column("loss") == pytest.approx({1: float(wanted.detach())})
+    assert torch.autograd.backward is theirs
+    loss_of(model).backward()  # what of ours is still inside of theirs tells nobody
+    assert calls == ["method", "function"] * 2
+    assert session.updates.backwards == 1
+
+
+# ------------------------------------------------------------------------------ losses and steps of other shapes
+
+
+def test_several_backward_calls_and_kept_graphs_are_one_step(tmp_path):
+    with followed(tmp_path) as (_, writer):
+        model = linear()
+        optimizer = sgd(model)
+        first, second = (y := model(X)).square().mean(), y.abs().mean()
+        first.backward(retain_graph=True)
+        second.backward()
+        optimizer.step()
+    assert writer.column("loss") == pytest.approx({1: float(first.detach() + second.detach())})
+    assert writer.column("microbatches") == {1: 2}
+
+
+def test_the_two_optimizers_of_a_gan_make_steps_of_their_own(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        generator, critic = linear(), nn.Linear(16, 1)
+        first, second = sgd(generator, 0.1), sgd(critic, 0.2)
+        for _ in range(2):
+            critic(generator(X).detach()).mean().backward()
+            second.step()
+            (-critic(generator(X))).mean().backward()
+            first.step()
+    assert session.facts()["steps"] == 4
+    assert list(writer.column("lr").values()) == [0.2, 0.1, 0.2, 0.1]
+
+
+def test_what_an_optimizer_tries_with_its_closure_is_one_step(tmp_path):
+    with followed(tmp_path, every=1) as (session, writer):
+        model = linear()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
+        evaluations, wanted = [], []
+        for _ in range(3):
+
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(model)
+                loss.backward()
+                evaluations.append((float(loss.detach()), [p.grad.clone() for p in model.parameters()]))
+                return loss
+
+            first = len(evaluations)
+            optimizer.step(closure)
+            wanted.append(evaluations[first])
+    assert session.facts()["steps"] == 3
+    assert len(evaluations) > 6
+    assert list(writer.column("loss").values()) == pytest.approx([loss for loss, _ in wanted])
+    norms = [torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item() for _, grads in wanted]
+    assert list(writer.column("grad_norm").values()) == pytest.approx(norms)
+    assert set(writer.column("lr").values()) == {0.5}
+    assert all(ratio > 0 for ratio in writer.column("update_ratio").values())
+    assert session.hearing.notes == []
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_is_called_as_it_was_given(tmp_path, by_name):
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer = sgd(model)
+
+        def closure():
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            out = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert writer.column("loss")[2] == pytest.approx(float(out.detach()))
+    assert (session.facts()["steps"], writer.column("microbatches")) == (2, {1: 1, 2: 1})
+
+
+def test_an_optimizer_per_parameter_stepped_in_backward_makes_one_step_of_each(tmp_path):
+    with followed(tmp_path, every=2) as (session, writer):
+        model = nn.Sequential(linear(), nn.ReLU(), nn.Linear(16, 16))
+        made = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        gradients = {}
+
+        def step(p):
+            gradients[p] = p.grad.detach().clone()
+            made[p].step()
+            made[p].zero_grad()
+
+        for p in made:
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(4):
+            before = torch.cat([p.detach().flatten().clone() for p in made])
+            loss_of(model).backward()
+    assert session.facts()["steps"] == 4
+    assert list(writer.column("grad_norm")) == [2, 4]  # of thousands of optimizers, only where it is recorded
+    want = torch.cat([gradients[p].flatten() for p in made])
+    assert writer.column("grad_norm")[4] == pytest.approx(float(want.norm()), rel=1e-6)
+    assert writer.column("update_ratio")[4] == pytest.approx(0.1 * float(want.norm() / before.norm()), rel=1e-5)
+    assert writer.column("microbatches") == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert session.hearing.notes == []
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_another_makes_one_step_with_it(tmp_path):
+    with followed(tmp_path, every=1) as (session, writer):
+        model = linear()
+        optimizer = Wrapping(sgd(model))
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    assert session.facts()["steps"] == 3
+    assert len(writer.column("update_ratio")) == 3
+    assert session.hearing.notes == []
+
+
+# ------------------------------------------------------------------------------ errors that a program catches
+
+
+class Failing(nn.Module):
+    """Fails where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.where = linear(), ""
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise RuntimeError("out of memory")
+        y = self.layer(x)
+        if self.where == "backward":
+            y.register_hook(self.fail)
+        return y
+
+    def fail(self, _):
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_microbatch_that_fails_and_is_tried_again_counts_once(tmp_path, where, early):
+    with followed(tmp_path) as (session, writer):
+        model = Failing()
+        optimizer = sgd(model)
+        for step in range(3):
+            model.where = where if (step == 0) == early else ""
+            if model.where:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    loss_of(model).backward()
+                model.where = ""
+            wanted = loss_of(model)
+            wanted.backward()
+            optimizer.step()
+    assert session.facts()["steps"] == 3
+    assert writer.column("microbatches") == {1: 1, 2: 1, 3: 1}
+    assert writer.column("loss")[3] == pytest.approx(float(wanted.detach()))
+    assert session.calls._depth == 0
+
+
+def test_a_step_that_fails_leaves_the_next_to_be_seen(tmp_path):
+    class Once(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise RuntimeError("not now")
+            return super().step(closure)
+
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer, other = Once(model.parameters(), lr=0.1), sgd(model)
+        loss_of(model).backward()
+        with pytest.raises(RuntimeError, match="not now"):
+            optimizer.step()
+        for _ in range(2):
+            loss_of(model).backward()
+            other.step()
+    assert session.facts()["steps"] == 2
+    assert writer.column("microbatches") == {1: 2, 2: 1}
+
+
+def test_what_fails_of_ours_is_told_and_does_not_reach_the_program(tmp_path, monkeypatch):
+    with followed(tmp_path) as (session, _):
+        monkeypatch.setattr(session.steps.batches, "see", lambda _: 1 / 0)
+        model = linear()
+        optimizer = sgd(model)
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+    [note] = [note for note in session.facts()["notes"] if "failed" in note]
+    assert note.startswith("Following the program failed in begins: ZeroDivisionError: division by zero (3 times)")
+    assert session.facts()["steps"] == 3
+
+
+# ------------------------------------------------------------------------------ threads
+
+
+def test_of_two_threads_that_train_the_first_is_followed_and_the_other_told(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model, other = linear(), linear()
+        optimizer, others = sgd(model), sgd(other, 0.7)
+
+        def train():
+            for _ in range(5):
+                loss_of(other).backward()
+                others.step()
+
+        for _ in range(2):
+            y = model(X)  # the other trains in the middle of our step
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+            y.square().mean().backward()
+            optimizer.step()
+    assert session.facts()["steps"] == 2
+    assert set(writer.column("lr").values()) == {0.1}
+    assert session.hearing.notes == ["Several threads of the program train; only the first is followed."]
+
+
+def test_a_thread_that_trains_when_the_first_has_ended_is_followed(tmp_path):
+    with followed(tmp_path) as (session, _):
+
+        def train():
+            model = linear()
+            optimizer = sgd(model)
+            loss_of(model).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+    assert session.facts()["steps"] == 3
+    assert session.hearing.notes == []
+
+
+# ------------------------------------------------------------------------------ gradient scalers
+
+
+class Fused(Derived):
+    """Decides as it steps whether it skips, as torch's fused optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self):
+        if float(self.found_inf) == 0.0:
+            for p in self.param_groups[0]["params"]:
+                p -= 0.1 * p.grad / self.grad_scale
+
+
+def test_a_fused_optimizer_s_norm_is_unscaled_and_its_skip_is_seen(tmp_path):
+    wanted = {}
+    with followed(tmp_path) as (_, writer):
+        model = linear()
+        optimizer = Fused(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(1, 4):
+            loss = loss_of(model) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            wanted[step] = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item() / scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert writer.column("skipped") == {2: 1.0}
+    assert {s: writer.column("grad_norm")[s] for s in (1, 3)} == pytest.approx({s: wanted[s] for s in (1, 3)}, rel=1e-5)
