@@ -1,8 +1,11 @@
-"""Linear layers that nobody converted: what FP8 would do to their tensors, were they converted by a recipe.
+"""Layers that nobody converted: what FP8 would do to their tensors, or what they do themselves.
 
-    recorded step     each layer's input, weight and grad_output go through the recipe's quantizers; what they become is
-                      counted as for a converted layer, and thrown away
+    recorded step     each product's input, weight and grad_output go through the recipe's quantizers, or through those
+                      of the layer if it has its own; what they become is counted and thrown away
     other steps       no hook is there: nothing is paid
+
+Which layers are known, and how, lies in `sites`. Products of torch's functions with a parameter are heard where no
+layer tells of them. What is not seen is named in the run's notes.
 
 A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, and the next
 one uses the graphs again as they are.
@@ -11,8 +14,11 @@ one uses the graphs again as they are.
 from __future__ import annotations
 
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,16 +30,37 @@ from narrowgauge.compute.nn.call import Call, without_autocast
 from narrowgauge.compute.nn.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.eligible import DTYPES
 from narrowgauge.compute.nn.layer_state import LayerState
-from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
-from narrowgauge.compute.recipes import by_name
+from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.session.selection import selects
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
+from narrowgauge.session.sites import Census, Kind, Own, Part, Products, kind_of
+from narrowgauge.session.sites.census import plain_name
+from narrowgauge.session.sites.experts import quantize_experts
+from narrowgauge.session.sites.part import Turn
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A module of a known kind."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    observer: Observer
+
+
+@dataclass(eq=False)
+class Running:
+    """A known module's call that has not returned."""
+
+    layer: Layer
+    heard: bool = False  # a product inside of it was shown in its name
 
 
 class PlainSites:
-    """The plain linear layers of a program's models.
+    """The layers of a program's models that narrowgauge did not convert.
 
     Args:
         recipe: the name of the one that they are judged by, which keeps no state; without one, none is looked at.
@@ -45,88 +72,212 @@ class PlainSites:
         self._recipe = by_name(recipe) if recipe else None
         self._eager, self._training = eager, training
         self._clock = StepClock()
-        self._layers: list[tuple[nn.Module, LayerState]] = []
-        self._weights: set[str] = set()  # seen in the open step
+        self._layers: list[Layer] = []
+        self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
+        self._census = Census()
+        self._products = Products(self._heard, self._failed)
+        self._weights: set[tuple[int, str]] = set()  # seen in the open step
         self.copies: dict[str, int] = {}  # sites whose values other ranks hold as well, and the lowest that does
+        self._steps = 0
+        self._deaf = False  # products were not listened to
         self._open = ExitStack()
-        self._passed_over: set[str] = set()
+        self._running = threading.local()
+        self._passed_over: Counter[str] = Counter()
+        self._said: dict[str, None] = {}
 
     def add(self, model: nn.Module, observer: Observer) -> int:
-        """Take in the plain linear layers of a model; how many there are."""
-        recipe = self._recipe
-        if recipe is None:
+        """Take in the layers of a model; how many of them are of a known kind."""
+        if self._recipe is None:
             return 0
-        found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, Fp8Linear)]
-        for name, module in found:
-            device = next((p.device for p in module.parameters()), torch.device("cpu"))
-            backend, _ = choose(recipe, device)
-            state = LayerState(name.replace("_orig_mod.", ""), recipe, backend, self._clock, observer=observer)
-            self._layers.append((module, state))
+        self._census.add(model, observer)
+        found = [
+            Layer(plain_name(name), module, kind, observer)
+            for name, module in model.named_modules()
+            if (kind := kind_of(module)) is not None
+        ]
+        self._layers += found
         return len(found)
 
     @property
     def notes(self) -> list[str]:
         """What was not looked at; empty if everything was."""
-        if not self._passed_over:
-            return []
-        kinds = ", ".join(sorted(self._passed_over))
-        return [f"Some operands of linear layers are not recorded, because no quantizer takes them: {kinds}."]
+        notes = list(self._said)
+        if self._passed_over:
+            kinds = ", ".join(sorted(self._passed_over))
+            notes.append(f"Some operands of layers are not recorded, because no quantizer takes them: {kinds}.")
+        if self._deaf:
+            notes.append(
+                "Products outside of known layers are not recorded: the program compiles, and converted layers are "
+                "watched in its graphs."
+            )
+        unseen = self._census.unseen() if self._steps else ""
+        if unseen:
+            notes.append(f"Not seen as a weight in any recorded step: {unseen}.")
+        return notes
 
     def begin(self) -> None:
         """A recorded step begins."""
         self.end()
         self._weights.clear()
-        for module, state in self._layers:
-            kept = module._parameters.get("weight")
+        self._census.begin()
+        if self._recipe is None:
+            return
+        self._steps += 1
+        self._running = threading.local()
+        for layer in self._layers:
+            module = layer.module
+            called = partial(self._called, layer)
             for handle in (
-                module.register_forward_pre_hook(partial(self._begins, state, kept)),
-                module.register_forward_hook(partial(self._called, state, kept)),
+                module.register_forward_pre_hook(partial(self._begins, layer)),
+                # First of all hooks: a sharded weight is whole here, and perhaps not after them.
+                module.register_forward_hook(called, prepend=True, with_kwargs=True, always_call=True),
             ):
                 self._open.callback(handle.remove)
-        if self._eager and self._layers and "torch._dynamo" in sys.modules:  # a program that compiles has imported it
+        compiles = "torch._dynamo" in sys.modules  # a program that compiles has imported it
+        self._deaf = compiles and not self._eager  # a graph would be made anew for functions that come and go
+        if not self._deaf:
+            self._products.open()
+            self._open.callback(self._products.close)
+        if self._eager and compiles:
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
 
     def end(self) -> None:
         """It ended: no hook is left."""
         self._open.close()
 
-    def _begins(self, state: LayerState, kept: Tensor | None, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """The layer is called. Its weight is looked at now: a sharded one is whole here, and perhaps not after."""
-        weight = module._parameters.get("weight")
-        if torch.compiler.is_compiling() or weight is None or inside_backward() or not self._training():
-            return
-        if state.name not in self._weights:
-            self._weights.add(state.name)
-            self._show(state, "weight", used_of(weight, kept))
+    def _calls(self) -> list[Running]:
+        calls: list[Running] | None = getattr(self._running, "calls", None)
+        if calls is None:
+            calls = self._running.calls = []
+        return calls
+
+    def _begins(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self._calls().append(Running(layer))
 
     def _called(
-        self, state: LayerState, kept: Tensor | None, module: nn.Module, args: tuple[Any, ...], output: Any
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if torch.compiler.is_compiling() or not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+        if torch.compiler.is_compiling():
             return
-        held = local_of(args[0])
-        if not inside_backward() and self._training():  # a recomputed forward was seen when it ran first
-            self._show(state, "input", held)
-            self._begins(state, kept, module, args)  # a model that is one layer is followed from its second call on
-        if output.requires_grad:
-            same = _copied_output(module._parameters.get("weight"), held, output)
-            output.register_hook(lambda dy: self._show(state, "grad_output", local_of(dy), same))
+        calls = self._calls()
+        running = next((call for call in reversed(calls) if call.layer is layer), None)
+        if running is None:  # a model that is one layer is followed from its second call on, and heard in its first
+            return
+        del calls[calls.index(running) :]
+        if output is None or running.heard or torch._C._are_functorch_transforms_active():
+            return
+        try:
+            for part in layer.kind.parts(module, args, kwargs, output):
+                self._use(layer.name + part.suffix, layer.observer, part, self._held_by(module, part))
+            if not layer.kind.whole:
+                kind = type(module).__name__
+                self._say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
+        except Exception as error:
+            self._failed(f"a call of {layer.name or type(module).__name__}", error)
 
-    def _show(self, state: LayerState, role: OperandRole, held: Held, first: int | None = None) -> None:
-        x = held.tensor
-        if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
-            self._passed_over.add(f"{role} {_kind(x)}")
+    def _held_by(self, module: nn.Module, part: Part) -> Tensor | None:
+        """Count a part's weight as seen; what it is between its uses."""
+        name = next((n for n, p in module._parameters.items() if p is not None and p is part.w), None)
+        owner = None if part.w is None or name is not None else self._census.owner(part.w)
+        if owner is not None:
+            return self._census.saw(owner.module, owner.name)
+        self._census.saw(module, *part.holds)
+        return self._census.kept(module, name or "")
+
+    def _heard(self, part: Part, known: bool) -> None:
+        """A product outside of layers that tell of themselves."""
+        calls = self._calls()
+        if part.w is None or any(call.layer.kind.whole for call in calls):
             return
-        if not x.numel() or not selects(state.observer, state.name, role):
+        inside = calls[-1] if calls else None
+        owner = self._census.owner(part.w) if known else None
+        if inside is not None and (owner is None or owner.module is inside.layer.module):
+            own = getattr(inside.layer.module, "out_features", None), getattr(inside.layer.module, "in_features", None)
+            if owner is not None or tuple(part.w.shape) == own:  # its weight, or what it computed of it
+                inside.heard = True
+                self._census.saw(inside.layer.module)
+                kept = None if owner is None else self._census.kept(owner.module, owner.name)
+                self._use(inside.layer.name, inside.layer.observer, part, kept)
+                return
+        if owner is not None:
+            self._use(owner.site, owner.observer, part, self._census.saw(owner.module, owner.name))
+
+    def _use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
+        """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
+        some = next((t for t in (part.x, part.w, part.y) if t is not None), None)
+        if self._recipe is None or some is None:
             return
-        site = f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"
-        first = held.first if held.first is not None else first
-        if first is not None:
-            self.copies[site] = first
-        with torch.no_grad(), without_autocast(x.device.type):
-            call = Call.begin(state, x.dtype, "write")
-            if call.watched:
-                quantize_operand(call, role, x.reshape(-1, x.shape[-1]), True, False)
+        if part.hidden:
+            self._say(part.hidden)
+        state = self._state(name, observer, self._recipe, some.device)
+        x, w, y = part.x, part.w, part.y
+        held = Held(None) if x is None else local_of(x)
+        learns = y is not None and y.requires_grad and torch.is_grad_enabled()
+        if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
+            if x is not None:
+                self._show(state, "input", part.x_rows, part.own, held)
+            if w is not None and (id(observer), name) not in self._weights:
+                self._weights.add((id(observer), name))
+                self._show(state, "weight", part.w_rows, part.own, used_of(w, kept))
+        if y is not None and y.requires_grad:
+            same = _copied_output(w, held, y)
+            turn, own = part.dy_rows, part.own  # the hook lives on y, and must not hold it
+            y.register_hook(lambda dy: self._show(state, "grad_output", turn, own, local_of(dy), same))
+
+    def _state(self, name: str, observer: Observer, recipe: Recipe, device: torch.device) -> LayerState:
+        key = id(observer), name
+        state = self._states.get(key)
+        if state is None:
+            backend, _ = choose(recipe, device)
+            state = self._states[key] = LayerState(name, recipe, backend, self._clock, observer=observer)
+        return state
+
+    def _show(
+        self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, held: Held, first: int | None = None
+    ) -> None:
+        """The one place where tensors go in."""
+        try:
+            x = held.tensor
+            if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
+                self._passed_over[f"{role} {_kind(x)}"] += 1
+                return
+            if not x.numel() or not selects(state.observer, state.name, role):
+                return
+            first = held.first if held.first is not None else first
+            if first is not None:
+                self.copies[f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"] = first
+            with torch.no_grad(), without_autocast(x.device.type):
+                call = Call.begin(state, x.dtype, "write")
+                if call.watched:
+                    self._look(call, role, turn(x), own)
+        except Exception as error:
+            self._failed(f"{state.name}:{role}", error)
+
+    def _look(self, call: Call, role: OperandRole, x: Tensor, own: Own | None) -> None:
+        state = call.state
+        if own is None and x.dim() == 2:
+            quantize_operand(call, role, x, True, False)
+            return
+        if own is None:
+            x, q = quantize_experts(x, state.recipe.uses(role)[0])
+            ratio = None
+        else:
+            cast = own(role, x)
+            if isinstance(cast, str):
+                self._say(cast)
+                return
+            q, ratio = cast
+        if state.observer is not None:
+            state.observer.operand(state.name, role, x, q, amax_ratio=ratio)
+
+    def _say(self, note: str) -> None:
+        self._said.setdefault(note)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        if not any(note.startswith("Watching ") for note in self._said):  # one of them says enough
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            self._say(f"Watching {what} failed, and its numbers are missing: {cause}. Training goes on.")
 
 
 def _kind(x: Tensor | None) -> str:

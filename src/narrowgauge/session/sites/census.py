@@ -1,0 +1,114 @@
+"""Which parameters a run's models have, who owns them, and which of them were never seen as a weight.
+
+What no kind and no product told of is named by the class of its owner, with its share of all parameters: nothing is
+passed over in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.compute.nn.observer import Observer
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WHY = {
+    "Bilinear": "a product of three tensors",
+    "Embedding": "looked up, not multiplied",
+    "EmbeddingBag": "looked up, not multiplied",
+    "VocabParallelEmbedding": "looked up, not multiplied",
+    "LSTM": "multiplied inside one kernel",
+    "GRU": "multiplied inside one kernel",
+    "RNN": "multiplied inside one kernel",
+}
+
+
+class Owner(NamedTuple):
+    """Whose parameter it is: the site's name, the module, its name there, and who looks at that model."""
+
+    site: str
+    module: nn.Module
+    name: str
+    observer: Observer
+
+
+def plain_name(name: str) -> str:
+    """A module's name without those that wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class Census:
+    """The models' parameters."""
+
+    def __init__(self) -> None:
+        self._models: list[tuple[nn.Module, Observer]] = []
+        self._seen: set[tuple[int, str]] = set()  # ids of modules, which their models keep alive
+        self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
+        self._kept: dict[tuple[int, str], Tensor] = {}
+
+    def add(self, model: nn.Module, observer: Observer) -> None:
+        """Count a model's parameters too."""
+        self._models.append((model, observer))
+
+    def begin(self) -> None:
+        """A step begins: parameters are as they are between their uses."""
+        self._owners.clear()
+        self._kept = {(id(module), name): p for module, name, p in self._parameters()}
+
+    def kept(self, module: nn.Module, name: str) -> Tensor | None:
+        """What this parameter of the module was when the step began."""
+        return self._kept.get((id(module), name))
+
+    def owner(self, parameter: Tensor) -> Owner | None:
+        """Whose it is; None if it is no model's."""
+        if id(parameter) not in self._owners:
+            for model, observer in self._models:
+                for path, module in model.named_modules():
+                    for name, own in module._parameters.items():
+                        if own is not None:
+                            site = plain_name(path if name == "weight" else f"{path}.{name}".lstrip("."))
+                            self._owners.setdefault(id(own), Owner(site, module, name, observer))
+        return self._owners.get(id(parameter))
+
+    def saw(self, module: nn.Module, *names: str) -> Tensor | None:
+        """These parameters of the module were multiplied; all of it and its parts if none is named.
+
+        Returns what the first of them was when the step began.
+        """
+        if names:
+            self._seen.update((id(module), name) for name in names)
+            return self.kept(module, names[0])
+        self._seen.update((id(m), name) for m in module.modules() for name in m._parameters)
+        return None
+
+    def unseen(self) -> str:
+        """What was never multiplied, in words; "" if nothing."""
+        everything = list(self._parameters())
+        total = sum({id(p): p.numel() for _, _, p in everything}.values())
+        seen = {id(p) for m, name, p in everything if (id(m), name) in self._seen or isinstance(m, Fp8Linear)}
+        missing: dict[str, dict[int, int]] = {}
+        owners: dict[str, set[int]] = {}
+        for module, _, p in everything:
+            if p.dim() >= 2 and id(p) not in seen:
+                kind = type(module).__name__
+                missing.setdefault(kind, {})[id(p)] = p.numel()
+                owners.setdefault(kind, set()).add(id(module))
+        words = []
+        for kind, sizes in sorted(missing.items(), key=lambda item: -sum(item[1].values())):
+            why = f", {_WHY[kind]}" if kind in _WHY else ""
+            words.append(
+                f"{kind} ({len(owners[kind])} of them, {sum(sizes.values()) / total:.1%} of all parameters{why})"
+            )
+        return "; ".join(words)
+
+    def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for model, _ in self._models:
+            for module in model.modules():
+                for name, p in module._parameters.items():
+                    if p is not None:
+                        yield module, name, p

@@ -1,0 +1,48 @@
+"""`nn.Linear` and what is made of it.
+
+    nn.Linear with its own forward     input, weight, gradient of the output
+    a subclass with another forward    the F.linear inside of it if there is one, which sees what is really multiplied
+                                       (a weight cast, masked or merged before); else as if it were an nn.Linear
+
+`Fp8Linear` shows its operands itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.session.sites.part import Part, first_tensor, output_of
+
+
+class Plain:
+    """`nn.Linear` as torch made it."""
+
+    whole = True
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it runs nn.Linear's forward on a weight that is a parameter."""
+        return (
+            isinstance(module, nn.Linear)
+            and not isinstance(module, Fp8Linear)
+            and type(module).forward is nn.Linear.forward
+            and "forward" not in vars(module)
+            and module._parameters.get("weight") is not None
+        )
+
+    def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
+        """One product."""
+        return (Part(first_tensor(args, kwargs, "input"), module._parameters.get("weight"), output_of(output)),)
+
+
+class Derived(Plain):
+    """A subclass with a forward of its own, or whose weight is computed."""
+
+    whole = False
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it is any other nn.Linear, but for ours."""
+        return isinstance(module, nn.Linear) and not isinstance(module, Fp8Linear)

@@ -1,0 +1,96 @@
+"""What a kind of layer tells of one call: which tensors were multiplied, and how each of them lies as a matrix.
+
+    y_MN = x_MK · w_NK       x contracted along its last axis K, w along its last axis K, the gradient dy_MN along N
+
+A `Part` is one such product. Its tensors are the program's own; `x_rows`, `w_rows` and `dy_rows` turn one into rows,
+and run only if the step is recorded. Weights of E experts become [E, N, K]: one scale each (`experts.py`). A layer that
+quantizes with scales of its own gives an `own`, which says what it made of a tensor.
+
+Legend: M = tokens, K = input features, N = output features, E = experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from narrowgauge.compute.nn.operands import OperandRole
+from narrowgauge.compute.quant import QTensor
+
+Turn = Callable[[Tensor], Tensor]
+
+
+class Cast(NamedTuple):
+    """What a layer made of a tensor: codes and scale, and its amax over the amax that the scale assumed, if it did."""
+
+    q: QTensor
+    amax_ratio: Tensor | None = None
+
+
+# A role and its matrix, to what the layer made of it; or the reason why it stays in high precision.
+Own = Callable[[OperandRole, Tensor], Cast | str]
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One product of a layer's call.
+
+    `suffix` goes behind the layer's name if it makes several; `holds` names the parameters of it that were multiplied.
+    A tensor that cannot be had from outside is None, and `hidden` says which and why.
+    """
+
+    x: Tensor | None
+    w: Tensor | None
+    y: Tensor | None
+    x_rows: Turn = rows
+    w_rows: Turn = rows
+    dy_rows: Turn = rows
+    own: Own | None = None
+    suffix: str = ""
+    holds: tuple[str, ...] = ("weight",)
+    hidden: str = ""
+
+
+class Kind(Protocol):
+    """An adapter: one kind of layer, known by its class."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether `parts` tells of all that the layer multiplies; else products heard inside of it come first."""
+        ...
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether the module is of this kind."""
+        ...
+
+    def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
+        """What one call multiplied, in the order in which it did."""
+        ...
+
+
+def is_a(module: nn.Module, package: str, *names: str) -> bool:
+    """Whether the module's class or one of its bases has one of these names and comes from `package`."""
+    return any(
+        c.__name__ in names and (c.__module__ == package or c.__module__.startswith(f"{package}."))
+        for c in type(module).__mro__
+    )
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Tensor | None:
+    """The first positional argument, or the first of these keywords; None if it is no tensor."""
+    value = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
+    return value if isinstance(value, Tensor) else None
+
+
+def output_of(output: Any) -> Tensor | None:
+    """The tensor that a layer returned, be it first of several."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    return first if isinstance(first, Tensor) else None

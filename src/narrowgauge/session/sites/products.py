@@ -1,0 +1,207 @@
+"""Products that no module tells of: functions of torch's, called with a parameter.
+
+    F.linear(x, w)                  an attention's packed weight, a tied embedding, a layer's own forward
+    x @ w, mm, bmm, addmm, einsum   weights that lie the other way, experts side by side
+    torch._grouped_mm               experts by their tokens (F.grouped_mm calls it)
+    F.conv1d, 2d, 3d, transposed    see `convolution`
+
+While a recorded step runs, each of these names leads to a function that calls torch's own and then tells what was
+multiplied, if one of the two is made of a parameter. Afterwards torch is as it was found. A function that a program
+took out of torch before (`from torch.nn.functional import linear`) is not heard: its parameters are in the census.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from narrowgauge.session.sites.convolution import pixels, taps, transposed_taps
+from narrowgauge.session.sites.einsum import turns_of
+from narrowgauge.session.sites.origin import origin
+from narrowgauge.session.sites.part import Part, Turn, rows
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Two tensors that were multiplied, one of them perhaps a weight.
+
+    `axis` is the axis of `w` that is contracted. Without one `w_rows` says how the parameter lies, which has w's shape.
+    """
+
+    x: Any
+    w: Any
+    axis: int | None = -1
+    x_rows: Turn = rows
+    w_rows: Turn = rows
+    dy_rows: Turn = rows
+
+    def part(self, y: Tensor) -> Part | None:
+        """The product, if `w` is made of a parameter."""
+        if not (isinstance(self.x, Tensor) and isinstance(self.w, Tensor)) or self.w.dim() < 2:
+            return None
+        source = origin(self.w)
+        if source is None or source.parameter.dim() < 2:
+            return None
+        p = source.parameter
+        turn = self.w_rows
+        if self.axis is not None:
+            turn = _turn(p, self.w, source.turned, self.axis)
+        elif p.shape != self.w.shape or source.turned:
+            return None
+        return Part(self.x, p, y, self.x_rows, turn, self.dy_rows)
+
+
+def _turn(p: Tensor, w: Tensor, turned: bool, axis: int) -> Turn:
+    """How parameter `p`, of which `w` contracted along `axis` is made, becomes [N, K] or [E, N, K]."""
+    if p.dim() != w.dim() and p.numel() == w.numel() and not turned:  # a kernel of taps as one matrix, say
+        return partial(_lay, shape=w.shape, axis=axis)
+    here = -3 - axis if turned else axis
+    if p.shape[here] != w.shape[axis] and p.shape[-3 - here] == w.shape[axis]:
+        here = -3 - here
+    return partial(_lay, shape=None, axis=here)
+
+
+def _lay(p: Tensor, shape: torch.Size | None, axis: int) -> Tensor:
+    w = p if shape is None else p.reshape(shape)
+    w = w if axis == -1 else w.transpose(-1, -2)
+    return w if w.dim() <= 3 else w.flatten(0, -3)
+
+
+def _turned_rows(x: Tensor) -> Tensor:
+    return rows(x.transpose(-1, -2))
+
+
+def _pick(call: Arguments, place: int, *names: str) -> Any:
+    args, kwargs = call
+    return args[place] if len(args) > place else next((kwargs[n] for n in names if n in kwargs), None)
+
+
+def linear(call: Arguments) -> Iterator[Candidate]:
+    """x [..., K] times w [N, K]."""
+    yield Candidate(_pick(call, 0, "input"), _pick(call, 1, "weight"))
+
+
+def matmul(call: Arguments, first: int = 0) -> Iterator[Candidate]:
+    """a [..., M, K] times b [..., K, N]: the weight is b; or else a, and all lies turned."""
+    a = (
+        _pick(call, first, "input", "mat1", "batch1", "self", "mat_a")
+        if not first
+        else _pick(call, 1, "mat1", "batch1")
+    )
+    b = _pick(call, first + 1, "other", "mat2", "batch2", "mat_b")
+    yield Candidate(a, b, axis=-2)
+    if isinstance(b, Tensor) and b.dim() >= 2:
+        yield Candidate(b, a, axis=-1, x_rows=_turned_rows, dy_rows=_turned_rows)
+
+
+def einsum(call: Arguments) -> Iterator[Candidate]:
+    """Two tensors by an equation; the second is the weight if both are made of parameters."""
+    args = call[0]
+    operands = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+    if len(operands) != 2 or not isinstance(args[0], str):
+        return
+    for weight in (1, 0):
+        turns = turns_of(args[0], weight=weight)
+        if turns is not None:
+            yield Candidate(operands[1 - weight], operands[weight], None, *turns)
+
+
+def convolution(call: Arguments, dims: int, transposed: bool) -> Iterator[Candidate]:
+    """An image and its taps."""
+    groups = _pick(call, 6, "groups") or 1
+    image = partial(pixels, dims=dims, groups=groups)
+    turn = partial(transposed_taps, groups=groups) if transposed else taps
+    yield Candidate(_pick(call, 0, "input"), _pick(call, 1, "weight"), None, image, turn, image)
+
+
+_FUNCTIONS: tuple[tuple[Any, str, Callable[[Arguments], Iterable[Candidate]]], ...] = (
+    (F, "linear", linear),
+    (torch, "_grouped_mm", matmul),
+    (torch, "einsum", einsum),
+    *((owner, name, matmul) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm")),
+    *((owner, name, partial(matmul, first=1)) for owner in (torch, Tensor) for name in ("addmm", "baddbmm")),
+    (Tensor, "__matmul__", matmul),
+    *((F, f"conv{n}d", partial(convolution, dims=n, transposed=False)) for n in (1, 2, 3)),
+    *((F, f"conv_transpose{n}d", partial(convolution, dims=n, transposed=True)) for n in (1, 2, 3)),
+)
+
+
+class Products:
+    """Hears products between `open` and `close`.
+
+    Args:
+        heard: told of a product with a parameter, or, its weight's origin unknown, of one of `F.linear`'s (False).
+        failed: told of an error of ours; none reaches the program.
+    """
+
+    def __init__(self, heard: Callable[[Part, bool], None], failed: Callable[[str, Exception], None]) -> None:
+        self._heard, self._failed = heard, failed
+        self._undo = ExitStack()
+        self._listening = False
+        self._mine = threading.local()  # whether this thread is inside a product, or telling of one
+        self._replacements: list[tuple[Any, str, Any]] = []
+
+    def open(self) -> None:
+        """Listen."""
+        if not self._replacements:
+            self._replacements = [self._replacement(*function) for function in _FUNCTIONS if hasattr(*function[:2])]
+        self._listening = True
+        for owner, name, replacement in self._replacements:
+            if name in vars(owner):
+                self._undo.callback(setattr, owner, name, vars(owner)[name])
+            else:  # a method that Tensor inherits
+                self._undo.callback(delattr, owner, name)
+            setattr(owner, name, replacement)
+
+    def close(self) -> None:
+        """Leave torch as it was found."""
+        self._listening = False
+        self._undo.close()
+
+    def _replacement(
+        self, owner: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
+    ) -> tuple[Any, str, Any]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def product(*args: Any, **kwargs: Any) -> Any:
+            if not self._listening or getattr(self._mine, "busy", False):
+                return original(*args, **kwargs)
+            self._mine.busy = True
+            try:
+                y = original(*args, **kwargs)
+                self._tell(name, (args, kwargs), read, y)
+            finally:
+                self._mine.busy = False
+            return y
+
+        # TorchScript knows functions by their identity, and would otherwise try to compile this one.
+        builtin = torch.jit._builtins._find_builtin(original)
+        if builtin is not None:
+            torch.jit._builtins._register_builtin(product, builtin)
+        return owner, name, product
+
+    def _tell(self, name: str, call: Arguments, read: Callable[[Arguments], Iterable[Candidate]], y: Any) -> None:
+        if not isinstance(y, Tensor) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return
+        try:
+            for candidate in read(call):
+                part = candidate.part(y)
+                if part is not None:
+                    self._heard(part, True)
+                    return
+                if name == "linear" and isinstance(candidate.x, Tensor) and isinstance(candidate.w, Tensor):
+                    self._heard(Part(candidate.x, candidate.w, y), False)
+        except Exception as error:
+            self._failed(f"a product by {name}", error)

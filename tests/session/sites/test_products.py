@@ -1,0 +1,284 @@
+"""Products outside of any known layer: who is heard, under which name, and with which numbers."""
+
+import pytest
+import torch
+from tests.session.sites.recorded import check, counted, recorded, same
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+def rows(x):
+    return x.detach().reshape(-1, x.shape[-1])
+
+
+class Tied(nn.Module):
+    """An embedding that is its own head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+
+    def forward(self, ids):
+        self.h = self.embed(ids)
+        self.y = F.linear(self.h, self.embed.weight)
+        self.y.retain_grad()
+        return self.y
+
+
+@pytest.mark.parametrize("training", [True, False])  # inside the model's call, or in a loss that is computed after it
+def test_a_tied_head_is_seen_under_its_parameter(training):
+    torch.manual_seed(0)
+    model = Tied()
+    x = torch.arange(12).view(2, 6)
+    found, notes = recorded(model, lambda: model(x).square().sum().backward(), training=training)
+    assert sorted(found) == ["embed:grad_output", "embed:input", "embed:weight"]
+    same(found, "embed", rows(model.h), "input")
+    same(found, "embed", model.embed.weight, "weight")
+    same(found, "embed", rows(model.y.grad), "grad_output")
+    assert notes == ""
+
+
+class Ways(nn.Module):
+    """One weight, multiplied in many ways; `turned` if it lies as [K, N]."""
+
+    def __init__(self, turned, way):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn((24, 16) if turned else (16, 24)) / 4)
+        self.way = way
+
+    def forward(self, x):
+        self.y = self.way(x, self.w)
+        self.y.retain_grad()
+        return self.y
+
+
+WAYS = {
+    "x @ w": (True, lambda x, w: x @ w),
+    "x.matmul(w)": (True, lambda x, w: x.matmul(w)),
+    "mm": (True, lambda x, w: torch.mm(x.reshape(-1, 24), w)),
+    "x @ w.t()": (False, lambda x, w: x @ w.t()),
+    "x @ w.T cast": (False, lambda x, w: (x.bfloat16() @ w.bfloat16().T).float()),
+    "addmm": (True, lambda x, w: torch.addmm(torch.zeros(16), x.reshape(-1, 24), w)),
+    "linear of a turned parameter": (True, lambda x, w: F.linear(x, w.t())),
+    "einsum": (True, lambda x, w: torch.einsum("bsk,kn->bsn", x, w)),
+    "einsum, heads": (True, lambda x, w: torch.einsum("b s k, k n -> b s n", x, w)),
+    "einsum, weight first": (False, lambda x, w: torch.einsum("nk,bsk->bsn", w, x)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_it_is_multiplied_rows_are_tokens_and_output_features(way):
+    torch.manual_seed(1)
+    turned, product = WAYS[way]
+    model = Ways(turned, product)
+    x = torch.randn(2, 5, 24)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward(), "rowwise")
+    assert sorted(found) == ["w:grad_output", "w:input", "w:weight"]
+    seen = x.bfloat16().float() if "cast" in way else x
+    same(found, "w", rows(seen), "input", "rowwise")
+    same(found, "w", model.w.t() if turned else model.w, "weight", "rowwise")  # one scale for each output feature
+    if "cast" not in way:
+        same(found, "w", rows(model.y.grad), "grad_output", "rowwise")
+    assert notes == ""
+
+
+def test_a_weight_in_front_has_its_input_behind():
+    torch.manual_seed(2)
+    model = Ways(False, lambda x, w: w @ x.mT)
+    x = torch.randn(2, 5, 24)
+    found, _ = recorded(model, lambda: model(x).cos().sum().backward(), "rowwise")
+    same(found, "w", rows(x), "input", "rowwise")
+    same(found, "w", model.w, "weight", "rowwise")
+    same(found, "w", rows(model.y.grad.mT), "grad_output", "rowwise")
+
+
+def test_products_of_activations_are_no_sites():
+    model = Ways(True, lambda x, w: (x @ x.mT) @ (x @ w))
+    x = torch.randn(2, 5, 24)
+    found, _ = recorded(model, lambda: model(x).sum().backward())
+    assert sorted(found) == ["w:grad_output", "w:input", "w:weight"]
+    same(found, "w", rows(x), "input")
+
+
+def test_multihead_attention_shows_its_packed_weight_and_its_projection():
+    torch.manual_seed(3)
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    seen = []
+    original = F.scaled_dot_product_attention
+
+    def spy(q, k, v, *args, **kwargs):
+        out = original(q, k, v, *args, **kwargs)
+        for t in (q, k, v):
+            t.retain_grad()
+        out.retain_grad()
+        seen.append((q, k, v, out))
+        return out
+
+    x, context = torch.randn(2, 6, 16), torch.randn(2, 6, 16)
+
+    def step():
+        model(x, context, context, need_weights=False)[0].cos().sum().backward()
+
+    F.scaled_dot_product_attention = spy
+    try:
+        found, notes = recorded(model, step)
+    finally:
+        F.scaled_dot_product_attention = original
+    assert notes == ""
+    assert sorted(found) == [
+        f"{name}:{role}" for name in ("in_proj_weight", "out_proj") for role in ("grad_output", "input", "weight")
+    ]
+    q, k, v, out = seen[0]
+    same(found, "in_proj_weight", model.in_proj_weight, "weight")
+    same(found, "in_proj_weight", [x, context], "input")
+    same(found, "in_proj_weight", [q.grad, k.grad, v.grad], "grad_output")
+    same(found, "out_proj", model.out_proj.weight, "weight")
+    same(found, "out_proj", [out], "input")
+
+
+class Cast(nn.Linear):
+    """A layer that casts its master weight just before the product."""
+
+    def forward(self, x):
+        self.x = x * 3
+        self.y = F.linear(self.x.bfloat16(), self.weight.bfloat16())
+        self.y.retain_grad()
+        return self.y
+
+
+def test_a_subclass_shows_what_it_really_multiplies():
+    torch.manual_seed(4)
+    model = nn.Sequential(Cast(16, 8, bias=False))
+    found, notes = recorded(model, lambda: model(torch.randn(5, 16)).float().cos().sum().backward())
+    assert sorted(found) == ["0:grad_output", "0:input", "0:weight"]
+    same(found, "0", model[0].x.bfloat16(), "input")
+    same(found, "0", model[0].weight, "weight")
+    same(found, "0", model[0].y.grad, "grad_output")
+    assert notes == ""
+
+
+def test_a_computed_weight_is_the_layers_own():
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)))
+    with torch.no_grad():
+        model[0].parametrizations.weight.original0.mul_(3)
+    x = torch.randn(5, 16)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward())
+    same(found, "0", x, "input")
+    same(found, "0", model[0].weight, "weight")
+    assert notes == ""
+
+
+def test_a_subclass_that_multiplies_elsewhere_is_judged_by_its_input_and_gradient():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return (x.unsqueeze(1) * self.weight).sum(-1)
+
+    torch.manual_seed(6)
+    model = nn.Sequential(Odd(16, 8))
+    x = torch.randn(5, 16)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward())
+    same(found, "0", x, "input")
+    same(found, "0", model[0].weight, "weight")
+    assert notes == "Layers of class Odd are judged as linear layers of their input and gradient."
+
+
+def test_low_rank_adapters_are_layers_of_their_own():
+    class Lora(nn.Module):  # as PEFT wraps a layer: the base frozen, two small ones beside it
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(16, 8).requires_grad_(False)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(16, 2, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 8, bias=False)})
+
+        def forward(self, x):
+            self.a = self.lora_A["default"](x)
+            return self.base_layer(x) + self.lora_B["default"](self.a)
+
+    torch.manual_seed(7)
+    model, x = Lora(), torch.randn(5, 16, requires_grad=True)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward())
+    same(found, "base_layer", x, "input")
+    same(found, "lora_A.default", x, "input")
+    same(found, "lora_B.default", model.a, "input")
+    same(found, "base_layer", model.base_layer.weight, "weight")
+    assert "base_layer:grad_output" in found
+    assert notes == ""
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_products_count_once(reentrant):
+    torch.manual_seed(8)
+    model = Ways(True, lambda x, w: checkpoint(lambda x: x @ w, x, use_reentrant=reentrant))
+    micro = [torch.randn(2, 5, 24, requires_grad=True) for _ in range(2)]
+    gradients = []
+
+    def step():
+        for x in micro:
+            y = model(x)
+            y.register_hook(lambda g: gradients.append(g.clone()))
+            y.cos().sum().backward()
+
+    found, _ = recorded(model, step)
+    same(found, "w", micro, "input")
+    same(found, "w", gradients, "grad_output")
+    check(found["w:weight"], counted(model.w.t(), "weight"))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_torch_is_as_it_was_found():
+    names = [(F, "linear"), (torch, "matmul"), (torch, "_grouped_mm"), (F, "conv2d"), (torch, "einsum")]
+    before = [getattr(*name) for name in names]
+    methods = {name: name in vars(torch.Tensor) for name in ("__matmul__", "mm", "bmm", "matmul", "addmm", "baddbmm")}
+    model = Tied()
+
+    def step():
+        assert [getattr(*name) for name in names] != before
+        assert torch.jit.script(scripted)(torch.ones(2, 2)).sum() == 8  # a scripted function finds torch's own
+        raise KeyError("the program's")
+
+    with pytest.raises(KeyError, match="the program's"):
+        recorded(model, step)
+    assert [getattr(*name) for name in names] == before
+    assert {name: name in vars(torch.Tensor) for name in methods} == methods
+
+
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, x) @ torch.eye(2) + torch.matmul(x, x) * 0 + torch.mm(x, x) * 0
+
+
+def test_numbers_of_the_program_do_not_change():
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(9)
+        model = nn.Sequential(nn.MultiheadAttention(16, 2), Ways(True, lambda x, w: x[0] @ w[:16]))
+        x = torch.randn(6, 2, 16)
+
+        def step(model=model, x=x):
+            (model[1](model[0](x, x, x)).cos().sum() * 3).backward()
+
+        recorded(model, step) if watched else step()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_error_of_ours_stays_with_us(monkeypatch):
+    from narrowgauge.session.sites import products
+
+    def broken(call):
+        raise ValueError("what it does not know")
+        yield
+
+    monkeypatch.setattr(products, "_FUNCTIONS", ((F, "linear", broken),))
+    model = Tied()
+    found, notes = recorded(model, lambda: model(torch.arange(4)).sum().backward())
+    assert found == {}
+    assert notes.startswith(
+        "Watching a product by linear failed, and its numbers are missing: ValueError: what it does not know. "
+        "Training goes on."
+    )
+    assert notes.endswith(
+        "Not seen as a weight in any recorded step: Embedding (1 of them, 100.0% of all parameters, looked up, not "
+        "multiplied)."
+    )
