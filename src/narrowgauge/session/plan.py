@@ -40,7 +40,6 @@ class Plan:
     convert: dict[str, Any] = field(default_factory=dict)
     # What a settings file says besides, as plain data: see `session.config.tables` for the keys.
     watch: dict[str, Any] = field(default_factory=dict)
-    high: tuple[dict[str, Any], ...] = ()
     dump: tuple[dict[str, Any], ...] = ()
     export: dict[str, Any] = field(default_factory=dict)  # only what is switched on; empty if nothing is
     judge: str = ""  # the recipe that linear layers which stay plain are judged by; none if empty
@@ -62,6 +61,6 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """The inverse of `write`."""
         data = json.loads(path.read_text())
-        for name in ("command", "probe", "probe_steps", "rehearse", "high", "dump"):
+        for name in ("command", "probe", "probe_steps", "rehearse", "dump"):
             data[name] = tuple(data[name])
         return cls(**data)

@@ -62,7 +62,12 @@ def test_no_file_is_the_defaults():
 def test_everything_is_read_and_travels_in_a_plan(tmp_path):
     plan = Plan("a", str(tmp_path / "out"), ("t.py",), **load(write(tmp_path, WHOLE)).for_plan())
     assert (plan.seed, plan.every) == (7, 2)
-    assert plan.convert == {"skip": ["lm_head"], "last": 2, "skip_slow": True, "tokens": 4096}
+    high = [
+        {"sites": ["blocks.0"], "gemms": ["wgrad"], "roles": [], "keep": "high"},
+        {"sites": ["*"], "gemms": ["fprop", "dgrad", "wgrad"], "roles": [], "keep": "bf16_gemm"},
+    ]
+    kept = {"skip": ["lm_head"], "last": 2, "skip_slow": True, "tokens": 4096, "high": high}
+    assert plan.convert == kept
     assert plan.watch == {
         "every": 2,
         "steps": [[0, 100], [200, 200], [500, None]],
@@ -73,10 +78,6 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         "what_if": ["current", "blockwise"],
         "ranks": True,
     }
-    assert plan.high == (
-        {"sites": ["blocks.0"], "gemms": ["wgrad"], "roles": [], "keep": "high"},
-        {"sites": ["*"], "gemms": ["fprop", "dgrad", "wgrad"], "roles": [], "keep": "bf16_gemm"},
-    )
     roles = ["input", "weight", "grad_output"]
     assert plan.dump == ({"sites": ["blocks.0:input"], "steps": [[0, 2]], "roles": roles, "cap": 2 << 30},)
     assert plan.export == {
@@ -129,7 +130,8 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[[high]]\nkeep = 'bf16'", "FILE:2: high[0].keep is 'bf16'; expected 'high' or 'bf16_gemm'."),
         ("[[high]]\n[[high]]\ngemms = ['fwd']", "FILE:3: high[1].gemms[0]: there is no gemm 'fwd'; did you mean 'wg"),
         ("[[high]]\nroles = ['output']", "FILE:2: high[0].roles[0]: there is no operand 'output'; did you mean"),
-        ("[[high]]\nroles = ['input']\nkeep = 'bf16_gemm'", "FILE:1: high[0]: roles has no meaning beside keep = "),
+        ("[[high]]\nroles = ['input']\nkeep = 'bf16_gemm'", "FILE:1: high[0]: keep='bf16_gemm' quantizes both oper"),
+        ("[[high]]\nroles = ['input']\ngemms = ['dgrad']", "FILE:1: high[0]: 'input' is no operand of dgrad"),
         ("[high]\ngemms = []", "FILE:1: high is {'gemms': []}; expected a list of tables: [[high]]."),
         ("[[dump]]\nsteps = 1", "FILE:1: dump[0].sites: it must be given. Globs on module names"),
         ("[[dump]]\nsites = ['a']", "FILE:1: dump[0].steps: it must be given. In these steps"),

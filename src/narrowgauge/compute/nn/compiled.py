@@ -41,6 +41,7 @@ from narrowgauge.compute.nn.in_graph import CODES, Traced, amax_of, codes_of, in
 from narrowgauge.compute.nn.observer import Samples
 from narrowgauge.compute.nn.operands import quantize_operand
 from narrowgauge.compute.nn.operator import derivative_of, operator, shapes_of
+from narrowgauge.compute.nn.switched import switched_forward
 from narrowgauge.compute.quant import QTensor
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, dtype: torch.dtype) -> Tensor:
     """`fp8_linear` for a compiler's eyes; `dtype` is the result's."""
+    if state.keeps_high:
+        y_high: Tensor = switched_forward(x, weight, bias, state.handle, dtype, torch.is_grad_enabled())
+        return y_high
     traced = state.traced
     amax = amax_of(x) if traced.own_scale else None
     grad = torch.is_grad_enabled()

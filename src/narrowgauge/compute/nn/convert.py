@@ -8,9 +8,9 @@ were, so an optimizer made before or after works alike, and `state_dict` keeps t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.compute.nn.speed_map import SlowLayers, SpeedMap
 from narrowgauge.compute.nn.state_io import restore_to, take_pending
 from narrowgauge.compute.nn.structure import Layer, clean, is_wrapper, survey
+from narrowgauge.compute.nn.switches import Switch
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
 
@@ -46,6 +47,7 @@ def convert(
     skip_slow: bool | SpeedMap = False,
     tokens: int | None = None,
     save_codes: bool = False,
+    high: Sequence[Switch | Mapping[str, Any]] = (),
 ) -> tuple[Model, ConversionReport]:
     """Convert the linear layers of `model` to FP8 in place; return the same model and what was done.
 
@@ -61,7 +63,11 @@ def convert(
     `save_codes` lets a compiled forward save FP8 codes of every input, one byte per element: some 2% faster than
     leaving to the compiler what it saves (the default), which takes less memory. Not compiled, codes are always saved.
 
-    Raises ConversionError when a rule, `skip` or `only` matches nothing, when no layer is eligible, and when
+    `high` keeps single products or operands of converted layers high: mappings with `sites` (globs), `gemms` ("fprop",
+    "dgrad", "wgrad"), `roles` ("input", "weight", "grad_output") and `keep` ("high", or "bf16_gemm": quantized, and
+    multiplied in the layer's own dtype), all optional; see docs/convert.md.
+
+    Raises ConversionError when a rule, `skip`, `only` or `high` matches nothing, when no layer is eligible, and when
     the model is already converted (call `revert` first: converting over it would drop its scaling state), and for
     `tokens` below 1 or without `skip_slow`; RecipeError for an unknown recipe. After an error the model is as it was.
     """
@@ -73,6 +79,7 @@ def convert(
         last=last,
         backend=backend,
         only=None if only is None else _patterns(only),
+        high=tuple(map(Switch.of, high)),
     )
     if tokens is not None and not skip_slow:
         raise ConversionError(f"tokens={tokens} is only used by skip_slow; pass skip_slow=True, or leave tokens out.")
@@ -92,7 +99,7 @@ def convert(
         recipe=request.recipe.name,
         rows=tuple(rows),
         backends=tuple((n, p.backend.name, p.why_backend) for n, p in sorted(backends.items()) if p.backend),
-        notes=(*_notes(model), *(slow.notes() if slow else ())),
+        notes=(*_notes(model), *_switched_notes(plans), *(slow.notes() if slow else ())),
     )
     return model, report
 
@@ -183,6 +190,18 @@ def _row(plan: Plan, state: LayerState | None) -> Row:
         aliases=layer.aliases,
         shared_with=(*layer.shared_with, *(name for name in layer.tied if name not in layer.shared_with)),
         state=state,
+        fp8_gemms=3 if plan.recipe is None or plan.recipe.fake else plan.recipe.fp8_gemms,
+    )
+
+
+def _switched_notes(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """What it costs that some products stay high."""
+    count = sum(plan.recipe is not None and plan.recipe.keeps_high for plan in plans)
+    if not count:
+        return ()
+    return (
+        f"note: {count} converted layers keep a product or an operand high. They save x and w for the backward pass in "
+        "high precision instead of codes of x, and quantize again there what is still multiplied in FP8.",
     )
 
 

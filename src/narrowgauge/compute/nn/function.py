@@ -25,6 +25,7 @@ from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, compute_dtype, without_autocast
 from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.compute.nn.operands import quantize_operand
+from narrowgauge.compute.nn.switched import Switched
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.errors import ShapeError
 
@@ -48,7 +49,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState
         state.rows_seen = math.prod(x.shape[:-1])
         state.kept_weight.begin()
     call = Call.begin(state, dtype, mode)
-    y: Tensor = _Fp8Linear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+    function = Switched if state.keeps_high else _Fp8Linear
+    y: Tensor = function.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -21,27 +21,44 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.observer import GemmSample, Samples, picked, sample_rows
 from narrowgauge.compute.quant import QTensor
+from narrowgauge.compute.recipes.recipe import Gemm
+
+Factor = QTensor | Tensor  # a tensor where the recipe keeps it high
 
 
-def fprop(call: Call, x: QTensor, w: QTensor, bias: Tensor | None, high: tuple[Tensor, Tensor]) -> Tensor:
+def product(call: Call, gemm: Gemm, a: Factor, b: Factor, out: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [P, C] times b [Q, C] transposed, plus bias [Q]: in FP8, or as an unconverted layer would if `gemm` says so."""
+    state = call.state
+    if isinstance(a, QTensor) and isinstance(b, QTensor):
+        fake = state.recipe.fake or bool(gemm.high)
+        return state.backend.gemm(a, b, out, bias=bias, fast_accum=gemm.fast_accum, fake=fake)
+    high = [factor.dequantize(out) if isinstance(factor, QTensor) else factor.to(out) for factor in (a, b)]
+    return F.linear(high[0], high[1], None if bias is None else bias.to(out))
+
+
+def _dtype_of(call: Call, gemm: Gemm, dtype: torch.dtype) -> torch.dtype:
+    """A gradient's: where nothing is multiplied in FP8, what the unconverted layer would compute in."""
+    return call.compute_dtype if call.state.recipe.fake or gemm.high else dtype
+
+
+def fprop(call: Call, x: Factor, w: Factor, bias: Tensor | None, high: tuple[Tensor, Tensor]) -> Tensor:
     """y [M, N]; `high` are x_MK and w_NK before quantization, for the gemm check."""
-    state, recipe = call.state, call.state.recipe
-    y_MN = state.backend.gemm(x, w, call.compute_dtype, bias=bias, fast_accum=recipe.fprop.fast_accum, fake=recipe.fake)
+    y_MN = product(call, call.state.recipe.fprop, x, w, call.compute_dtype, bias)
     if call.shows("output"):
         call.tell(partial(_show_output, call, y_MN.detach(), *high, bias))
     return y_MN
 
 
-def dgrad(call: Call, dy: QTensor, w_T: QTensor, dtype: torch.dtype, dy_MN: Tensor, samples: Samples) -> Tensor:
+def dgrad(call: Call, dy: Factor, w_T: Factor, dtype: torch.dtype, dy_MN: Tensor, samples: Samples) -> Tensor:
     """dx [M, K] in `dtype`."""
-    state, recipe = call.state, call.state.recipe
-    out = call.compute_dtype if recipe.fake else dtype
-    dx_MK = state.backend.gemm(dy, w_T, out, fast_accum=recipe.dgrad.fast_accum, fake=recipe.fake)
+    state, gemm = call.state, call.state.recipe.dgrad
+    dx_MK = product(call, gemm, dy, w_T, _dtype_of(call, gemm, dtype))
     if call.shows("grad_input") and state.observer is not None:
         check = None
         if call.checked == "grad_input" and samples is not None:
@@ -50,11 +67,10 @@ def dgrad(call: Call, dy: QTensor, w_T: QTensor, dtype: torch.dtype, dy_MN: Tens
     return dx_MK.to(dtype)
 
 
-def wgrad(call: Call, dy_T: QTensor, x_T: QTensor, dtype: torch.dtype, dy_MN: Tensor, samples: Samples) -> Tensor:
+def wgrad(call: Call, dy_T: Factor, x_T: Factor, dtype: torch.dtype, dy_MN: Tensor, samples: Samples) -> Tensor:
     """dw [N, K] in `dtype`."""
-    state, recipe = call.state, call.state.recipe
-    out = call.compute_dtype if recipe.fake else dtype
-    dw_NK = state.backend.gemm(dy_T, x_T, out, fast_accum=recipe.wgrad.fast_accum, fake=recipe.fake)
+    state, gemm = call.state, call.state.recipe.wgrad
+    dw_NK = product(call, gemm, dy_T, x_T, _dtype_of(call, gemm, dtype))
     if call.shows("grad_weight") and state.observer is not None:
         check = None
         if call.checked == "grad_weight" and samples is not None:

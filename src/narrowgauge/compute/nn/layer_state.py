@@ -51,9 +51,11 @@ class LayerState:
     recorded: tuple[int, int] = (-1, 0)  # a step, and how many of its compiled forwards wait for their backward
     handle: Tensor = field(init=False)
     traced: Traced = field(init=False)
+    keeps_high: bool = field(init=False)  # whether a product or an operand does: then it runs by `switched`
 
     def __post_init__(self) -> None:
         self.save(RECODED)
+        self.keeps_high = self.recipe.keeps_high
         self.handle = new_handle(self)
 
     def save(self, what: int) -> None:

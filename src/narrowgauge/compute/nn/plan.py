@@ -2,7 +2,7 @@
 
 The first reason that applies is the one that the report shows:
 
-    cannot (class, weight, dtype)  >  tied weight  >  skip  >  first/last  >  only  >  rules  >  shape  >  speed
+    cannot (class, weight, dtype) > tied weight > skip > first/last > only > rules > shape > speed > high
 
 A tied weight converts only if a rule names the layer outright. The backend, chosen once per recipe and
 device, has the last word about shapes. Speed is judged only where `skip_slow` asks for it.
@@ -22,6 +22,7 @@ from narrowgauge.compute.nn.rule_checks import check_patterns, check_rules, some
 from narrowgauge.compute.nn.rules import Rule, covers, decide
 from narrowgauge.compute.nn.speed_map import SlowLayers
 from narrowgauge.compute.nn.structure import Layer
+from narrowgauge.compute.nn.switches import Switch, apply, check_switches
 from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.errors import ConversionError
 
@@ -37,12 +38,14 @@ class Request:
     last: int = 0
     backend: str | None = None
     only: tuple[str, ...] | None = None
+    high: tuple[Switch, ...] = ()
 
     def check(self, layers: Sequence[Layer], modules: Sequence[str]) -> None:
         """Raise ConversionError for anything in it that selects nothing."""
         check_rules(self.rules, layers, modules)
         check_patterns("skip", self.skip, layers, modules)
         check_patterns("only", self.only or (), layers, modules)
+        check_switches(self.high, layers, modules)
         first, last = self.first, self.last
         blocks = max((layer.blocks for layer in layers), default=0)
         if first < 0 or last < 0:
@@ -105,7 +108,14 @@ def make_plans(request: Request, layers: Sequence[Layer], slow: SlowLayers | Non
         refused = backend.refuses(recipe, *layer.shape)
         if refused is None and slow is not None:
             refused = slow.reason(recipe, *layer.shape, device)
-        plans.append(Plan(layer, None, refused) if refused else Plan(layer, recipe, reason, backend, why))
+        if refused:
+            plans.append(Plan(layer, None, refused))
+            continue
+        kept, what = apply(request.high, layer, recipe)  # last: who judges kernels and speed knows whole recipes
+        if kept is None:
+            plans.append(Plan(layer, None, what))
+        else:
+            plans.append(Plan(layer, kept, f"{reason}; {what}" if what else reason, backend, why))
     return plans
 
 

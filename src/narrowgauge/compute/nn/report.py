@@ -37,6 +37,7 @@ class Row:
     aliases: tuple[str, ...] = ()
     shared_with: tuple[str, ...] = ()  # other modules that own the same weight
     state: Counts | None = field(default=None, repr=False, compare=False)
+    fp8_gemms: int = 3  # of a converted layer's three products
 
     @property
     def flops_per_token(self) -> int:
@@ -68,7 +69,7 @@ class ConversionReport:
     def coverage(self) -> float:
         """Share of the linear layers' FLOPs that was converted, 0 to 1."""
         total = sum(row.flops_per_token for row in self.rows)
-        return sum(row.flops_per_token for row in self.converted) / total if total else 0.0
+        return sum(row.flops_per_token * row.fp8_gemms for row in self.converted) / (3 * total) if total else 0.0
 
     def never_called(self) -> tuple[str, ...]:
         """Names of converted layers whose forward has not run (all of them before the model first runs)."""

@@ -70,11 +70,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matrix product a·bᵀ. `fast_accum` allows Hopper's short accumulator (about 14 bits)."""
+    """One matrix product a·bᵀ. `fast_accum` allows Hopper's short accumulator (about 14 bits).
+
+    `high` says what of it stays in the layer's own dtype: see `recipes.switched`.
+    """
 
     a: Operand
     b: Operand
     fast_accum: bool = False
+    high: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,16 @@ class Recipe:
         plain, transposed = self.uses(role)
         square = isinstance(plain.granularity, Block) and plain.granularity.rows == plain.granularity.cols
         return plain == transposed and (plain.granularity == PerTensor() or square)
+
+    @property
+    def keeps_high(self) -> bool:
+        """Whether any product, or an operand of one, stays in the layer's own dtype."""
+        return any(gemm.high for gemm in (self.fprop, self.dgrad, self.wgrad))
+
+    @property
+    def fp8_gemms(self) -> int:
+        """How many of the three products are multiplied in FP8."""
+        return sum(not (gemm.high or self.fake) for gemm in (self.fprop, self.dgrad, self.wgrad))
 
     def with_(self, **changes: Any) -> Recipe:
         """Return a copy with some things changed.

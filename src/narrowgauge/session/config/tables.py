@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.metrics import CATALOG
 from narrowgauge.metrics.site import ROLES
 from narrowgauge.session.config.words import (
@@ -108,7 +109,7 @@ class High(Table):
     """One switch for converted layers: what it names is not multiplied in FP8."""
 
     sites: list[Glob] = ["*"]
-    """Globs on the names of converted layers. A name covers everything below it; `!` in front leaves out."""
+    """Globs on the names of linear layers. A name covers everything below it; `!` in front leaves out."""
     gemms: list[GemmName] = ["fprop", "dgrad", "wgrad"]
     """Which products: `fprop`, `dgrad`, `wgrad`."""
     roles: list[OperandRole] = []
@@ -118,8 +119,12 @@ class High(Table):
 
     @model_validator(mode="after")
     def _possible(self) -> High:
-        if self.roles and self.keep == "bf16_gemm":
-            raise wrong("roles has no meaning beside keep = 'bf16_gemm', which quantizes both operands; leave it out")
+        from narrowgauge.compute.recipes.switched import check  # torch loads here, for those who switch
+
+        try:
+            check(self.gemms, self.roles, self.keep)
+        except RecipeError as error:
+            raise wrong(str(error)) from None
         return self
 
 
@@ -205,9 +210,8 @@ class Config(Table):
         return {
             "seed": self.seed,
             "every": self.watch.every,
-            "convert": self.convert.given(),
+            "convert": self.convert.given() | ({"high": data["high"]} if data["high"] else {}),
             "watch": data["watch"],
-            "high": tuple(data["high"]),
             "dump": tuple(data["dump"]),
             "export": export if len(export) > 1 else {},
         }
