@@ -32,13 +32,15 @@ from narrowgauge.compute.nn.eligible import DTYPES
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
+from narrowgauge.compute.nn.scale_table import amax_ratio
+from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.session.selection import selects
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
 from narrowgauge.session.sites import Census, Kind, Own, Part, Products, kind_of
 from narrowgauge.session.sites.census import plain_name
 from narrowgauge.session.sites.experts import quantize_experts
-from narrowgauge.session.sites.part import Turn
+from narrowgauge.session.sites.part import Rule, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,17 +214,18 @@ class PlainSites:
             self._say(part.hidden)
         state = self._state(name, observer, self._recipe, some.device)
         x, w, y = part.x, part.w, part.y
+        own = _spread if part.own is not None and any(is_distributed(t) for t in (x, w, y)) else part.own
         held = Held(None) if x is None else local_of(x)
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
             if x is not None:
-                self._show(state, "input", part.x_rows, part.own, held)
+                self._show(state, "input", part.x_rows, own, held)
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
-                self._show(state, "weight", part.w_rows, part.own, used_of(w, kept))
+                self._show(state, "weight", part.w_rows, own, used_of(w, kept))
         if y is not None and y.requires_grad:
             same = _copied_output(w, held, y)
-            turn, own = part.dy_rows, part.own  # the hook lives on y, and must not hold it
+            turn = part.dy_rows  # the hook lives on y, and must not hold it
             y.register_hook(lambda dy: self._show(state, "grad_output", turn, own, local_of(dy), same))
 
     def _state(self, name: str, observer: Observer, recipe: Recipe, device: torch.device) -> LayerState:
@@ -256,20 +259,16 @@ class PlainSites:
 
     def _look(self, call: Call, role: OperandRole, x: Tensor, own: Own | None) -> None:
         state = call.state
-        if own is None and x.dim() == 2:
+        if own is not None:
+            rule = own(role, x)
+            if isinstance(rule, str):
+                self._say(rule)
+            elif x.numel():
+                _look_by(state, role, x, rule)
+        elif x.dim() == 2:
             quantize_operand(call, role, x, True, False)
-            return
-        if own is None:
-            x, q = quantize_experts(x, state.recipe.uses(role)[0])
-            ratio = None
-        else:
-            cast = own(role, x)
-            if isinstance(cast, str):
-                self._say(cast)
-                return
-            q, ratio = cast
-        if state.observer is not None:
-            state.observer.operand(state.name, role, x, q, amax_ratio=ratio)
+        elif state.observer is not None:
+            state.observer.operand(state.name, role, *quantize_experts(x, state.recipe.uses(role)[0]))
 
     def _say(self, note: str) -> None:
         self._said.setdefault(note)
@@ -280,11 +279,31 @@ class PlainSites:
             self._say(f"Watching {what} failed, and its numbers are missing: {cause}. Training goes on.")
 
 
+def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:
+    """Quantize as the layer does, and have it counted."""
+    observer, (operand, given) = state.observer, rule
+    if observer is None:
+        return
+    look = observer.look(state.name, role, x_MK, operand) if state.backend.watches else None
+    whole = operand.granularity == PerTensor()
+    q, _, amax = state.backend.quantize_both(x_MK, operand, None, shared=whole, given=given, look=look)
+    if look is None and q is not None:
+        ratio = None if given is None or amax is None else amax_ratio(amax, given.scale, operand)
+        observer.operand(state.name, role, x_MK, q, amax_ratio=ratio)
+
+
 def _kind(x: Tensor | None) -> str:
     if x is None:
         return "sum that is not yet summed over the ranks"
     kind = f"{type(x).__name__} of {x.dtype}"
     return (kind if x.layout is torch.strided else f"{kind}, {x.layout}").replace("torch.", "")
+
+
+def _spread(role: OperandRole, x: Tensor) -> str:
+    return (
+        "Layers that quantize by themselves are not recorded where their tensors are spread over ranks: their scales "
+        "come from all parts."
+    )
 
 
 def _copied_output(weight: Tensor | None, x: Held, output: Tensor) -> int | None:

@@ -8,8 +8,9 @@ from narrowgauge.session.sites.conv1d import HuggingFaceConv1D
 from narrowgauge.session.sites.linear import Derived, Plain
 from narrowgauge.session.sites.megatron import Megatron
 from narrowgauge.session.sites.part import Kind
+from narrowgauge.session.sites.torchao import TorchAO
 
-KINDS: tuple[Kind, ...] = (Megatron(), HuggingFaceConv1D(), Plain(), Derived())
+KINDS: tuple[Kind, ...] = (TorchAO(), Megatron(), HuggingFaceConv1D(), Plain(), Derived())
 
 
 def kind_of(module: nn.Module) -> Kind | None:

@@ -4,7 +4,7 @@
 
 A `Part` is one such product. Its tensors are the program's own; `x_rows`, `w_rows` and `dy_rows` turn one into rows,
 and run only if the step is recorded. Weights of E experts become [E, N, K]: one scale each (`experts.py`). A layer that
-quantizes with scales of its own gives an `own`, which says what it made of a tensor.
+quantizes by itself gives an `own`, which says how.
 
 Legend: M = tokens, K = input features, N = output features, E = experts.
 """
@@ -17,21 +17,22 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.operands import OperandRole
-from narrowgauge.compute.quant import QTensor
+from narrowgauge.compute.recipes import Operand
 
 Turn = Callable[[Tensor], Tensor]
 
 
-class Cast(NamedTuple):
-    """What a layer made of a tensor: codes and scale, and its amax over the amax that the scale assumed, if it did."""
+class Rule(NamedTuple):
+    """How a layer quantizes a tensor: by which rule, and with which scale if that was not made from the tensor."""
 
-    q: QTensor
-    amax_ratio: Tensor | None = None
+    operand: Operand
+    given: Given | None = None
 
 
-# A role and its matrix, to what the layer made of it; or the reason why it stays in high precision.
-Own = Callable[[OperandRole, Tensor], Cast | str]
+# A role and its matrix, to how the layer quantizes it; or the reason why it does not.
+Own = Callable[[OperandRole, Tensor], Rule | str]
 
 
 def rows(x: Tensor) -> Tensor:

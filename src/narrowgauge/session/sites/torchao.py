@@ -1,0 +1,53 @@
+"""torchao's `Float8Linear`: the casts that it makes, by its own configuration.
+
+    tensorwise    inv_scale = max / max(amax, 1e-12)     per tensor, as our rule ROWWISE has it, but for a whole tensor
+    axiswise      the same, one per row of the operand of the product that is shown (fprop, or dgrad for grad_output)
+
+torchao divides in float64 and rounds to float32, which is one correct rounding, as ours is. Its `_scale` multiplies
+towards FP8: our inv_scale. So the codes are its own, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.compute.nn.operands import OperandRole
+from narrowgauge.compute.quant import ROWWISE, ROWWISE_POW2, Granularity, PerRow, PerTensor
+from narrowgauge.compute.quant.dtypes import format_of
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.session.sites.part import Part, Rule, first_tensor, is_a, output_of
+
+_GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise": PerRow()}
+
+
+class TorchAO:
+    """`torchao.float8.float8_linear.Float8Linear`."""
+
+    whole = True
+
+    def knows(self, module: nn.Module) -> bool:
+        """Known by its name."""
+        return is_a(module, "torchao", "Float8Linear")
+
+    def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
+        """One product; its input cast as the layer casts it under autocast, on whichever device."""
+        x = first_tensor(args, kwargs, "input")
+        if x is not None and torch.is_autocast_enabled("cuda"):
+            x = x.detach().to(torch.get_autocast_dtype("cuda"))
+        return (Part(x, module._parameters.get("weight"), output_of(output), own=partial(_rule, module.config)),)
+
+
+def _rule(config: Any, role: OperandRole, x_MK: Tensor) -> Rule | str:
+    cast = getattr(config, f"cast_config_{role}")
+    if cast.scaling_type.value == "disabled":
+        return f"torchao leaves the {role} of a Float8Linear in high precision; it is not recorded."
+    granularity = _GRANULARITIES.get(cast.scaling_granularity.value)
+    if granularity is None:
+        return f"torchao scales the {role} of a Float8Linear by {cast.scaling_granularity}, which is unknown here."
+    scaling = ROWWISE_POW2 if config.round_scales_to_power_of_2 else ROWWISE
+    return Rule(Operand(format_of(cast.target_dtype), granularity, scaling))
