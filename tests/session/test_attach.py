@@ -332,3 +332,43 @@ optimizer.step()
 def test_the_baselines_dtype_is_what_ran(tmp_path, which, said):
     session, _ = follow(tmp_path, DTYPES, which)
     assert session.facts()["baseline_dtype"] == said
+
+
+KEYWORDS = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(64, 32), nn.Linear(32, 48)
+    def forward(self, ids=None, labels=None):
+        return nn.functional.cross_entropy(self.up(self.embed(ids)), labels)
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+torch.manual_seed(3)
+model = Wrapper(Wrapper(Model()))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ids = torch.arange(8)
+for step in range(3):
+    model(CALL).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("call", ["ids=ids, labels=ids + step", "ids, labels=ids + step", "ids, ids + step"])
+def test_the_first_call_counts_as_the_others_however_its_arguments_are_passed(tmp_path, call):
+    _, writer = follow(tmp_path, KEYWORDS.replace("CALL", call))
+    assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
+    _, positional = follow(tmp_path, KEYWORDS.replace("CALL", "ids, ids + step"))
+    assert writer.column("data_digest") == positional.column("data_digest")
+
+
+def test_a_wrapper_leaves_no_mark_on_the_names_of_layers(tmp_path):
+    _, writer = follow(tmp_path, KEYWORDS.replace("CALL", "ids, ids"), judge="current", every=1)
+    sites = {site for _, sites, _ in writer.tensors for site in sites}
+    assert {site.partition(":")[0] for site in sites} == {"up"}

@@ -32,7 +32,10 @@ print("finished")
 dist.destroy_process_group()
 """
 
+# Libraries that only ask for torch, before anything imports it, are not to be taken for its import.
 LOADER = """
+from importlib.util import find_spec
+assert find_spec("torch") and find_spec("torch")
 import torch
 from torch import nn
 from torch.utils.data import DataLoader

@@ -37,15 +37,21 @@ class Batches:
             f"Some inputs are {kinds} tensors, which are not hashed: whether the runs saw the same ones is not known."
         ]
 
-    def see(self, inputs: Any) -> int:
-        """A model's call begins with these; returns the tokens in them (samples, if no input is token ids)."""
+    def see(self, inputs: Any, *, more: bool = False) -> int:
+        """A model's call begins with these; returns the tokens in them (samples, if no input is token ids).
+
+        Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none.
+        """
+        before = self._given if more else set()
         self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
         found = [here(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-        self._given = {a for x in found if (a := _address(x)) is not None}
+        self._given = before | {a for x in found if (a := _address(x)) is not None}
         self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
         tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
         self.digest = chain(tensors, self.digest)
         batched = [x for x in tensors if x.dim()]
+        if before:
+            return 0
         ids = next((x for x in batched if not x.is_floating_point()), None)
         return ids.numel() if ids is not None else batched[0].shape[0] if batched else len(tensors[:1])
 

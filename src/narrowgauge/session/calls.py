@@ -64,7 +64,8 @@ class Calls:
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         root = self._take(module)
         root.follow(self.begins, self.ended)
-        self.begins(root, args, {})  # its own hook is there from the next call on
+        root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
+        self.begins(root, args, {})
 
     def batch_loaded(self, seconds: float) -> None:
         """A data loader's iterator gave a batch, or its end, after so long."""
@@ -103,14 +104,18 @@ class Calls:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
 
     @heard
-    def ended(self, root: Root, output: Any) -> None:
-        """A model's call returned (or raised: then `output` is None)."""
+    def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
+        """A model's call returned (or raised: then `output` is None); it had `missed` as keyword arguments as well."""
         if in_backward() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth:
             return
         self.training = False
+        if missed and torch.is_grad_enabled():
+            late = self._steps.batches.see(missed, more=True)
+            if self._steps.line is not None:
+                self._steps.line.tokens += late
         self._steps.batches.made(output)
         if not torch.is_grad_enabled():
             self._steps.evals.model_ended(output)

@@ -19,6 +19,7 @@ class Root:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, gone: Callable[[Root], None]) -> None:
         self._module = self._model = ref(module, lambda _: gone(self))  # the model may be more than what is called
+        self.half_seen = False  # a call is running whose keyword arguments nobody was told of
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype
         self._entered: ExitStack | None = None
@@ -46,19 +47,20 @@ class Root:
     def follow(
         self,
         begins: Callable[[Root, tuple[Any, ...], dict[str, Any]], None],
-        ended: Callable[[Root, Any], None],
+        ended: Callable[[Root, Any, dict[str, Any]], None],
     ) -> None:
-        """Have the two called around each call of the model."""
+        """Have the two called around each call of the model; `ended` with the keywords that `begins` missed."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             begins(self, args, kwargs)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            ended(self, output)
+        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            missed, self.half_seen = kwargs if self.half_seen else {}, False
+            ended(self, output, missed)
 
         self._hooks = (
             self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            self.module.register_forward_hook(after, always_call=True),
+            self.module.register_forward_hook(after, with_kwargs=True, always_call=True),
         )
 
     def leave(self) -> None:

@@ -137,7 +137,7 @@ class Roots:
                 root.belongs_to(whole)
                 return root
         trained = _trained(optimizers)
-        model = self.family.model_of(module, trained)
+        model = unwrapped(self.family.model_of(module, trained))
         root.belongs_to(model)
         if self._add(model):  # a part of it is a model already, and converted
             return root
@@ -261,6 +261,20 @@ class Roots:
                 {k: v for k, v in report.to_dict().items() if k != "rows"} for report in reports.values()
             ],
         }
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a wrapper wraps, so that layers have the names that the program's author gave them.
+
+    A wrapper holds one module, called `module`, and no parameter of its own: DistributedDataParallel, an engine of
+    DeepSpeed. What it wraps may be wrapped again.
+
+    >>> unwrapped(nn.parallel.DataParallel(nn.Linear(2, 2)))
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    while list(module._modules) == ["module"] and not module._parameters and module._modules["module"] is not None:
+        module = module._modules["module"]
+    return module
 
 
 def _trained(optimizers: Iterable[Optimizer]) -> set[int]:

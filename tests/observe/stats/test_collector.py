@@ -262,3 +262,17 @@ def test_a_run_folder_holds_what_was_watched(tmp_path):
     assert run.series("2:input", "sqnr_db")
     assert collector.failures == 0
     assert collector.seconds > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_looked_at_can_still_be_freed_by_its_owner(dtype, book):
+    # FSDP2 frees a gathered weight by resizing its storage, which numpy forbids for what it was shown.
+    x = torch.randn(16, 32).to(dtype)
+    collector = Collector(book)
+    collector.begin_step(1)
+    show(collector, x)
+    collector.result("m", "output", x, GemmSample(x[:2], x[:2].float()))
+    collector.end_step()
+    collector.flush()
+    assert {site for _, site in book.rows} == {"m:input", "m:output"}
+    x.untyped_storage().resize_(0)

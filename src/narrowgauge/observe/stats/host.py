@@ -124,7 +124,7 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Te
         got, want = check
         if got.shape != want.shape:
             raise ShapeError(f"a check compares equal shapes, found {list(got.shape)} beside {list(want.shape)}")
-        parts = (t.detach().float().contiguous().view(-1).numpy() for t in (got, want))
+        parts = (_numpy(t.detach().float().contiguous().view(-1)) for t in (got, want))
         host.check(*parts, _check_places(), head)
     return torch.from_numpy(head)
 
@@ -140,8 +140,17 @@ def _bits(x: Tensor) -> tuple[Array, int]:
     if not x.is_contiguous():
         x = x.contiguous()
     if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy(), 16
-    return (x if x.dtype == torch.float32 else x.to(torch.float32)).view(torch.int32).numpy(), 0
+        return _numpy(x.view(torch.uint16)), 16
+    return _numpy((x if x.dtype == torch.float32 else x.to(torch.float32)).view(torch.int32)), 0
+
+
+def _numpy(x: Tensor) -> Array:
+    """The same memory as an array, through a storage of its own.
+
+    What `Tensor.numpy` was called on can never be resized again. FSDP2 frees a gathered weight by resizing it, and
+    these tensors are the program's.
+    """
+    return np.asarray(torch.from_dlpack(x).numpy())  # type: ignore[attr-defined]
 
 
 def _granule(q: QTensor) -> tuple[int, int]:

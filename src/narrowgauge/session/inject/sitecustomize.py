@@ -16,18 +16,29 @@ import sys
 
 
 class _BeforeTorch:
-    """Finds no module, but sees the import of torch coming."""
+    """Finds no module, but sees the import of torch coming.
+
+    A library that only asks whether torch is installed asks for the same spec and executes nothing: it is given one
+    each time, and the watch goes on waiting.
+    """
+
+    asking = False
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         """torch's own spec, whose execution is followed by `_arm`; None for all other modules."""
-        if name != "torch":
+        if name != "torch" or self.asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def then_arm(module):  # type: ignore[no-untyped-def]
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 execute(module)
                 _arm()
 
