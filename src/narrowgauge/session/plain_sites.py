@@ -207,11 +207,11 @@ class PlainSites:
 
     def _use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
         """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
+        if part.hidden:
+            self._say(part.hidden)
         some = next((t for t in (part.x, part.w, part.y) if t is not None), None)
         if self._recipe is None or some is None:
             return
-        if part.hidden:
-            self._say(part.hidden)
         state = self._state(name, observer, self._recipe, some.device)
         x, w, y = part.x, part.w, part.y
         own = _spread if part.own is not None and any(is_distributed(t) for t in (x, w, y)) else part.own

@@ -9,8 +9,9 @@ from narrowgauge.session.sites.linear import Derived, Plain
 from narrowgauge.session.sites.megatron import Megatron
 from narrowgauge.session.sites.part import Kind
 from narrowgauge.session.sites.torchao import TorchAO
+from narrowgauge.session.sites.transformer_engine import TransformerEngine
 
-KINDS: tuple[Kind, ...] = (TorchAO(), Megatron(), HuggingFaceConv1D(), Plain(), Derived())
+KINDS: tuple[Kind, ...] = (TorchAO(), TransformerEngine(), Megatron(), HuggingFaceConv1D(), Plain(), Derived())
 
 
 def kind_of(module: nn.Module) -> Kind | None:

@@ -1,0 +1,52 @@
+"""TransformerEngine's quantizers as rules of ours, read and never run: running one would write into its amax history.
+
+    its class                       ours
+    Float8Quantizer                 the scale that it holds: delayed, made from the amaxes of steps before
+    Float8CurrentScalingQuantizer   CURRENT, per tensor; powers of two if it forces them
+    Float8BlockQuantizer            CURRENT_POW2, 1x128 or 128x128
+    MXFP8Quantizer                  E8M0_UP, 1x32, or 32x32
+
+Its `scale` multiplies towards FP8: our inv_scale. Delayed, the row says how far amaxes have run from their history:
+amax_ratio = amax now / amax that the scale assumes. Above 1 the tensor saturates, where current scaling would not.
+
+Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, E8M0_UP, Block, PerTensor, Scaling
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.formats import E4M3FN, E5M2
+from narrowgauge.session.sites.part import Rule
+
+
+def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
+    """The rule of a quantizer, or why it has none; `margin` is its recipe's, for a delayed scale."""
+    kind = type(quantizer).__name__
+    if quantizer is None:
+        return f"TransformerEngine leaves the {role} of some layers in high precision; it is not recorded."
+    if getattr(quantizer, "with_amax_reduction", False):
+        return "TransformerEngine's scales that are reduced over ranks within a step are not known here; not recorded."
+    fmt = E5M2 if "E5M2" in getattr(quantizer.dtype, "name", str(quantizer.dtype)) else E4M3FN
+    if kind == "Float8Quantizer":
+        inv_scale = quantizer.scale.detach().reshape(()).float()
+        return Rule(Operand(fmt, PerTensor(), CURRENT, margin), Given(inv_scale.reciprocal(), inv_scale))
+    if kind == "Float8CurrentScalingQuantizer":
+        return Rule(Operand(fmt, PerTensor(), _scaling(quantizer)))
+    if kind == "Float8BlockQuantizer":
+        side = quantizer.block_len if quantizer.block_scaling_dim == 2 else 1
+        return Rule(Operand(fmt, Block(side, quantizer.block_len), _scaling(quantizer)))
+    if kind == "MXFP8Quantizer":
+        side = 32 if getattr(quantizer, "with_2d_quantization", False) else 1
+        return Rule(Operand(fmt, Block(side, 32), E8M0_UP))
+    return f"TransformerEngine quantizes the {role} of some layers by a {kind}, which is not known here; not recorded."
+
+
+def _scaling(quantizer: Any) -> Scaling:
+    rule = CURRENT_POW2 if quantizer.force_pow_2_scales else CURRENT
+    floor = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
+    return replace(rule, amax_floor=floor) if floor else rule
