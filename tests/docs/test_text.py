@@ -33,7 +33,8 @@ def files(root: Path = ROOT) -> Iterator[Path]:
     """Every text file of the repository."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in BUILT and not f.endswith(".egg-info"))
-        yield from (Path(folder) / name for name in sorted(names) if Path(name).suffix not in BINARY)
+        kept = sorted(name for name in names if name not in BUILT and Path(name).suffix not in BINARY)
+        yield from (Path(folder) / name for name in kept)
 
 
 def strays(text: str) -> list[str]:
