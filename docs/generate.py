@@ -1,8 +1,8 @@
 """Writes the pages that are made from the code, so that they cannot lag behind it: `make docs`.
 
-metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves, the
-picture of the speed map from the map that ships with the package, and those of phases and overhead from
-benchmarks/results/.
+metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves, config.md
+from the tables of settings, the picture of the speed map from the map that ships with the package, and those of phases
+and overhead from benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from narrowgauge.cli.main import VERBS, cli
 from narrowgauge.compute.nn.speed_map import FOLDER
 from narrowgauge.compute.recipes import CATALOG, Operand, Recipe
 from narrowgauge.metrics.page import render as metrics
+from narrowgauge.session.config.page import render as config
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -136,6 +137,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics,
     "recipes.md": recipes,
     "cli.md": commands,
+    "config.md": config,
     "images/speed_map.svg": speed_map,
     "images/phases_8b-slice.svg": partial(phases, "8b-slice"),
     "images/overhead.svg": overheads,

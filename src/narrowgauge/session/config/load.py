@@ -76,11 +76,12 @@ def _table(where: Sequence[str | int]) -> type[BaseModel]:
     table: type[BaseModel] = Config
     for part in where:
         if isinstance(part, str):
-            table = _inner(table.model_fields[part].annotation) or table
+            table = inner_table(table.model_fields[part].annotation) or table
     return table
 
 
-def _inner(annotation: Any) -> type[BaseModel] | None:
+def inner_table(annotation: Any) -> type[BaseModel] | None:
+    """The table in a field's annotation, if it is one, a list of it, or one that may be left out."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((table for inner in get_args(annotation) if (table := _inner(inner)) is not None), None)
+    return next((table for inner in get_args(annotation) if (table := inner_table(inner)) is not None), None)
