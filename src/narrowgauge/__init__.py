@@ -3,6 +3,7 @@
     import narrowgauge as ng
     model, report = ng.convert(model, recipe=ng.recipes.CURRENT)   # in place; parameters keep their identity
     q = ng.quantize(x, ng.formats.E4M3FN)                            # q.codes, q.scale, q.dequantize()
+    with ng.watch(model, out="runs/a"): ...                          # records what this process trains
     run = ng.open_run("runs/a")                                      # needs no torch
 
 Names load on first use (PEP 562), so `import narrowgauge` costs milliseconds and never imports torch.
@@ -32,6 +33,7 @@ _LAZY: dict[str, tuple[str, str]] = {
     "revert": ("narrowgauge.compute.nn", "revert"),
     "rules": ("narrowgauge.compute.nn.rules", ""),
     "scaling_state": ("narrowgauge.compute.nn", "scaling_state"),
+    "watch": ("narrowgauge.session.watching", "watch"),
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "revert",
     "rules",
     "scaling_state",
+    "watch",
 ]
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from narrowgauge.compute.quant import Block, PerColumn, PerRow, PerTensor, quantize
     from narrowgauge.observe.stats import measure
     from narrowgauge.observe.store import open_run
+    from narrowgauge.session.watching import watch
 else:
 
     def __getattr__(name: str) -> object:

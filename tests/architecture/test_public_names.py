@@ -10,7 +10,7 @@ import narrowgauge as ng
 
 TOP = """
 Block PerColumn PerRow PerTensor convert errors formats load_scaling_state measure open_run quantize recipes revert
-rules scaling_state
+rules scaling_state watch
 """
 # package -> its public names; every package that has any is here
 PINNED = {

@@ -10,11 +10,9 @@ watched goes on unwatched: the run is its parent's.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.errors import RunError
+from narrowgauge.errors import UsageError
 from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.family import Family
 
@@ -57,7 +55,7 @@ def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer:
         print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
         return
     _attached[:] = [watched]
-    watched.session.optimizer_made(optimizer)
+    watched.live.session.optimizer_made(optimizer)
 
 
 def rank_of_this_process() -> int:
@@ -73,57 +71,23 @@ def rank_of_this_process() -> int:
 
 
 class Watched:
-    """A session in a program that knows nothing of it, and what has to be done when the process ends."""
+    """A session in a program that knows nothing of it: how its errors are heard."""
 
     def __init__(self, plan_path: Path, family: Family, compiled: CompiledCalls) -> None:
         # Imported here: a worker that only imports torch should not wait for all of this.
-        from narrowgauge.observe.store import RunWriter
-        from narrowgauge.session.attach import Session
-        from narrowgauge.session.machine import machine_facts
+        from narrowgauge.session.live import Live
         from narrowgauge.session.plan import Plan
 
-        plan = Plan.read(plan_path)
-        rank = rank_of_this_process()
-        meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
-        self._machine = partial(machine_facts, wake=False)
-        try:
-            self.writer = RunWriter(plan.folder, meta | self._machine(), rank=rank)
-        except RunError:
-            # Another process of this program trains as well, under the same rank: its run stands there already.
-            self.writer = RunWriter(plan.folder / f"process-{os.getpid()}", meta | self._machine(), rank=rank)
-        self.session = Session(plan, self.writer, family=family, compiled=compiled)
-        self.error = ""
-        self._pid = os.getpid()
+        if Live.current is not None:
+            raise UsageError(
+                f"ng.watch watches it already, into {Live.current.folder}; drop that, or `narrowgauge run`."
+            )
+        plan, rank = Plan.read(plan_path), rank_of_this_process()
+        # If another process of this program trains as well, under the same rank, its run stands there already.
+        self.live = Live(plan, rank=rank, aside=True, family=family, compiled=compiled)
         self._excepthook = sys.excepthook
         sys.excepthook = self._failed
-        atexit.register(self.close)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.error = f"{kind.__name__}: {error}"
+        self.live.error = f"{kind.__name__}: {error}"
         self._excepthook(kind, error, trace)
-
-    def _forked(self) -> None:
-        if _attached == [self]:
-            self.session.abandon()
-
-    def close(self) -> None:
-        """Write everything and end the run; what was recorded is kept whatever happens here."""
-        if os.getpid() != self._pid:
-            return
-        try:
-            self.session.finish()
-            facts = self._machine() | self.session.facts()  # a GPU may have been woken since
-        except Exception as raised:
-            facts = {"notes": [f"closing the run failed: {raised!r}"]}
-        self.writer.update_meta(**facts, error=self.error)
-        self.writer.close("failed" if self.error else "complete")
-        # torch and the interpreter hold on to this object; duckdb's bindings complain of what lives longer than they.
-        del self.session, self.writer
-        _attached[:] = [None]
-
-
-def watched() -> bool:
-    """Whether this process has a session."""
-    return bool(_attached and _attached[0] is not None)

@@ -46,6 +46,12 @@ class CompiledCalls:
         warnings.filterwarnings("ignore", message=_WARNING)
         self._filter = warnings.filters[0]
 
+    def adopt(self, module: nn.Module) -> None:
+        """Follow a module that was compiled in place before."""
+        call = module._compiled_call_impl
+        if call is not None and not hasattr(call, "followed"):
+            module._compiled_call_impl = self._followed(module, call)
+
     def close(self) -> None:
         """Tell nobody any more, and wrap nothing more; what was wrapped runs on as it would without."""
         self.listener = None
@@ -69,4 +75,5 @@ class CompiledCalls:
                     self.listener.compiled_ended(known, output)
             return output
 
+        call.followed = True  # type: ignore[attr-defined]
         return call

@@ -1,0 +1,122 @@
+"""A run that this process is writing, with the session that writes it, from opening to close.
+
+    end of the process     closed; the status says whether an error ended it
+    os._exit               closed first, within PATIENCE seconds: nothing else would run at such an end
+    kill -9                what the writer has written until then stays readable
+    fork                   the child goes on unwatched: the run is its parent's
+
+A process has one at a time: `Live.current`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar
+from weakref import ref
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.attach import Session
+from narrowgauge.session.machine import machine_facts
+from narrowgauge.session.plan import Plan
+
+PATIENCE = 5.0  # seconds
+
+
+class Live:
+    """An open run and its session.
+
+    Args:
+        plan: what to do; its folder is taken as it is.
+        rank: this process's among those that train together.
+        aside: whether to use a folder of its own inside of the plan's if that is taken; RunError otherwise.
+        session: further arguments of the session.
+    """
+
+    current: ClassVar[Live | None] = None
+
+    def __init__(self, plan: Plan, *, rank: int = 0, aside: bool = False, **session: Any) -> None:
+        meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
+        self._machine = partial(machine_facts, wake=False)
+        self.folder = plan.folder
+        try:
+            self.writer = RunWriter(self.folder, meta | self._machine(), rank=rank)
+        except RunError:
+            if not aside:
+                raise
+            self.folder = plan.folder / f"process-{os.getpid()}"
+            self.writer = RunWriter(self.folder, meta | self._machine(), rank=rank)
+        self.session = Session(plan, self.writer, **session)
+        self.error = ""
+        self.ending = ExitStack()  # what else has to be closed, after the run
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        Live.current = self
+        atexit.register(self.close)
+        self._follow_exit()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_forked, ref(self)))
+
+    @property
+    def open(self) -> bool:
+        """Whether it is still written."""
+        return Live.current is self
+
+    def close(self) -> None:
+        """Write everything and end the run; what was recorded is kept whatever happens here."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self.open:
+                return
+            Live.current = None
+            self._restore_exit()
+            atexit.unregister(self.close)
+            try:
+                self.session.finish()
+                facts = self._machine() | self.session.facts()  # a GPU may have been woken since
+            except Exception as raised:
+                facts = {"notes": [f"closing the run failed: {raised!r}"]}
+            self.session.abandon()  # whatever failed, the program has no hook of ours any more
+            self.writer.update_meta(**facts, error=self.error)
+            self.writer.close("failed" if self.error else "complete")
+            # torch and the interpreter hold on to this object; duckdb's bindings complain of what outlives them.
+            del self.session, self.writer
+        self.ending.close()
+
+    def forked(self) -> None:
+        """This is a child: hear nothing any more."""
+        if self.open:
+            Live.current = None
+            self._restore_exit()
+            self.session.abandon()
+
+    def _follow_exit(self) -> None:
+        self._exit = os._exit
+        known, original = ref(self), os._exit
+
+        def leave(status: int) -> None:
+            live = known()
+            if live is not None and live.open and os.getpid() == live._pid:
+                live.error = live.error or (f"os._exit({status})" if status else "")
+                # A device that hangs may be why the program leaves like this: it must not hold it up.
+                closing = threading.Thread(target=live.close, daemon=True)
+                closing.start()
+                closing.join(PATIENCE)
+            original(status)
+
+        self._leave = os._exit = leave  # type: ignore[assignment]
+
+    def _restore_exit(self) -> None:
+        if os._exit is self._leave:  # unless somebody else has wrapped it since
+            os._exit = self._exit
+
+
+def _forked(known: ref[Live]) -> None:
+    live = known()
+    if live is not None:
+        live.forked()

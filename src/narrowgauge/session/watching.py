@@ -1,0 +1,148 @@
+"""`ng.watch`: a session in the running process, for notebooks and scripts, as `narrowgauge run` has it from outside.
+
+    with ng.watch(model, out="runs/a", every=20):
+        train(model)
+
+    watching = ng.watch(model, out="runs/a")      the same without a block
+    ...
+    watching.close()                              or at the end of the process
+
+The model and its optimizers may have been made before. What happens outside of it is not heard.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.errors import UsageError
+from narrowgauge.session.armed import rank_of_this_process
+from narrowgauge.session.compiled_calls import CompiledCalls
+from narrowgauge.session.config import load
+from narrowgauge.session.family import Family
+from narrowgauge.session.folder import prepare
+from narrowgauge.session.live import Live
+from narrowgauge.session.plan import Plan
+
+
+class Watching:
+    """What is being watched; a context manager that ends it."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, for `ng.open_run`."""
+        return self._live.folder
+
+    def close(self) -> None:
+        """End it: the run is written to its end, and the program has no hook of ours any more. Twice is harmless."""
+        self._live.close()
+
+    def __enter__(self) -> Watching:
+        if not self._live.open:
+            raise UsageError(f"the watch into {self.folder} has ended; call ng.watch again, with another folder.")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self._live.open:
+            self._live.error = f"{kind.__name__}: {error}".rstrip(": ")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<narrowgauge watch into {self.folder}{'' if self._live.open else ', ended'}>"
+
+
+def watch(
+    model: nn.Module | None = None,
+    out: str | os.PathLike[str] = "runs/watch",
+    *,
+    every: int | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> Watching:
+    """Watch what this process trains, until the end of a `with` block, of `close()`, or of the process.
+
+    Args:
+        model: whose training to watch; without one, everything that trains.
+        out: the folder of the run: a new or an empty one.
+        every: record tensors every so many steps (default: the configuration's, which is 10).
+        config: a `narrowgauge.toml`.
+
+    Returns:
+        What is watched, with its `folder` and `close()`; a context manager. An error that leaves the block is kept
+        in the run, and goes on.
+
+    Raises:
+        UsageError: this process is watched already; the folder is not empty or cannot be written; `every` is less
+            than 1; `model` is no module; something is wrong with the configuration.
+        RunError: another process of the same rank writes into the folder.
+    """
+    if Live.current is not None:
+        raise UsageError(
+            f"this process is watched already, into {Live.current.folder}: one watch at a time. Leave its `with` block "
+            "or close() it first; under `narrowgauge run`, drop ng.watch."
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(f"ng.watch got a {type(model).__name__} as the model; expected a torch.nn.Module or nothing.")
+    if every is not None and every < 1:
+        raise UsageError(f"every is {every}; expected 1 (every step) or more.")
+    settings = load(None if config is None else Path(config))
+    rank, alone = _rank()
+    if alone:
+        prepare(Path(out))  # of several ranks one would find the other's files
+    plan = Plan(
+        variant="asis",
+        out=str(out),
+        command=("ng.watch",),
+        judge=next(iter(settings.watch.what_if), ""),
+        compiling=True,
+        **{**settings.for_plan(), **({"every": every} if every else {})},
+    )
+    compiled, family = CompiledCalls(), Family()
+    try:
+        live = Live(plan, rank=rank, family=family, compiled=compiled, only=model)
+    except BaseException:
+        compiled.close()
+        raise
+    if plan.export:
+        from narrowgauge.session.exporting import exporting
+
+        live.ending.enter_context(exporting(plan.folder, plan.export))
+    _catch_up(live, family, compiled, model)
+    return Watching(live)
+
+
+def _catch_up(live: Live, family: Family, compiled: CompiledCalls, model: nn.Module | None) -> None:
+    """What a session hears as it is made, of what was made before."""
+    made = gc.get_objects()
+    modules = list(model.modules()) if model is not None else _kind(made, nn.Module)
+    for module in modules:
+        for child in module.children():
+            family.registered(module, child)
+        compiled.adopt(module)
+    for optimizer in _kind(made, Optimizer):
+        live.session.optimizer_made(optimizer)
+
+
+def _kind(objects: list[Any], kind: type[Any]) -> list[Any]:
+    # An object may answer isinstance with something of its own; its type does not.
+    return [x for x in objects if issubclass(type(x), kind)]
+
+
+def _rank() -> tuple[int, bool]:
+    """This process's rank, and whether it is the only one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size() == 1
+    rank = rank_of_this_process()
+    return rank, rank == 0 and os.environ.get("WORLD_SIZE", "1") == "1"

@@ -1,0 +1,266 @@
+"""`ng.watch`: the running process is watched from now on, as long as it is asked to be, and left as it was."""
+
+import json
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.errors import RunError, UsageError
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.live import Live
+from narrowgauge.session.plan import Plan
+
+X = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open():
+    functions = torch.autograd.backward, torch.compile, os._exit, torch.optim.Optimizer.__init__
+    yield
+    if Live.current is not None:
+        Live.current.close()
+    assert (torch.autograd.backward, torch.compile, os._exit, torch.optim.Optimizer.__init__) == functions
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model, optimizer, steps=4):
+    for _ in range(steps):
+        loss = (model(X) - X).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def meta(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_what_was_made_before_is_watched_as_long_as_the_block(tmp_path):
+    model, optimizer = trained()
+    train(model, optimizer, 1)
+    with ng.watch(model, out=tmp_path / "a", every=2) as watching:
+        last = train(model, optimizer)
+    train(model, optimizer, 1)
+    run = ng.open_run(watching.folder)
+    assert run.status == "complete"
+    assert run.scalars("loss")["step"].tolist() == [1, 2, 3, 4]
+    assert run.scalars("loss")["loss"].tolist()[-1] == pytest.approx(last)
+    assert set(run.tensors()["step"].tolist()) == {2, 4}
+    assert {"0:input", "0:weight", "2:grad_output"} <= set(run.tensors()["site"].tolist())
+    assert run.meta["not_found"] == []
+    assert run.meta["weights_hash"]
+
+
+def test_watching_changes_no_number(tmp_path):
+    alone = train(*trained())
+    with ng.watch(out=tmp_path / "a", every=1):
+        assert train(*trained()) == alone
+
+
+def test_a_plain_call_ends_with_close_and_twice_is_harmless(tmp_path):
+    model, optimizer = trained()
+    watching = ng.watch(model, out=str(tmp_path / "a"))
+    assert repr(watching) == f"<narrowgauge watch into {tmp_path / 'a'}>"
+    train(model, optimizer, 3)
+    watching.close()
+    watching.close()
+    assert repr(watching).endswith(", ended>")
+    assert meta(tmp_path / "a")["meta"]["steps"] == 3
+    with pytest.raises(UsageError, match=r"^the watch into .* has ended; call ng\.watch again, with another folder\.$"):
+        watching.__enter__()
+
+
+def test_cells_of_a_notebook_share_a_watch(tmp_path):
+    names = {"out": tmp_path / "a"}
+    cells = [
+        "import torch, narrowgauge as ng\nfrom torch import nn",
+        "model = nn.Linear(32, 32)\nwatching = ng.watch(model, out=out, every=1)",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "model(torch.ones(4, 32)).sum().backward()\noptimizer.step()",
+        "raise ValueError('a typo in a cell')",
+        "model(torch.ones(4, 32)).sum().backward()\noptimizer.step()",
+        "watching.close()\nrun = ng.open_run(watching.folder)",
+    ]
+    for cell in cells:
+        with pytest.raises(ValueError, match="typo") if "typo" in cell else nullcontext():
+            exec(compile(cell, "<cell>", "exec"), names)
+    assert names["run"].status == "complete"
+    assert names["run"].scalars("loss")["step"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("error", "kept"), [(ValueError("no data"), "ValueError: no data"),
+                                             (KeyboardInterrupt(), "KeyboardInterrupt")])  # fmt: skip
+def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, kept):
+    model, optimizer = trained()
+
+    def work():
+        with ng.watch(model, out=tmp_path / "a"):
+            train(model, optimizer, 2)
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    found = meta(tmp_path / "a")
+    assert (found["status"], found["meta"]["error"], found["meta"]["steps"]) == ("failed", kept, 2)
+
+
+def test_two_at_a_time_are_refused_and_the_first_goes_on(tmp_path):
+    model, optimizer = trained()
+    with ng.watch(model, out=tmp_path / "a"):
+        with pytest.raises(UsageError, match=rf"^this process is watched already, into {tmp_path}/a: one watch at a"):
+            ng.watch(model, out=tmp_path / "b")
+        train(model, optimizer, 2)
+    assert not (tmp_path / "b").exists()
+    assert meta(tmp_path / "a")["meta"]["steps"] == 2
+
+
+def test_one_after_the_other_records_each(tmp_path):
+    model, optimizer = trained()
+    for name, steps in (("a", 2), ("b", 3)):
+        with ng.watch(model, out=tmp_path / name):
+            train(model, optimizer, steps)
+        assert meta(tmp_path / name)["meta"]["steps"] == steps
+
+
+def test_of_two_trainings_only_that_of_the_model_is_watched(tmp_path):
+    model, optimizer = trained()
+    with ng.watch(model, out=tmp_path / "a"):
+        other, others = trained()
+        train(other, others, 5)
+        train(model, optimizer, 2)
+    found = meta(tmp_path / "a")["meta"]
+    assert (found["steps"], found["optimizers"], found["models"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "model"}, r"^ng\.watch got a str as the model; expected a torch\.nn\.Module or nothing\.$"),
+        ({"every": 0}, r"^every is 0; expected 1 \(every step\) or more\.$"),
+        ({"config": "no.toml"}, r"no\.toml"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(tmp_path, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        ng.watch(**{"out": tmp_path / "a", **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_into_one_folder_and_a_file_are_refused(tmp_path):
+    with ng.watch(out=tmp_path / "a"):
+        pass
+    with pytest.raises(UsageError, match="a is not empty; give another folder"):
+        ng.watch(out=tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="file is a file; give a folder"):
+        ng.watch(out=tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", denied)
+    with pytest.raises(UsageError, match=r"^cannot write to .*/a: Permission denied; give another folder"):
+        ng.watch(out=tmp_path / "a")
+
+
+def test_a_configuration_is_followed(tmp_path):
+    (tmp_path / "narrowgauge.toml").write_text("[watch]\nevery = 3\n")
+    model, optimizer = trained()
+    with ng.watch(model, out=tmp_path / "a", config=tmp_path / "narrowgauge.toml") as watching:
+        train(model, optimizer, 7)
+    assert set(ng.open_run(watching.folder).tensors()["step"].tolist()) == {3, 6}
+
+
+def test_a_rank_writes_its_part_into_a_folder_that_another_has_begun(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "of-another-rank").write_text("")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, optimizer = trained()
+    with ng.watch(model, out=tmp_path / "a"):
+        train(model, optimizer, 1)
+    assert (tmp_path / "a" / "run.rank1.json").exists()
+
+
+def test_a_module_that_was_compiled_in_place_before_is_followed(tmp_path):
+    model, optimizer = trained()
+    model.compile(backend="eager")
+    train(model, optimizer, 1)
+    with ng.watch(model, out=tmp_path / "a", every=100):
+        train(model, optimizer, 2)
+    found = meta(tmp_path / "a")["meta"]
+    assert (found["steps"], found["models"], found["not_found"]) == (2, 1, [])
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_os_exit_closes_the_run_first(tmp_path, monkeypatch, code):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)  # what would have ended the process
+    model, optimizer = trained()
+    ng.watch(model, out=tmp_path / "a")
+    train(model, optimizer, 2)
+    os._exit(code)
+    assert left == [code]
+    found = meta(tmp_path / "a")
+    assert (found["status"], found["meta"]["error"]) == (("failed", "os._exit(3)") if code else ("complete", ""))
+    assert ng.open_run(tmp_path / "a").scalars("loss")["step"].tolist() == [1, 2]
+    monkeypatch.undo()
+
+
+def test_os_exit_does_not_wait_for_a_run_that_cannot_be_closed(tmp_path, monkeypatch):
+    import threading
+
+    left, hold = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr("narrowgauge.session.live.PATIENCE", 0.05)
+    watching = ng.watch(out=tmp_path / "a")
+    monkeypatch.setattr(watching._live.session, "finish", hold.wait)  # a device that does not answer
+    os._exit(1)
+    assert left == [1]
+    hold.set()
+    watching.close()
+    monkeypatch.undo()
+
+
+def test_a_forked_child_of_a_process_with_a_gpu_does_not_touch_it(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    with ng.watch(model, out=tmp_path / "a", every=1):
+        train(model, optimizer, 1)
+        model(X)  # in the middle of a recorded step
+        live = Live.current
+
+        def touched(*args, **kwargs):
+            raise AssertionError("the child of a fork must not touch the GPU")
+
+        with monkeypatch.context() as context:  # as if the program had woken one
+            context.setattr(torch.cuda, "is_initialized", lambda: True)
+            for name in ("Event", "memory_stats", "max_memory_allocated", "synchronize", "current_stream"):
+                context.setattr(torch.cuda, name, touched)
+            live.forked()
+        assert os._exit.__name__ == "_exit"
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        Live.current = live  # the parent's part
+
+
+def test_a_process_that_finds_its_folder_taken_records_beside_it(tmp_path):
+    plan = Plan(variant="asis", out=str(tmp_path / "a"), command=("train.py",), compiling=True)
+    with RunWriter(tmp_path / "a", {}):  # a worker's parent, say, that trains as well
+        live = Live(plan, aside=True)
+        assert live.folder == tmp_path / "a" / f"process-{os.getpid()}"
+        live.close()
+        with pytest.raises(RunError):
+            Live(plan)
+    assert meta(live.folder)["status"] == "complete"
