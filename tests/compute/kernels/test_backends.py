@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.compute.kernels import BACKENDS, choose
+from narrowgauge.compute.kernels import BACKENDS, choose, scaled_mm
 from narrowgauge.compute.quant import PerTensor, QTensor, quantize
 from narrowgauge.compute.recipes import BLOCKWISE, CATALOG, CURRENT, MXFP8, ROWWISE, fake
 from narrowgauge.errors import RecipeError, ShapeError
@@ -11,6 +11,12 @@ from narrowgauge.formats import E4M3FN
 
 CPU = torch.device("cpu")
 REFERENCE, SCALED_MM = BACKENDS["reference"], BACKENDS["scaled_mm"]
+
+
+def able(backend, recipe):
+    reason = backend.supports(recipe, CPU)
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def operands(recipe, gemm, p=33, q=48, c=160, seed=0):
@@ -42,6 +48,7 @@ def test_reference_is_the_product_of_the_dequantized_operands(recipe, gemm):
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_scaled_mm_agrees_with_the_reference(recipe, gemm, dtype):
+    able(SCALED_MM, recipe)
     a, b = operands(recipe, gemm)
     bias = torch.randn(48)
     got, want = (backend.gemm(a, b, dtype, bias=bias) for backend in (SCALED_MM, REFERENCE))
@@ -51,6 +58,7 @@ def test_scaled_mm_agrees_with_the_reference(recipe, gemm, dtype):
 
 @pytest.mark.parametrize("recipe", [CURRENT, ROWWISE], ids=lambda r: r.name)
 def test_scaled_mm_pads_a_ragged_token_count(recipe):
+    able(SCALED_MM, recipe)
     # wgrad contracts over tokens, and its operands arrive as transposed views.
     x, dy = torch.randn(37, 64), torch.randn(37, 32)
     rules = recipe.wgrad
@@ -127,6 +135,20 @@ def test_scaled_mm_says_why_not():
     )
     assert SCALED_MM.supports(CURRENT.with_(weight="E4M3FNUZ"), CPU) == "fprop: E4M3FNUZ is a format of AMD GPUs"
     assert SCALED_MM.supports(CURRENT, torch.device("mps")) == "torch has no FP8 gemm on 'mps' devices"
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_torch_whose_cpu_takes_one_scale_per_tensor_only_is_found_out_by_trying(monkeypatch, older):
+    def product(a, b, scale_a, scale_b, **other):
+        if older and scale_a.numel() > 1:
+            raise RuntimeError("Now _scaled_mm only supports per-tensor scaling for CPU backend.")
+        return torch.zeros(16, 16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(scaled_mm, "_cpu_takes_rows", scaled_mm._cpu_takes_rows.__wrapped__)
+    want = f"on a CPU, torch {torch.__version__} multiplies with one scale per tensor only" if older else None
+    assert SCALED_MM.supports(ROWWISE, CPU) == want
+    assert SCALED_MM.supports(CURRENT, CPU) is None
 
 
 @pytest.mark.parametrize(

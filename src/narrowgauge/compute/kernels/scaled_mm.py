@@ -1,7 +1,7 @@
 """torch's own FP8 gemm: tensor cores on CUDA, a slow but independent check on CPU.
 
     tensorwise   torch._scaled_mm, scales []                                      sm_89, sm_90 and newer, CPU
-    rowwise      torch._scaled_mm, scales [P, 1] and [1, Q]                       sm_89, sm_90 and newer, CPU
+    rowwise      torch._scaled_mm, scales [P, 1] and [1, Q]                       sm_89, sm_90 and newer, CPU (newer)
     blockwise    torch.nn.functional.scaled_mm, BlockWise1x128, BlockWise128x128  sm_90 with CUDA 12.9
 
 Layouts: a is row-major [P, C], b column-major [C, Q], which is a row-major [Q, C] seen transposed. So
@@ -17,6 +17,7 @@ Block scales, as cuBLAS reads them (cuBLAS manual, "1D and 2D block scaling for 
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import chain
 
 import torch
@@ -50,7 +51,12 @@ class ScaledMM:
                 return f"{name}: {reason}"
         blockwise = any(_kinds(getattr(recipe, name)) in _BLOCKWISE for name in ("fprop", "dgrad", "wgrad"))
         if device.type == "cpu":
-            return "blockwise gemms exist only on CUDA" if blockwise else None
+            if blockwise:
+                return "blockwise gemms exist only on CUDA"
+            rowwise = any(_kinds(getattr(recipe, name)) == _ROWWISE for name in ("fprop", "dgrad", "wgrad"))
+            if rowwise and not _cpu_takes_rows():
+                return f"on a CPU, torch {torch.__version__} multiplies with one scale per tensor only"
+            return None
         if device.type != "cuda":
             return f"torch has no FP8 gemm on {device.type!r} devices"
         if torch.version.hip:
@@ -179,6 +185,17 @@ def _native_dtype(out_dtype: torch.dtype, *, rowwise: bool, device: torch.device
         wide = torch.cuda.get_device_capability(device) == (9, 0) and _cuda_version() >= (12, 9)
         return torch.float32 if wide and out_dtype in (torch.float32, torch.float64) else torch.bfloat16
     return torch.float32 if out_dtype == torch.float64 else out_dtype
+
+
+@cache
+def _cpu_takes_rows() -> bool:
+    """Whether this torch's product on CPUs takes a scale per row; 2.11's does not, 2.13's does. Found by trying."""
+    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _kinds(gemm: Gemm) -> tuple[object, object]:
