@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -32,6 +32,7 @@ from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.seams import Seams
 from narrowgauge.session.steps import Steps, StopTraining
+from narrowgauge.session.trained import Trained
 from narrowgauge.session.updates import Updates
 
 __all__ = ["Session", "StopTraining"]
@@ -59,7 +60,7 @@ class Session:
         self._plan, self._writer, self._probe = plan, writer, probe
         self._only = None if only is None else ref(only)
         self.notes: list[str] = []
-        self.optimizers: WeakSet[Optimizer] = WeakSet()
+        self.optimizers = Trained()
         self.optimizers_made = 0
         self.recorder = Recorder(plan, writer)
         self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self.calls.training)
@@ -67,7 +68,7 @@ class Session:
         self.steps = Steps(plan, writer, self.recorder, self.plain, probe)
         self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
-        self.updates = Updates(self.steps, probe, self.hearing, self._follows)
+        self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         self.seams = Seams(self, self.calls, self.updates, compiling=plan.compiling)
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
         if self._compiled is not None:

@@ -10,12 +10,11 @@ A compiled function is called as a whole: inside of it nobody is told of calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.hearing import Hearing, heard
 from narrowgauge.session.root import Root
@@ -23,6 +22,7 @@ from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.seams import in_backward
 from narrowgauge.session.steps import Steps, StopTraining
+from narrowgauge.session.trained import Trained
 
 
 class Calls:
@@ -40,7 +40,7 @@ class Calls:
         steps: Steps,
         probe: SameWeightsProbe | None,
         hearing: Hearing,
-        optimizers: Collection[Optimizer],
+        optimizers: Trained,
         taken: Callable[[], None],
     ) -> None:
         self._roots, self._steps, self._probe = roots, steps, probe

@@ -34,9 +34,9 @@ class Movement:
         self.share = 1.0  # of the elements that were copied
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step."""
-        parts = Parts(p for group in optimizer.param_groups for p in group["params"])
+    def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
+        """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
+        parts = Parts((p for group in optimizer.param_groups for p in group["params"]), in_parts=in_parts)
         total = parts.squares()
         if total is None:
             return

@@ -44,14 +44,17 @@ class Parts:
     Args:
         tensors: what to look at; what is sparse, or only a summand of something, is left out.
         owners: the parameters that they belong to, if they are not those themselves.
+        in_parts: whether other ranks hold more of them, though they do not say so.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], owners: Iterable[Tensor] | None = None) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], owners: Iterable[Tensor] | None = None, *, in_parts: bool = False
+    ) -> None:
         tensors = list(tensors)
         owned = list(zip(tensors, tensors if owners is None else owners, strict=True))
         self.here: list[Tensor] = []
         self.copies: list[int] = []
-        self.partial = False
+        self.partial = in_parts
         ranks = max((_mesh_size(x) for x in tensors), default=1)
         for x, owner in owned:
             held = local_of(x)

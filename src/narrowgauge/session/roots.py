@@ -12,14 +12,13 @@ names of the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
 from narrowgauge.compute.nn.observer import GemmSample, Observer
@@ -34,6 +33,7 @@ from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import AUTOCAST, Root
 from narrowgauge.session.selection import selects
+from narrowgauge.session.trained import Trained
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,19 @@ class Roots:
         """How many models there were."""
         return self._taken
 
-    def owns_trained(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
+    def owns_trained(self, module: nn.Module, optimizers: Trained) -> bool:
         """Whether any of the module's parameters is in an optimizer."""
         own = {id(p) for p in module.parameters()}
-        return bool(own) and not own.isdisjoint(_trained(optimizers))
+        return bool(own) and not own.isdisjoint(optimizers.ids())
 
-    def whole(self, optimizers: Iterable[Optimizer]) -> nn.Module | None:
+    def whole(self, optimizers: Trained) -> nn.Module | None:
         """The outermost module that holds most of what is trained, found without anybody calling it."""
-        trained = _trained(optimizers)
+        trained = optimizers.ids()
         owners = [m for m in self.family.known() if any(id(p) in trained for p in m.parameters(recurse=False))]
         wholes = {id(whole): whole for whole in (self.family.model_of(owner, trained) for owner in owners)}
         return max(wholes.values(), key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
 
-    def take(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> Root:
+    def take(self, module: nn.Module, optimizers: Trained) -> Root:
         """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
 
         Raises RecipeError, or ConversionError when the plan's conversion is not possible and no other model is left.
@@ -136,7 +136,7 @@ class Roots:
             if id(module) in known.parts and whole is not None and any(part is module for part in whole.modules()):
                 root.belongs_to(whole)
                 return root
-        trained = _trained(optimizers)
+        trained = optimizers.ids()
         model = unwrapped(self.family.model_of(module, trained))
         root.belongs_to(model)
         if self._add(model):  # a part of it is a model already, and converted
@@ -275,7 +275,3 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while list(module._modules) == ["module"] and not module._parameters and module._modules["module"] is not None:
         module = module._modules["module"]
     return module
-
-
-def _trained(optimizers: Iterable[Optimizer]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

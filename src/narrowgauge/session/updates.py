@@ -40,6 +40,7 @@ class Updates:
     Args:
         steps, probe, hearing: the session's.
         follows: whether an optimizer is one of those that train.
+        in_parts: whether other ranks hold more of what it trains.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Updates:
         probe: SameWeightsProbe | None,
         hearing: Hearing,
         follows: Callable[[Optimizer], bool] = lambda optimizer: True,
+        in_parts: Callable[[Optimizer], bool] = lambda optimizer: False,
     ) -> None:
         self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
+        self._in_parts = in_parts
         self._clips: Squares | None = None
         self._scaled: tuple[Tensor, Tensor, Any] | None = None
         self._stepping: ReferenceType[Optimizer] | None = None
@@ -206,14 +209,14 @@ class Updates:
         elif not line.clipped:
             self._gradients(line, optimizer)
         if line.movement is not None:
-            line.movement.before(optimizer)
+            line.movement.before(optimizer, in_parts=self._in_parts(optimizer))
 
     def _gradients(self, line: Line, optimizer: Optimizer) -> None:
         if in_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
             return
         owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
-            found = Parts([p.grad for p in owners], owners).squares()
+            found = Parts([p.grad for p in owners], owners, in_parts=self._in_parts(optimizer)).squares()
             if found is None:
                 return
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps

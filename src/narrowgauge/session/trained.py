@@ -1,0 +1,54 @@
+"""What is trained: the optimizers of a program, and the parameters of each, now and as it was made with.
+
+    opt = AdamW(model.parameters())         made with the model's own parameters: by them the model is found
+    opt.param_groups[0]["params"] = [flat]  ZeRO and Megatron's distributed optimizer lay them flat, cut them over the
+                                            ranks, and put this rank's part in their place: a norm over it is a part
+
+Optimizers and parameters are held weakly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+
+class Trained:
+    """The optimizers that the program made and still holds."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Optimizer, dict[int, ReferenceType[Tensor]]] = WeakKeyDictionary()
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return optimizer in self._made
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(list(self._made))
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """An optimizer was made."""
+        self._made[optimizer] = {id(p): ref(p) for p in _parameters(optimizer)}
+
+    def ids(self) -> set[int]:
+        """The ids of all parameters that optimizers hold, or held when they were made."""
+        found = {id(p) for optimizer in self for p in _parameters(optimizer)}
+        return found | {at for made in list(self._made.values()) for at, p in made.items() if p() is not None}
+
+    def in_parts(self, optimizer: Optimizer) -> bool:
+        """Whether what it holds now seems to be this rank's part of what it was made with, laid flat."""
+        made = self._made.get(optimizer)
+        if not made or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return False
+        now = _parameters(optimizer)
+        return bool(now) and all(p.dim() == 1 and id(p) not in made for p in now)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
