@@ -156,8 +156,8 @@ def test_top(capsys, model):
         ),
         (["model.safetensors", "--top", "0"], "0 is not in the range x>=1"),
         (
-            ["model.safetensors", "--out", "none/a.json"],
-            "--out: cannot write to none/a.json: No such file or directory",
+            ["model.safetensors", "--out", "/proc/none/a.json"],
+            "--out: cannot write to /proc/none/a.json: No such file or directory",
         ),
         (["model.safetensors", "--out", "./model.safetensors"], "the very file to look at; give another one"),
     ],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from narrowgauge.cli.options import check_writable
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,14 +115,7 @@ def device_or_reason(name: str, what: str, out: Path | None) -> tuple[torch.devi
     import torch
 
     if out is not None:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with out.open("a"):
-                pass
-            if not out.stat().st_size:
-                out.unlink()
-        except OSError as error:
-            raise UsageError(f"--out: cannot write to {out}: {error.strerror}.") from error
+        check_writable(out)
     if name == "cpu":
         return torch.device("cpu"), ""
     if torch.cuda.is_available():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from narrowgauge.cli.options import check_writable
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,16 +68,10 @@ def _recipes(text: str) -> tuple[Recipe, ...]:
 
 
 def _try(out: Path, file: Path) -> None:
-    """Raise UsageError if the file cannot be written: better now than after everything was measured."""
+    """Raise UsageError if the file cannot be written, or is the one to look at."""
     if out.exists() and file.exists() and out.samefile(file):
         raise UsageError(f"--out is {out}, the very file to look at; give another one.")
-    try:
-        with out.open("a"):
-            pass
-        if not out.stat().st_size:
-            out.unlink()
-    except OSError as error:
-        raise UsageError(f"--out: cannot write to {out}: {error.strerror}.") from error
+    check_writable(out)
 
 
 def _look(file: Path, recipes: tuple[Recipe, ...] | None, role: str, only: tuple[str, ...]) -> Inspection:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from narrowgauge.errors import UsageError
+
 steps_option = click.option(
     "--steps", type=click.IntRange(min=1), metavar="N", help="End the program cleanly after N optimizer steps."
 )
@@ -13,3 +15,18 @@ config_option = click.option(
     "--config", type=click.Path(path_type=Path), metavar="FILE", help="Settings: narrowgauge.toml."
 )
 command_argument = click.argument("command", nargs=-1, type=click.UNPROCESSED)
+
+
+def check_writable(out: Path) -> None:
+    """Raise UsageError if `--out` cannot be written: better now than after everything was measured.
+
+    Its folder is made; a file that is there keeps its text.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a"):
+            pass
+        if not out.stat().st_size:
+            out.unlink()
+    except OSError as error:
+        raise UsageError(f"--out: cannot write to {out}: {error.strerror}.") from error

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import narrowgauge as ng
 from narrowgauge.compute.kernels import BACKENDS, Reference
 from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.linear import Fp8Linear
@@ -80,3 +81,26 @@ class Counting(Reference):
     def gemm(self, a, b, out_dtype, **kwargs):
         self.shapes.append((*a.shape, b.shape[0]))
         return super().gemm(a, b, out_dtype, **kwargs) * self.gain
+
+
+def train_on(model, call, shapes, microbatches=1, dtype=torch.float32):
+    """A step per shape of x; everything that came out of them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for shape in shapes:
+        for _ in range(microbatches):
+            x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+            y = call(x)
+            y.backward(torch.randn(y.shape, generator=generator).to(dtype))
+            found += [y.detach(), x.grad]
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + list(ng.scaling_state(model).values())
+
+
+def assert_same(found, want):
+    assert len(found) == len(want)
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.compute.nn.layers import Seen, calc_diff
+from tests.compute.nn.layers import Seen, assert_same, calc_diff, train_on
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -45,27 +45,8 @@ def compiled(model):
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
-def train(model, call, steps=3, batch=4, microbatches=1):
-    """A few steps; everything that came out of them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(steps):
-        for _ in range(microbatches):
-            x = torch.randn(batch, 32, 128, generator=generator, requires_grad=True)
-            y = call(x)
-            y.backward(torch.randn(y.shape, generator=generator))
-            found += [y.detach(), x.grad]
-        found += [p.grad.clone() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + list(ng.scaling_state(model).values())
-
-
-def assert_same(found, want):
-    assert len(found) == len(want)
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
+def train(model, call, steps=3, microbatches=1):
+    return train_on(model, call, [(4, 32, 128)] * steps, microbatches)
 
 
 @pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)

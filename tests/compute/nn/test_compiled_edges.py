@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from tests.compute.nn.layers import Seen
+from tests.compute.nn.layers import Seen, assert_same, train_on
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,24 +45,7 @@ def compiled(function, **kwargs):
 
 
 def train(model, call, batches=(8, 8, 8), dtype=torch.float32):
-    """A step per batch; everything that came out of them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for batch in batches:
-        x = torch.randn(batch, 64, generator=generator).to(dtype).requires_grad_()
-        y = call(x)
-        y.backward(torch.randn(y.shape, generator=generator).to(dtype))
-        found += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + list(ng.scaling_state(model).values())
-
-
-def assert_same(found, want):
-    assert len(found) == len(want)
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
+    return train_on(model, call, [(batch, 64) for batch in batches], dtype=dtype)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
