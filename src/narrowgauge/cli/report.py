@@ -33,6 +33,7 @@ def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None
 def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report import text as as_text
     from narrowgauge.observe.report import write_report
+    from narrowgauge.observe.report.readiness import plain, readiness
     from narrowgauge.observe.store import open_run
 
     verdict = None
@@ -51,6 +52,10 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
             click.echo(f"# {name}" if len(opened) > 1 else "", nl=len(opened) > 1)
             click.echo(as_text(run))
         return
+    for name, run in opened.items():
+        ready = readiness(run)
+        if ready is not None:
+            click.echo(f"{name}: {plain(ready)}")
     target = out or runs[0] / "report.html"
     write_report(verdict, opened, target)
     click.echo(f"The report: {target}")

@@ -35,6 +35,7 @@ def run_command(
     from narrowgauge.session.folder import prepare
     from narrowgauge.session.launch import watch
     from narrowgauge.session.plan import Plan
+    from narrowgauge.session.what_if import judge_of
 
     settings = load(config)
     argv = arguments(command)
@@ -43,13 +44,15 @@ def run_command(
     if recipe is not None:
         by_name(recipe)
     prepare(folder)
+    judge = judge_of(settings.watch.what_if)
     plan = Plan(
         variant=recipe or "asis",
         out=str(folder),
         command=command,
         recipe=recipe,
         steps=steps,
-        judge=next(iter(settings.watch.what_if), ""),
+        judge=judge,
+        what_if=tuple(name for name in dict.fromkeys(settings.watch.what_if) if name not in (judge, recipe)),
         compiling=True,
         **{**settings.for_plan(), **({"every": every} if every else {})},
     )

@@ -144,6 +144,7 @@ class Session:
                 *self.plain.notes,
                 *self.recorder.notes,
             ],
+            "judged_by": self._plan.judge,
             "unmet": self.recorder.notes,  # of the settings: told once more when the command ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),

@@ -41,6 +41,7 @@ class Plan:
     # What a settings file says besides, as plain data: see `session.config.tables` for the keys.
     watch: dict[str, Any] = field(default_factory=dict)
     dump: tuple[dict[str, Any], ...] = ()
+    what_if: tuple[str, ...] = ()  # recipes that every recorded operand is judged by as well
     export: dict[str, Any] = field(default_factory=dict)  # only what is switched on; empty if nothing is
     judge: str = ""  # the recipe that linear layers which stay plain are judged by; none if empty
     compiling: bool = False  # may the program compile its model? the probe at the same weights needs it eager
@@ -61,6 +62,6 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """The inverse of `write`."""
         data = json.loads(path.read_text())
-        for name in ("command", "probe", "probe_steps", "rehearse", "dump"):
+        for name in ("command", "probe", "probe_steps", "rehearse", "dump", "what_if"):
             data[name] = tuple(data[name])
         return cls(**data)

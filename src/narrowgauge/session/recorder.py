@@ -2,6 +2,7 @@
 
 layers -> Recorder -> selected -> Collector -> selected columns -> the run
                    -> chosen   -> Dumper                        -> its dumps
+                   -> selected -> WhatIf, recipe by recipe      -> runs below the run
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection import Columns, Selection
+from narrowgauge.session.what_if import WhatIf
 
 
 class Recorder:
@@ -34,32 +36,46 @@ class Recorder:
                 "command": " ".join(plan.command),
             }
             self.dumper = Dumper(plan.dump, writer, writer.path, writer.rank, about)
+        self.what_if: WhatIf | None = None
+        if plan.what_if:
+            self.what_if = WhatIf(plan.what_if, writer, self.selection)
 
     def begin_step(self, step: int) -> bool:
         """Open a step; True if anything is looked at in it."""
         recorded = self.collector.begin_step(step)
+        if self.what_if is not None:
+            self.what_if.begin_step(step, recorded)
         return self.dumper.begin_step(step) or recorded if self.dumper is not None else recorded
 
     def end_step(self) -> None:
         """The step ended."""
         self.collector.end_step()
+        if self.what_if is not None:
+            self.what_if.end_step()
         if self.dumper is not None:
             self.dumper.end_step()
 
     def flush(self) -> None:
         """The program ended: wait until everything is with the writer."""
         self.collector.flush()
+        if self.what_if is not None:
+            self.what_if.close()
         if self.dumper is not None:
             self.dumper.flush()
 
     @property
     def notes(self) -> list[str]:
         """What the settings ask for and this program has not."""
-        return [*self.selection.notes(), *(self.dumper.notes() if self.dumper is not None else ())]
+        notes = [*self.selection.notes(), *(self.dumper.notes() if self.dumper is not None else ())]
+        return [*notes, self.what_if.problem] if self.what_if is not None and self.what_if.problem else notes
 
     def facts(self) -> dict[str, Any]:
         """What looking cost, for the run's metadata."""
-        return {"seconds": self.collector.seconds} | ({"dumps": self.dumper.facts()} if self.dumper is not None else {})
+        return {
+            "seconds": self.collector.seconds,
+            **({"dumps": self.dumper.facts()} if self.dumper is not None else {}),
+            **({"what_if": self.what_if.facts()} if self.what_if is not None else {}),
+        }
 
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
@@ -74,6 +90,8 @@ class Recorder:
         """Room for what a kernel counts of an operand that is selected."""
         if self.dumper is not None and self.dumper.selects(module, role):
             return None  # a kernel that counts shows no codes
+        if self.what_if is not None and self.what_if.wants():
+            return None  # nor what it quantized
         return self.collector.look(module, role, x, rule) if self._records(module, role) else None
 
     def operand(
@@ -88,6 +106,8 @@ class Recorder:
         """Pass on what is selected."""
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
+            if self.what_if is not None:
+                self.what_if.operand(module, role, x, q)
         if self.dumper is not None:
             self.dumper.operand(module, role, x, q)
 

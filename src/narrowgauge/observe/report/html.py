@@ -20,7 +20,7 @@ from markupsafe import Markup
 from narrowgauge.errors import RunError
 from narrowgauge.metrics import OPERAND_ROLES
 from narrowgauge.observe.figures import DARK, METRICS, variant_colors
-from narrowgauge.observe.report import conversion, facts, gather, headline, pictures, ruler, summary, words
+from narrowgauge.observe.report import conversion, facts, gather, headline, pictures, readiness, ruler, summary, words
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict.types import VariantVerdict, Verdict
@@ -96,6 +96,8 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             hues=[(f"--c{color[1:]}", color, DARK[color]) for color in sorted(set(colors.values()))],
             runs=[facts.run_facts(name, run) for name, run in runs.items()],
             single=_single(runs) if not verdict else None,
+            readiness=[(n, found) for n, run in runs.items() if (found := readiness.readiness(run)) is not None],
+            db=readiness.db,
             facts=facts.common_facts(
                 runs, verdict.versions if verdict else {}, (verdict.started if verdict else "") or _started(runs)
             ),

@@ -69,7 +69,8 @@ _AFTER = {
     "watch": """\
 What is not selected is not computed: a layer of which nothing is selected is not looked at, a tensor of a plain
 layer that is not selected is not quantized. Metrics are made together from one look, so `metrics` saves what is
-stored and not what is computed.
+stored and not what is computed. `what_if` is for `run` ([run.md](run.md)); `compare` measures its recipes at the
+same weights instead.
 """,
     "high": """\
 Tables add up. What stays high is bit by bit the unconverted layer's product; the other products are bit by bit
@@ -114,7 +115,7 @@ def _rows(table: type[BaseModel], prefix: str) -> Iterator[str]:
             continue
         default = "must be given" if field.is_required() else _plain(name, field.default)
         kind = "`true`, or a table" if below is not None else _kind(field)
-        yield f"| `{prefix}{name}` | {kind} | {default} | {field.description} |\n"
+        yield f"| `{prefix}{name}` | {kind} | {default} | {' '.join((field.description or '').split())} |\n"
         if below is not None:
             yield from _rows(below, f"{name}.")
 

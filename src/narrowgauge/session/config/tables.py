@@ -65,7 +65,8 @@ class Watch(Table):
     metrics: list[MetricGlob] = []
     """Names or globs of metrics; the others are not stored."""
     what_if: list[RecipeName] = ["current"]
-    """Recipes that layers which nobody converted are judged by; none if empty."""
+    """Recipes that tell what they would do: the first without state to layers that nobody converted, as the run's own
+    rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 

@@ -1,0 +1,166 @@
+"""FP8 readiness: of a run, what each recipe that was asked would do to every tensor, ranked, before anyone switches.
+
+    the run's own rows      by the recipe that it was converted to, or that plain layers were judged by
+    RUN/what_if/NAME/       by the others
+
+A site is in trouble under a recipe if one of the verdict's signs says so (`verdict.worst`), over the second half of the
+recorded steps. `best` is the first recipe, in the order in which they were asked, without trouble and within `NEAR` dB
+of the best of these: a tenth of a decibel is no reason for more scales.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.store import Run, open_run
+from narrowgauge.observe.verdict.types import WorstTensor
+from narrowgauge.observe.verdict.worst import NOTHING, worst_tensors
+
+FOLDER = "what_if"
+NEAR = 1.0  # dB
+EVERYTHING = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One site under every recipe: `sqnr_db` and `trouble` (why; "" without) by recipe, and the recipe to take."""
+
+    site: str
+    sqnr_db: Mapping[str, float]
+    trouble: Mapping[str, str]
+    best: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One recipe: of how many sites how many are in trouble, the median SQNR, and its worst sites, worst first."""
+
+    name: str
+    sites: int
+    trouble: int
+    median_db: float
+    worst: tuple[WorstTensor, ...]
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """What a run knows of each recipe; `tensors` are ranked, the worst under the first recipe first."""
+
+    recipes: tuple[Asked, ...]
+    tensors: tuple[Tensor, ...]
+
+
+def readiness(run: Run) -> Readiness | None:
+    """What each recipe would do, None if the run asked about no more than the one of its own rows."""
+    runs = _runs(run)
+    if len(runs) < 2:
+        return None
+    ranked = {name: worst_tensors(part, EVERYTHING) for name, part in runs.items()}
+    sqnr = {name: _sqnr(part) for name, part in runs.items()}
+    recipes = tuple(_asked(name, ranked[name], sqnr[name]) for name in runs)
+    why = {name: {t.site: "" if t.remedy == NOTHING else t.why for t in tensors} for name, tensors in ranked.items()}
+    order = dict.fromkeys(t.site for tensors in ranked.values() for t in tensors)
+    tensors = []
+    for site in order:
+        db = {name: sqnr[name][site] for name in runs if site in sqnr[name]}
+        trouble = {name: why[name].get(site, "") for name in runs}
+        if db:
+            tensors.append(Tensor(site, db, trouble, _best(db, trouble)))
+    return Readiness(recipes, tuple(tensors))
+
+
+def table(found: Readiness, top: int = 20) -> RenderableType:
+    """For a rich `Console`: the recipes, then the tensors, `top` of them at most."""
+    recipes = Table("recipe", "sites", "in trouble", "median dB", "worst", box=None, pad_edge=False)
+    for asked in found.recipes:
+        worst = asked.worst[0] if asked.worst else None
+        said = "" if worst is None else f"{worst.site}: {worst.why}"
+        recipes.add_row(asked.name, str(asked.sites), str(asked.trouble), db(asked.median_db), Text(said))
+    names = [asked.name for asked in found.recipes]
+    tensors = Table("tensor", *names, "best", box=None, pad_edge=False)
+    for tensor in found.tensors[:top]:
+        tensors.add_row(Text(tensor.site), *cells(tensor, names), tensor.best)
+    left = len(found.tensors) - top
+    parts: list[RenderableType] = [
+        Text("What each recipe would do to this run's tensors", style="bold"), recipes, Text(""),
+        Text(f"Tensors, the worst under {names[0]} first: SQNR in dB; ! is in trouble", style="bold"), tensors,
+    ]  # fmt: skip
+    return Group(*parts, *([Text(f"and {left} more")] if left > 0 else []))
+
+
+def plain(found: Readiness, top: int = 20, width: int = 160) -> str:
+    """The same as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(table(found, top))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def cells(tensor: Tensor, names: list[str]) -> list[str]:
+    """A tensor's SQNR under each recipe, "!" behind those that it is in trouble under."""
+    return [
+        f"{db(tensor.sqnr_db[name])}{'!' if tensor.trouble[name] else ''}" if name in tensor.sqnr_db else "-"
+        for name in names
+    ]
+
+
+def db(value: float) -> str:
+    """Decibels with one decimal; "-" of none."""
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def _runs(run: Run) -> dict[str, Run]:
+    meta = run.meta
+    own = str(meta.get("recipe") or meta.get("judged_by") or "")
+    below = (meta.get("watch") or {}).get("what_if", {}).get("recipes") or _folders(run)
+    runs = {own: run} if own else {}
+    for name in below:
+        try:
+            runs[str(name)] = open_run(run.path / FOLDER / str(name), skip_corrupt=True)
+        except RunError:  # it was asked, and nothing was recorded
+            continue
+    return runs
+
+
+def _folders(run: Run) -> list[str]:
+    """A run that was killed has not said what it asked."""
+    folder = run.path / FOLDER
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+
+
+def _sqnr(run: Run) -> dict[str, float]:
+    """The median of each site's SQNR over the second half of the recorded steps."""
+    if "sqnr_db" not in run.metrics:
+        return {}
+    rows = run.tensors(columns=["sqnr_db"])
+    steps, sites, values = np.asarray(rows["step"]), np.asarray(rows["site"]), np.asarray(rows["sqnr_db"], dtype=float)
+    if not steps.size:
+        return {}
+    chosen = (steps >= np.median(np.unique(steps))) & ~np.isnan(values)
+    by_site: dict[str, list[float]] = {}
+    for site, value in zip(sites[chosen], values[chosen], strict=True):
+        by_site.setdefault(str(site), []).append(float(value))
+    return {site: statistics.median(found) for site, found in by_site.items()}
+
+
+def _asked(name: str, ranked: tuple[WorstTensor, ...], sqnr: dict[str, float]) -> Asked:
+    trouble = sum(tensor.remedy != NOTHING for tensor in ranked)
+    median = statistics.median(sqnr.values()) if sqnr else math.nan
+    return Asked(name, len(ranked), trouble, median, ranked[:5])
+
+
+def _best(sqnr: Mapping[str, float], trouble: Mapping[str, str]) -> str:
+    healthy = {name: value for name, value in sqnr.items() if not trouble[name]}
+    if not healthy:
+        return "none"
+    highest = max(healthy.values())
+    return next(name for name, value in healthy.items() if value >= highest - NEAR or value == highest)

@@ -1,0 +1,141 @@
+"""What other recipes would make of a program's tensors: counted as by hand, in runs of their own, changing nothing."""
+
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tests.session import programs
+from tests.session.dumps.test_dumper import first_step
+
+import narrowgauge as ng
+from narrowgauge.cli.report import report_command
+from narrowgauge.compute.recipes import by_name
+from narrowgauge.observe.report.readiness import plain, readiness
+from narrowgauge.observe.store import RunWriter, open_run
+from narrowgauge.session.attach import Session
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.what_if import judge_of
+
+
+def follow(folder, program=programs.BASIC, steps="3", **plan):
+    """The facts of a program's run in FOLDER/out."""
+    script = folder / "train.py"
+    script.write_text(program)
+    plan = Plan("x", str(folder / "out"), ("train.py",), every=1, **plan)
+    writer = RunWriter(plan.folder, {})
+    session = Session(plan, writer)
+    kept, sys.argv = sys.argv, ["train.py", steps]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = kept
+        session.finish()
+        facts = session.facts()
+        writer.update_meta(**facts)
+        writer.close()
+    return facts
+
+
+def rows(run, step=1):
+    table = run.tensors(steps=[step])
+    return {site: {name: table[name][i] for name in table.columns} for i, site in enumerate(table["site"])}
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("asked")
+    facts = follow(folder, judge="current", what_if=("blockwise", "delayed", "mxfp8"))
+    return folder / "out", facts
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_the_numbers_are_those_of_the_same_tensors_quantized_by_hand(asked, recipe):
+    found = rows(open_run(asked[0] / "what_if" / recipe))
+    assert sorted(found) == sorted(rows(open_run(asked[0])))
+    for site, tensors in first_step().items():
+        rule = by_name(recipe).uses(site.partition(":")[2])[0]
+        x = torch.cat(tensors)
+        d = [ng.quantize(t, rule.fmt, rule.granularity, scaling=rule.scaling).dequantize() for t in tensors]
+        xx, ee = x.double().square().sum(), (x.double() - torch.cat(d).double()).square().sum()
+        assert found[site]["numel"] == x.numel()
+        assert found[site]["sqnr_db"] == pytest.approx(float(10 * torch.log10(xx / ee)), rel=1e-6), site
+
+
+def test_a_delayed_scale_is_of_the_steps_before(asked):
+    current, delayed = open_run(asked[0]), open_run(asked[0] / "what_if" / "delayed")
+    amax = {step: {site: row["amax"] for site, row in rows(current, step).items()} for step in (1, 2, 3)}
+    for site, row in rows(delayed, 3).items():
+        assumed = max(amax[1][site], amax[2][site])
+        fmt = by_name("delayed").uses(site.partition(":")[2])[0].fmt
+        assert row["scale_max"] == pytest.approx(assumed / fmt.max, rel=1e-6), site
+        assert row["amax_ratio"] == pytest.approx(amax[3][site] / assumed, rel=1e-6), site
+
+
+def test_training_is_what_it_was_and_the_cost_is_told(asked, tmp_path):
+    follow(tmp_path, judge="current")
+    alone, beside = open_run(tmp_path / "out").scalars("loss"), open_run(asked[0]).scalars("loss")
+    assert np.array_equal(alone["loss"], beside["loss"])
+    assert not (tmp_path / "out" / "what_if").exists()
+    told = asked[1]["watch"]["what_if"]
+    assert told["recipes"] == ["blockwise", "delayed", "mxfp8"]
+    assert told["seconds"] > 0
+    assert asked[1]["unmet"] == []
+
+
+def test_a_selection_holds_for_every_recipe(tmp_path):
+    follow(tmp_path, judge="current", what_if=("blockwise",), watch={"sites": ["2:input"], "metrics": ["sqnr_db"]})
+    table = open_run(tmp_path / "out" / "what_if" / "blockwise").tensors()
+    assert set(table["site"]) == {"2:input"}
+    assert "amax" not in table.columns
+
+
+def test_a_folder_in_the_way_is_told_and_training_goes_on(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "what_if").write_text("")
+    facts = follow(tmp_path, judge="current", what_if=("blockwise",))
+    assert facts["steps"] == 3
+    assert facts["unmet"][0].startswith("watch.what_if: it ended early, and rows of it are missing: ")
+    assert len(open_run(tmp_path / "out").tensors()["step"]) > 0
+
+
+def test_the_runs_own_rows_are_by_a_recipe_without_state():
+    assert [judge_of(names) for names in ([], ["current"], ["delayed", "rowwise"], ["delayed"])] == [
+        "", "current", "rowwise", "current",
+    ]  # fmt: skip
+
+
+def test_readiness_ranks_recipes_and_tensors(tmp_path):
+    program = programs.BASIC.replace("x = torch.randn(24, 32, generator=data)",
+                                     "x = torch.randn(24, 32, generator=data); x[0, 0] = 1e6")  # fmt: skip
+    follow(tmp_path, program, judge="current", what_if=("mxfp8",))
+    found = readiness(open_run(tmp_path / "out"))
+    current, mx = found.recipes
+    assert (current.name, mx.name) == ("current", "mxfp8")
+    assert (current.sites, mx.sites) == (9, 9)
+    assert current.trouble > mx.trouble
+    worst = found.tensors[0]
+    assert worst.trouble["current"]
+    assert worst.site == current.worst[0].site
+    assert next(t for t in found.tensors if t.site == "0:weight").best == "current"
+    page = plain(found)
+    assert page.startswith("What each recipe would do to this run's tensors\nrecipe")
+    assert f"{worst.sqnr_db['current']:.1f}!" in page
+
+
+def test_the_report_has_the_ranking_on_the_terminal_and_on_the_page(asked, tmp_path):
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(report_command, [str(asked[0]), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "What each recipe would do to this run's tensors" in done.output
+    assert "FP8 readiness" in page.read_text()
+    for name in ("current", "blockwise", "delayed", "mxfp8"):
+        assert name in done.output
+        assert f'<th scope="col">{name}</th>' in page.read_text()
+
+
+def test_a_run_that_asked_one_recipe_has_no_readiness(tmp_path):
+    follow(tmp_path, judge="current")
+    assert readiness(open_run(tmp_path / "out")) is None
