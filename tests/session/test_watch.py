@@ -91,7 +91,7 @@ def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, words):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["out", "train.py", "train.sh"]
 
 
-def test_every_rank_of_a_launcher_leaves_its_rows(tmp_path):
+def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path):
     done = run(
         tmp_path, "torchrun", "--nproc-per-node", "2", "train.py", options=("--convert", "current", "--every", "2"),
         script=DDP, env={**PLAIN, "OMP_NUM_THREADS": "1"},
@@ -99,8 +99,10 @@ def test_every_rank_of_a_launcher_leaves_its_rows(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished") == 2
     table = open_run(tmp_path / "out").tensors()
-    assert {0, 1} == set(table["rank"].tolist())
+    assert {(0, 2)} == set(zip(table["rank"].tolist(), table["ranks"].tolist(), strict=True))
     assert {2, 4} == set(table["step"].tolist())
+    rows = dict(zip(table["site"].tolist(), table["numel"].tolist(), strict=True))
+    assert (rows["module.0:input"], rows["module.0:weight"]) == (2 * 16 * 32, 32 * 64)  # two batches, one weight
     assert (tmp_path / "out" / "run.rank1.json").exists()
 
 

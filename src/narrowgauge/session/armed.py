@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -59,11 +60,13 @@ def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer:
 
 
 def rank_of_this_process() -> int:
-    """The rank that a launcher of several processes gave this one; 0 without a launcher.
+    """The rank that this process has in the program's process group, or that a launcher gave it; 0 without either.
 
     >>> rank_of_this_process()
     0
     """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
     for name in RANKS:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])

@@ -27,6 +27,7 @@ from narrowgauge.session.hearing import Hearing
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.ranks import Ranks
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
@@ -65,7 +66,8 @@ class Session:
         self.recorder = Recorder(plan, writer)
         self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self.calls.training)
         self.roots = Roots(plan, self.recorder, self.plain, family)
-        self.steps = Steps(plan, writer, self.recorder, self.plain, probe)
+        self.ranks = Ranks(plan, writer, self.recorder.collector, self._copies)
+        self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
@@ -108,6 +110,10 @@ class Session:
     def _model_taken(self) -> None:
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
 
+    def _copies(self, site: str) -> int | None:
+        first = self.plain.copies.get(site)
+        return first if first is not None else self.roots.copies(site)
+
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""
         self.steps.finish()
@@ -121,6 +127,7 @@ class Session:
             self._compiled.close()
         self.plain.end()
         self.roots.leave()
+        self.ranks.forget()
 
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
@@ -134,6 +141,7 @@ class Session:
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
             "watch": {"every": self._plan.every, "update_share": steps.moved_share, **self.recorder.facts()},
+            **self.ranks.facts(),
             "not_found": not_found(self),
             "notes": [
                 *self.notes,
@@ -142,6 +150,7 @@ class Session:
                 *steps.batches.notes,
                 *self._loader_notes(),
                 *self.plain.notes,
+                *self.ranks.notes,
                 *self.recorder.notes,
             ],
             "judged_by": self._plan.judge,

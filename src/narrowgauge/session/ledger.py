@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.deferred import Deferred
 from narrowgauge.session.movement import Movement
 from narrowgauge.session.norms import Squares
@@ -46,10 +46,17 @@ class Line:
     stepped: set[int] = field(default_factory=set)  # ids of the optimizers that stepped
 
 
+class Taker(Protocol):
+    """What a Ledger needs of a `RunWriter`."""
+
+    def add_scalars(self, step: int, **values: float) -> None:
+        """Record a step's numbers by name."""
+
+
 class Ledger:
     """Writes one line of scalars per step; never waits for the device."""
 
-    def __init__(self, writer: RunWriter) -> None:
+    def __init__(self, writer: Taker) -> None:
         self._writer = writer
         self._deferred = Deferred()
         self._clock = Laps()

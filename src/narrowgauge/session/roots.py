@@ -33,6 +33,7 @@ from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import AUTOCAST, Root
 from narrowgauge.session.selection import selects
+from narrowgauge.session.sharded import copied_by
 from narrowgauge.session.trained import Trained
 
 
@@ -100,6 +101,7 @@ class Roots:
         self._refusals: list[ConversionError] = []
         self._hashes: list[str] = []
         self._linear_dtype = ""
+        self._copied: dict[str, int | None] = {}  # by the prefix of a model's sites
         self.notes: list[str] = []
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -147,6 +149,7 @@ class Roots:
             perturb(model, self._plan.noise, self._plan.seed)
         kinds = [known.kind for known in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
+        self._copied[prefix] = copied_by((module, *model.modules()))
         self._convert(model, trained, prefix)
         self._plain.add(model, Renamed(self._observer, prefix) if prefix else self._observer)
         return root
@@ -217,6 +220,12 @@ class Roots:
             model = known.module()
             if model is not None:
                 set_observer(model, None)
+
+    def copies(self, site: str) -> int | None:
+        """The lowest rank with the same values at a site, if that is a weight which a wrapper keeps the same."""
+        if not site.endswith(":weight"):
+            return None
+        return self._copied.get(max((p for p in self._copied if site.startswith(p)), key=len, default=""))
 
     @property
     def refusal(self) -> str:

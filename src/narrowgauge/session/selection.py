@@ -80,6 +80,8 @@ class Columns:
         """Record one row per site."""
         kept = self._selection.columns(columns)
         if kept:
+            if "ranks" in columns:  # no metric: how many ranks the row is of
+                kept["ranks"] = columns["ranks"]
             self._writer.add_tensors(step, sites, kept)
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:

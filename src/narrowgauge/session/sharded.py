@@ -18,9 +18,16 @@ host for one that the program started.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+)
 
 
 class Held(NamedTuple):
@@ -74,6 +81,16 @@ def here(x: Tensor) -> Tensor:
         return x
     x = _waited(x)
     return _waited(x.to_local()) if is_distributed(x) else x  # type: ignore[attr-defined]
+
+
+def copied_by(modules: Iterable[nn.Module]) -> int | None:
+    """The lowest rank with the same weights, if one of these wrappers keeps them the same: DDP, or FSDP1 in use."""
+    for module in modules:
+        for where, name in WRAPPERS:
+            kind = getattr(sys.modules.get(where), name, None)
+            if kind is not None and isinstance(module, kind):
+                return min(dist.get_process_group_ranks(module.process_group))
+    return None
 
 
 def is_distributed(x: Any) -> bool:

@@ -19,6 +19,7 @@ from narrowgauge.session.memory import PeakMemory
 from narrowgauge.session.movement import Movement
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.ranks import Ranks
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 
@@ -31,11 +32,17 @@ class Steps:
     """The steps of one program; `line` is the open one's."""
 
     def __init__(
-        self, plan: Plan, writer: RunWriter, recorder: Recorder, plain: PlainSites, probe: SameWeightsProbe | None
+        self,
+        plan: Plan,
+        writer: RunWriter,
+        recorder: Recorder,
+        plain: PlainSites,
+        ranks: Ranks,
+        probe: SameWeightsProbe | None,
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
-        self._recorder, self._plain = recorder, plain
-        self.ledger = Ledger(writer)
+        self._recorder, self._plain, self._ranks = recorder, plain, ranks
+        self.ledger = Ledger(ranks)
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses()
@@ -72,6 +79,7 @@ class Steps:
         self._close()
         self.memory.sample()
         self.ledger.finish()
+        self._ranks.finish()
         self._recorder.flush()
 
     def report(self, *, done: bool = False) -> None:
@@ -85,6 +93,7 @@ class Steps:
             raise StopTraining
         self.made = False
         line = self.ledger.open()
+        self._ranks.tick(line.step)
         line.recorded = line.disturbed = self._recorder.begin_step(line.step)
         if line.recorded:
             self._recorded_steps += 1

@@ -34,7 +34,7 @@ from narrowgauge.observe.stats.guard import Guard, Marks
 from narrowgauge.observe.stats.moments import tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
-from narrowgauge.observe.stats.transfer import Transfer
+from narrowgauge.observe.stats.transfer import Packed, Transfer
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels.fused.looks import Looks
@@ -84,6 +84,8 @@ class Collector:
             and then waits for, the GPU's own time for what is launched here, known once a step's numbers have arrived.
             What kernels count while they quantize is in their time and not in this.
         failures: how often something went wrong and numbers are missing for it.
+        outlet: asked at the end of every watched step with the step and what it left on each device, whether it sees to
+            the rest (and perhaps gives it back to `keep`, later or merged with that of other ranks).
 
     >>> collector = Collector(writer, every=10)  # doctest: +SKIP
     >>> set_observer(model, collector)  # doctest: +SKIP
@@ -94,13 +96,14 @@ class Collector:
         self._due = due or (lambda step: step % self.every == 0)
         self.seconds = 0.0
         self.failures = 0
+        self.outlet: Callable[[int, list[Packed]], bool] | None = None
         self._writer = writer
         self._step = 0
         self._open = False
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
         self._held: dict[torch.device, _Held] = {}
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
-        self._transfers: deque[Transfer] = deque()
+        self._transfers: deque[tuple[Transfer, Writer]] = deque()
         self._on_gpu = False
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
 
@@ -175,11 +178,26 @@ class Collector:
         self._open = False
         self._turn += 1
         held_by, self._held = self._held, {}
+        packed: list[Packed] = []
         for device, held in held_by.items():
             with self._guarded(None):
-                self._send(device, held)
+                packed += self._pack(device, held)
         with self._guarded(None):
+            if self.outlet is None or not self.outlet(self._step, packed):
+                self.keep(packed)
             self._drain(wait=False)
+
+    def keep(self, packed: Sequence[Packed], writer: Writer | None = None) -> None:
+        """Start the way to the host of what a step left, and write it there (to another writer, if one is given)."""
+        self._transfers += [(Transfer(each), writer or self._writer) for each in packed]
+
+    def guard(self, failed: Callable[[Exception], None]) -> Guard:
+        """For what is done for watching elsewhere: counted in `seconds`, its exceptions given to `failed` alone."""
+        return Guard(self._spent, failed)
+
+    def account(self, marks: Marks) -> None:
+        """Count the time of a device between marks that it has passed."""
+        self.seconds += float(sum(begin.elapsed_time(end) for begin, end in marks)) / 1e3
 
     def flush(self) -> None:
         """End the open step and wait until everything watched is with the writer."""
@@ -187,7 +205,7 @@ class Collector:
         with self._guarded(None):
             self._drain(wait=True)
 
-    def _send(self, device: torch.device, held: _Held) -> None:
+    def _pack(self, device: torch.device, held: _Held) -> list[Packed]:
         operands: tuple[list[str], Tensor | None] = ([], None)
         results: tuple[list[str], Tensor | None] = ([], None)
         with self._guarded(None, device, held):
@@ -201,22 +219,24 @@ class Collector:
                 operands = held.operands.pack()
             if held.results:
                 results = list(held.results), stack_parts(list(held.results.values()))
-        if operands[0] or results[0]:
-            self._transfers.append(Transfer.start(self._step, operands, results, held.marks))
+        return [Packed(self._step, operands, results, held.marks)] if operands[0] or results[0] else []
 
     def _drain(self, wait: bool) -> None:
         """Hand every step that has arrived to the writer, oldest first."""
-        while self._transfers and self._transfers[0].arrived(wait):
-            transfer = self._transfers.popleft()
+        while self._transfers and self._transfers[0][0].arrived(wait):
+            transfer, writer = self._transfers.popleft()
             self.seconds += transfer.device_seconds()
             operands, results = transfer.tables()
-            for sites, table, columns in (
-                (transfer.operands, operands, OPERAND_COLUMNS),
-                (transfer.results, results, RESULT_COLUMNS),
+            for kind, (sites, table, columns) in enumerate(
+                (
+                    (transfer.operands, operands, OPERAND_COLUMNS),
+                    (transfer.results, results, RESULT_COLUMNS),
+                )
             ):
                 if sites:
                     metrics = finalize(table)
-                    self._writer.add_tensors(transfer.step, sites, {name: metrics[name] for name in columns})
+                    further = {name: both[kind] for name, both in transfer.columns.items()}
+                    writer.add_tensors(transfer.step, sites, {name: metrics[name] for name in columns} | further)
 
     def _held_on(self, device: torch.device) -> _Held:
         if device.type == "cpu":

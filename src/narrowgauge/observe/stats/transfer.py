@@ -7,8 +7,8 @@ Legend: S = operand sites, W = packed width, R = result sites, H = head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,43 +21,44 @@ from narrowgauge.observe.stats.guard import Marks
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One step of one device. `host` may be read once `arrived`.
+class Packed:
+    """What a step left on one device, still there.
 
     Args:
         step: which step.
-        operands, results: the sites, in the order of their rows.
-        host: the copy.
-        event: recorded after the copy; None if it was there at once.
+        operands, results: the sites and their tables [S, W] and [R, H], None if empty.
         marks: around what the device worked for the watch.
+        columns: further columns for the rows, each [S] for operands and [R] for results.
     """
 
     step: int
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
+    operands: tuple[Sequence[str], Tensor | None]
+    results: tuple[Sequence[str], Tensor | None]
+    marks: Marks = field(default_factory=list)
+    columns: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = field(default_factory=dict)
+
+    def flat(self) -> Tensor:
+        """Both tables as one vector; at least one must be there."""
+        return torch.cat([table.reshape(-1) for _, table in (self.operands, self.results) if table is not None])
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A tensor on its way to the host, where it may be read once `arrived`; `event` is None if it was there at once."""
+
     host: Tensor
-    event: Any
-    marks: Marks
+    event: Any = None
 
     @classmethod
-    def start(
-        cls,
-        step: int,
-        operands: tuple[Sequence[str], Tensor | None],
-        results: tuple[Sequence[str], Tensor | None],
-        marks: Marks,
-    ) -> Transfer:
-        """Begin the copy of both tables ([S, W] and [R, H], None if empty)."""
-        flat = torch.cat([table.reshape(-1) for _, table in (operands, results) if table is not None])
-        event = None
-        if flat.is_cuda:
-            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            host.copy_(flat, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(flat.device))
-        else:
-            host = flat.cpu()
-        return cls(step, tuple(operands[0]), tuple(results[0]), host, event, marks)
+    def start(cls, x: Tensor) -> HostCopy:
+        """Begin the copy, in the current stream of x's device."""
+        if not x.is_cuda:
+            return cls(x.cpu())
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(x.device))
+        return cls(host, event)
 
     def arrived(self, wait: bool) -> bool:
         """Whether the copy is there; `wait` makes sure of it."""
@@ -65,9 +66,23 @@ class Transfer:
             self.event.synchronize()
         return self.event is None or bool(self.event.query())
 
+
+class Transfer:
+    """One step of one device on its way to the host."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.step, self.marks = packed.step, packed.marks
+        self.operands, self.results = tuple(packed.operands[0]), tuple(packed.results[0])
+        self.columns = packed.columns
+        self._copy = HostCopy.start(packed.flat())
+
+    def arrived(self, wait: bool) -> bool:
+        """Whether the copy is there; `wait` makes sure of it."""
+        return self._copy.arrived(wait)
+
     def tables(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """The packed moments [S, W] and [R, H]; only once arrived."""
-        flat = self.host.numpy()
+        flat = self._copy.host.numpy()
         cut = len(self.operands) * MOMENTS.width
         return flat[:cut].reshape(-1, MOMENTS.width), flat[cut:].reshape(-1, MOMENTS.head_width)
 

@@ -1,0 +1,125 @@
+"""How ranks agree whether they merge a step, without one waiting for another.
+
+    end of recorded step s     every rank:  add 1 to the step's count; who completes it sets   what[s] = "merge"
+    LAG steps later            every rank:  compare_set(what[s], "" -> "apart")                one answer for all
+
+A collective that one rank starts and another does not would hang. Here all read the same key, which is set once, and
+"merge" is only ever set when every rank has its table ready and will come by: from there it can but die. All of it are
+small keys in the store that the program's own process group came up by, asked over a connection of our own.
+
+Keys, for W ranks: n/<step> (a counter), of/<step>/<rank> (size, device and digest of the rank's layout), what/<step>,
+layout/<digest>. A step's keys are deleted as soon as every rank is known to have read them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+MERGE, APART = "merge", "apart"
+LAG = 4  # steps: a rank whose host is that far ahead of another's goes on without it
+
+
+class Posted(NamedTuple):
+    """What a rank says of its table of a step: how many numbers, on which kind of device, in which order."""
+
+    size: int
+    device: str
+    digest: str
+
+
+class Decision(NamedTuple):
+    """What all ranks do with a step: merge tables of `size` numbers, or (size 0) each for itself."""
+
+    size: int
+
+    @property
+    def merge(self) -> bool:
+        """Whether the step is merged."""
+        return self.size > 0
+
+
+class Agreement:
+    """One rank's view of it.
+
+    Args:
+        store: a `torch.distributed.Store` that all ranks share.
+        rank, world: which of how many.
+        patience: seconds after which a store that does not answer is given up (an exception).
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, patience: float = 10.0) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        with suppress(Exception):  # not every store has a time to wait
+            store.set_timeout(timedelta(seconds=patience))
+        self._known: set[str] = set()
+        self._undeleted: deque[int] = deque()
+
+    def post(self, step: int, mine: Posted, layout: str) -> None:
+        """This rank's table of `step` is ready; `layout` is sent if it has not been yet."""
+        if mine.digest not in self._known:
+            self._store.set(f"layout/{mine.digest}", layout)
+            self._known.add(mine.digest)
+        self._store.set(f"of/{step}/{self._rank}", f"{mine.size} {mine.device} {mine.digest}")
+        self._undeleted.append(step)
+        if self._store.add(f"n/{step}", 1) == self._world:
+            posted = self.posted(step)
+            alike = len({each.device for each in posted}) == 1
+            self._store.compare_set(f"what/{step}", "", f"{MERGE} {max(p.size for p in posted)}" if alike else APART)
+
+    def decided(self, step: int) -> Decision | None:
+        """What was decided, if anything was; nothing is decided by asking."""
+        if not self._store.check([f"what/{step}"]):
+            return None
+        return _read(self._store.get(f"what/{step}"))
+
+    def decide(self, step: int) -> Decision:
+        """What all ranks do with `step`; a step that not every rank has posted is not merged, from now on."""
+        decision = _read(self._store.compare_set(f"what/{step}", "", APART))
+        if decision.merge and self._rank == 0:
+            self._tidy(step)
+        return decision
+
+    def posted(self, step: int) -> list[Posted]:
+        """What every rank posted, in their order; only if all of them have."""
+        found = self._store.multi_get([f"of/{step}/{rank}" for rank in range(self._world)])
+        return [Posted(int(size), device, digest) for size, device, digest in (each.decode().split() for each in found)]
+
+    def missing(self, step: int) -> list[int]:
+        """The ranks that have not posted `step`."""
+        return [rank for rank in range(self._world) if not self._store.check([f"of/{step}/{rank}"])]
+
+    def layout(self, digest: str) -> str:
+        """The layout of a digest that was posted."""
+        return str(self._store.get(f"layout/{digest}").decode())
+
+    def leave(self, text: str) -> None:
+        """Leave `text` for rank 0, as the last thing that this rank has to say."""
+        self._store.set(f"end/{self._rank}", text)
+
+    def left(self, rank: int) -> str | None:
+        """What a rank left, if it has; it is told that it was read."""
+        if not self._store.check([f"end/{rank}"]):
+            return None
+        text = str(self._store.get(f"end/{rank}").decode())
+        self._store.set(f"read/{rank}", "")
+        return text
+
+    def was_read(self) -> bool:
+        """Whether rank 0 has read what this rank left."""
+        return bool(self._store.check([f"read/{self._rank}"]))
+
+    def _tidy(self, step: int) -> None:
+        """Delete what nobody asks for any more: all have posted `step`, and so decided what lies LAG before it."""
+        while self._undeleted and self._undeleted[0] <= step - LAG:
+            old = self._undeleted.popleft()
+            for key in (f"n/{old}", f"what/{old}", *(f"of/{old}/{rank}" for rank in range(self._world))):
+                with suppress(Exception):  # a store that cannot delete
+                    self._store.delete_key(key)
+
+
+def _read(value: bytes) -> Decision:
+    what, _, size = value.decode().partition(" ")
+    return Decision(int(size) if what == MERGE else 0)

@@ -1,0 +1,139 @@
+"""A process group of our own, which no call of the program can be mistaken for, and its one collective.
+
+    gather    every rank's table [size] -> rank 0's [world, size]
+
+It is made from its backend's own class, by a store, as the ranks first merge: `new_group` would be a barrier in the
+program's own group. Asked whether a gather is done, it answers; it is waited for at the end of the program alone, and
+there for seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = timedelta(minutes=10)  # for ranks to come by that have said they will; the program's own limit is like this
+LEAVING = 5.0  # seconds for a GPU's communicator to be taken down
+_NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Gather:
+    """One gather under way; `rows` [world, size] is on rank 0, once done."""
+
+    def __init__(self, work: Any, mine: Tensor, rows: Tensor | None, stream: Any) -> None:
+        self._work, self._mine, self.rows, self.stream = work, mine, rows, stream
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(self._work.is_completed())
+
+    def check(self) -> None:
+        """Raise what it ended with; the current stream goes on only behind it."""
+        self._work.wait()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched in here runs beside the program's own work."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+
+class Group:
+    """The process group. Ranks meet while the program trains on, in a thread of their own.
+
+    Args:
+        store: one that all ranks share, and nobody else writes to.
+        rank, world: which of how many.
+        device: where the tables are.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+        self._rank, self._world = rank, world
+        self._stream: Any = None
+        self._group: Any = None
+        self._error: Exception | None = None
+        self._meeting = threading.Thread(target=self._meet, args=(store, device), name="narrowgauge-ranks", daemon=True)
+        self._meeting.start()
+
+    def ready(self, seconds: float) -> None:
+        """Make sure that all ranks have met, within so many seconds.
+
+        Raises:
+            RuntimeError: this torch has no backend for the device, or not all ranks came.
+        """
+        self._meeting.join(seconds)
+        if self._group is None:
+            raise RuntimeError(f"the ranks did not meet: {self._error or f'not all of them came in {seconds:.0f} s'}")
+
+    def _meet(self, store: Any, device: torch.device) -> None:
+        try:
+            self._open(store, self._rank, self._world, device)
+        except Exception as error:
+            self._error = error
+
+    def _open(self, store: Any, rank: int, world: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = PATIENCE
+            with _harmless():
+                self._group = dist.ProcessGroupNCCL(store, rank, world, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, world, PATIENCE)
+
+    @property
+    def backend(self) -> str:
+        """Its name."""
+        return "gloo" if self._stream is None else "nccl"
+
+    def gather(self, mine: Tensor) -> Gather:
+        """Send `mine` [size], of one size on all ranks, to rank 0; returns at once."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(mine.device))
+            mine.record_stream(self._stream)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            rows = mine.new_empty(self._world, mine.numel()) if self._rank == 0 else None
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            work = self._group.gather([] if rows is None else [list(rows.unbind(0))], [mine], options)
+        return Gather(work, mine, rows, self._stream)
+
+    def close(self, *, broken: bool) -> None:
+        """Leave it.
+
+        A `broken` one may have a gather that never ends, and taking it apart would wait for that: it is left behind
+        for the end of the process.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if broken:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if self._stream is None:
+            return
+        leaving = threading.Thread(target=group.abort if broken else group.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(LEAVING)
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Inside, NCCL's watchdog is told to leave the process alone, should a collective of the group fail."""
+    before = os.environ.get(_NCCL)
+    os.environ[_NCCL] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NCCL]
+        else:
+            os.environ[_NCCL] = before

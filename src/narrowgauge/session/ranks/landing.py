@@ -1,0 +1,137 @@
+r"""On rank 0: what a gather brought becomes rows of the run, and events where copies are not alike.
+
+rows [world, size] --merge, beside the program's own work--> tables --> the collector's way to the writer
+                   \--copies and scalars--> host --> events, merged scalars
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.stats.guard import Marks
+from narrowgauge.observe.stats.transfer import HostCopy, Packed
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.ranks import laws
+from narrowgauge.session.ranks.group import Gather
+from narrowgauge.session.ranks.layout import Layout
+from narrowgauge.session.ranks.merging import ALIKE, COMPARED, Merger
+from narrowgauge.session.ranks.scalars import Joined, Rows, disagreements, rows_of
+
+MOST_EVENTS = 16  # sites of one step that are named one by one
+KEPT = 8  # combinations of layouts that are remembered
+
+
+class Landing:
+    """Receives gathers on rank 0."""
+
+    def __init__(self, writer: RunWriter, collector: Collector, world: int) -> None:
+        self._writer, self._collector = writer, collector
+        self._mergers: dict[tuple[str, ...], Merger] = {}
+        self._kinds: Sequence[str] = [""] * world
+        self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
+        self._joined = Joined(world)
+        self._alike: set[str] = set()  # undeclared weights that were the same on all ranks
+        self._apart: set[str] = set()  # sites and scalars that are told to disagree
+
+    def receive(self, step: int, layouts: Sequence[Layout], gather: Gather, marks: Marks) -> None:
+        """Merge what a gather brought, where it is; nothing waits for it."""
+        assert gather.rows is not None  # rank 0
+        with gather.beside():
+            gather.check()
+            merger = self._merger(layouts, gather)
+            operands, results, look = merger(gather.rows)
+            columns = {"ranks": (merger.operands.ranks, merger.results.ranks)}
+            tables = (merger.operands.sites, operands), (merger.results.sites, results)
+            if operands is not None or results is not None:
+                self._collector.keep([Packed(step, *tables, marks, columns)])
+            self._looks.append((step, HostCopy.start(look), merger))
+
+    def look(self, *, wait: bool = False) -> None:
+        """Look at what has reached the host."""
+        while self._looks and self._looks[0][1].arrived(wait):
+            step, copy, merger = self._looks.popleft()
+            copies, tables = merger.split(copy.host.numpy())
+            self._kinds = [one.sites for one in merger.layouts]
+            self._compare(step, merger, copies)
+            for rank, (one, table) in enumerate(zip(merger.layouts, tables, strict=True)):
+                self.join(rank, rows_of(table, one.scalars))
+
+    def join(self, rank: int, rows: Rows) -> None:
+        """Take a rank's scalars; what is complete is merged and written."""
+        self._joined.add(rank, rows)
+        self._write(anyway=False)
+
+    def finish(self) -> None:
+        """Merge what there is of the steps that not all ranks told of."""
+        self.look(wait=True)
+        self._write(anyway=True)
+
+    def _write(self, *, anyway: bool) -> None:
+        for step, rows in self._joined.complete(anyway=anyway):
+            if len(rows) < 2:
+                continue
+            ranks = sorted(rows)
+            merged = laws.merged([rows[rank] for rank in ranks], [self._kinds[rank] for rank in ranks])
+            self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
+            found = disagreements(rows, self._kinds)
+            for name in laws.COMPARED:
+                self._tell(step, name, None, found.get(name))
+
+    def _merger(self, layouts: Sequence[Layout], gather: Gather) -> Merger:
+        key = tuple(one.digest for one in layouts)
+        if key not in self._mergers:
+            if len(self._mergers) >= KEPT:
+                self._mergers.pop(next(iter(self._mergers)))
+            assert gather.rows is not None
+            self._mergers[key] = Merger(layouts, gather.rows.device)
+        return self._mergers[key]
+
+    def _compare(self, step: int, merger: Merger, copies: npt.NDArray[np.float64]) -> None:
+        union = merger.operands
+        told = 0
+        for d, u in enumerate(union.compared):
+            site, ranks = union.sites[u], [rank for rank, _ in union.places[u]]
+            groups: dict[int | None, list[int]] = {}
+            for i, first in enumerate(union.copies[u]):
+                groups.setdefault(first, []).append(i)
+            differ: dict[int, Any] | None = None
+            for first, members in groups.items():
+                same = _alike(copies[members, d])
+                if first is None and same and len(members) == len(ranks):
+                    self._alike.add(site)
+                if not same and (first is not None or site in self._alike):
+                    differ = {ranks[i]: dict(zip(COMPARED, copies[i, d].tolist(), strict=True)) for i in members}
+            told += self._tell(step, site, site, differ, quiet=told >= MOST_EVENTS)
+        if told > MOST_EVENTS:
+            message = f"{told - MOST_EVENTS} further sites that ranks hold copies of differ at step {step}"
+            self._writer.add_event(step, "replicas_disagree", message)
+
+    def _tell(
+        self, step: int, what: str, site: str | None, values: dict[int, Any] | None, *, quiet: bool = False
+    ) -> bool:
+        """Leave an event when copies begin to differ; whether they did."""
+        if values is None:
+            self._apart.discard(what)
+            return False
+        if what in self._apart:
+            return False
+        self._apart.add(what)
+        if not quiet:
+            ranks = ", ".join(map(str, values))
+            message = f"{what} should be the same on ranks {ranks} and is not, first at step {step}"
+            self._writer.add_event(step, "replicas_disagree", message, site, ranks=list(values), values=values)
+        return True
+
+
+def _alike(values: npt.NDArray[np.float64]) -> bool:
+    """Whether copies [C, 3] agree; NaN and infinities agree with themselves."""
+    first = values[0]
+    with np.errstate(invalid="ignore"):
+        near = np.abs(values - first) <= ALIKE * np.abs(first)
+    return bool((near | (values == first) | (np.isnan(values) & np.isnan(first))).all())

@@ -1,0 +1,97 @@
+"""How a step's scalars merge over ranks, on the host, and what copies must agree in.
+
+    mean     loss, eval_loss, and whatever has no other law
+    max      seconds, bytes, counts of what happened to a step (microbatches, skipped, nonfinite)
+    min      clean: undisturbed only if it was on every rank
+    norm     of copies once, else sqrt(sum of squares): among the ranks of one kind, then among the kinds
+    squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums
+    once     lr, loss_scale, data_digest: the first rank's; the first two are compared
+    tokens   the sum over different batches: ranks with the same data (tensor parallel) count once, and of pipeline
+             stages, whose later ones are fed activations, the one that counts most
+
+Ranks are of one kind if they run the same part of the model: the same sites.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+SAME = 1e-5  # relative; norms are float32 sums, and all-reduced gradients equal to the last bit
+ONCE = ("lr", "loss_scale", "data_digest")
+COMPARED = ("lr", "loss_scale")
+MAX = ("microbatches", "skipped", "nonfinite")
+MIN = ("clean",)
+PART = "_square_local"
+
+Row = Mapping[str, float]
+
+
+def merged(rows: Sequence[Row], kinds: Sequence[str]) -> dict[str, float]:
+    """One step's scalars of all ranks as one.
+
+    Args:
+        rows: each rank's, in their order; a name may be missing.
+        kinds: what kind of rank each is: of one kind are those that run the same part of the model.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    out = {name: _merged(name, rows, kinds) for name in names if not name.endswith(PART)}
+    parts = [name for name in names if name.endswith(PART)]
+    sums = {name.removesuffix(PART): sum(row.get(name, 0.0) for row in rows) for name in parts}
+    out |= {f"{what}_norm": math.sqrt(total) for what, total in sums.items()}
+    if sums.get("param"):
+        out |= {"update_ratio": math.sqrt(sums["update"] / sums["param"])} if "update" in sums else {}
+    if out.get("step_seconds") and "tokens_per_second" in out:
+        out["tokens_per_second"] = out["tokens"] / out["step_seconds"]
+    return out
+
+
+def disagreeing(rows: Sequence[Row], kinds: Sequence[str]) -> dict[str, dict[int, float]]:
+    """The scalars that should be the same on ranks of one kind and are not: their values by rank."""
+    found: dict[str, dict[int, float]] = {}
+    for name in COMPARED:
+        for kind in dict.fromkeys(kinds):
+            values = {r: row[name] for r, row in enumerate(rows) if kinds[r] == kind and name in row}
+            if not alike(list(values.values())):
+                found[name] = values
+                break
+    return found
+
+
+def alike(values: Sequence[float], within: float = SAME) -> bool:
+    """Whether all are the same, as far as rounding goes; NaN is like NaN."""
+    if len(values) < 2:
+        return True
+    first = values[0]
+    return all(v == first or (v != v and first != first) or math.isclose(v, first, rel_tol=within) for v in values)
+
+
+def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str]) -> float:
+    if name == "tokens":
+        return _tokens(rows, kinds)
+    values = [row[name] for row in rows if name in row]
+    if name in ONCE:
+        return values[0]
+    if name in MAX or name.endswith(("_seconds", "_bytes")):
+        return max(values)
+    if name in MIN:
+        return min(values)
+    if name.endswith("_norm"):
+        by_kind: dict[str, list[float]] = {}
+        for row, kind in zip(rows, kinds, strict=True):
+            if name in row:
+                by_kind.setdefault(kind, []).append(row[name])
+        return _norm([_norm(same) for same in by_kind.values()])
+    return sum(values) / len(values)
+
+
+def _norm(values: Sequence[float]) -> float:
+    return values[0] if alike(values) else math.sqrt(sum(v * v for v in values))
+
+
+def _tokens(rows: Sequence[Row], kinds: Sequence[str]) -> float:
+    batches: dict[str, dict[float, float]] = {}
+    for rank, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        if "tokens" in row:
+            batches.setdefault(kind, {})[row.get("data_digest", -1.0 - rank)] = row["tokens"]
+    return max(sum(different.values()) for different in batches.values())

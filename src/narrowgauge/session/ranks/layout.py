@@ -1,0 +1,65 @@
+"""What stands where in a rank's table of a step: one vector of float64, the same length on all ranks.
+
+    [ operands S x W | results R x H | scalars K x (1 + N) | nothing ]
+
+A row of scalars is its step and its N numbers, NaN for what the step has not. Ranks may have different sites (pipeline
+stages, experts); who merges knows every rank's layout, and unites them by name.
+
+Legend: S, R = operand and result sites, W, H = packed and head width, K = rows of scalars, N = names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from narrowgauge.metrics import MOMENTS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's.
+
+    Args:
+        operands, results: sites, in the order of their rows.
+        scalars: names, in the order of their columns.
+        rows: of scalars.
+        copies: per operand site, the lowest rank that holds the same values; null where nobody else is known to.
+    """
+
+    operands: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    rows: int = 0
+    copies: tuple[int | None, ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        """As it travels."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The inverse of `text`."""
+        found = json.loads(text)
+        rows = found.pop("rows")
+        return cls(rows=rows, **{name: tuple(value) for name, value in found.items()})
+
+    @cached_property
+    def digest(self) -> str:
+        """Its name: equal layouts have equal ones."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def sites(self) -> str:
+        """A name for its sites alone: ranks that run the same part of a model have equal ones."""
+        return replace(self, scalars=(), rows=0, copies=()).digest
+
+    @property
+    def cuts(self) -> tuple[int, int, int]:
+        """Where results, scalars and nothing begin; the last is the size of the table."""
+        results = len(self.operands) * MOMENTS.width
+        scalars = results + len(self.results) * MOMENTS.head_width
+        return results, scalars, scalars + self.rows * (1 + len(self.scalars))

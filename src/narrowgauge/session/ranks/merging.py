@@ -1,0 +1,166 @@
+"""Many ranks' tables become one, on the device that gathered them.
+
+    rows of all ranks [T, W]  --which rows belong to a site: [P, U]-->  parts [P, U, W]  --merge law-->  [U, W]
+
+Ranks hold parts of a tensor (their share of the batch, a shard) or copies of it. Parts are merged by the law; of copies
+one is taken, or a weight that eight ranks have would count its elements eight times:
+
+    declared    DDP, FSDP2 and DTensors say who has the same values: the lowest of these ranks is taken
+    alike       of weights that nobody declared: those with equal extremes, counts and squares are copies
+
+What was taken for copies travels to the host beside the result, a few numbers a rank, and is compared there.
+
+Legend: T = rows of all ranks, P = most ranks that a site has, U = sites of all ranks, W = width, D = compared sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from narrowgauge.metrics import MOMENTS
+from narrowgauge.observe.stats.merging import empty, merge
+from narrowgauge.session.ranks.layout import Layout
+
+COMPARED = ("numel", "amax", "m2")  # what copies must agree in
+ALIKE = 1e-9  # relative: sums of the same numbers, added up by a GPU in another order
+CHUNK = 256  # sites merged together: bounds the room for intermediate results
+
+
+@dataclass(frozen=True)
+class Union:
+    """Who has which site: `places[u]` are the (rank, row) of site u, `copies[u]` what their layouts say."""
+
+    sites: tuple[str, ...]
+    places: tuple[tuple[tuple[int, int], ...], ...]
+    copies: tuple[tuple[int | None, ...], ...]
+
+    @classmethod
+    def of(cls, sites: Sequence[Sequence[str]], copies: Sequence[Sequence[int | None]]) -> Union:
+        """The union of the ranks' sites, in the order in which the first of them has them."""
+        places: dict[str, list[tuple[int, int]]] = {}
+        said: dict[str, list[int | None]] = {}
+        for rank, (names, firsts) in enumerate(zip(sites, copies, strict=True)):
+            for row, (site, first) in enumerate(zip(names, firsts or (None,) * len(names), strict=True)):
+                places.setdefault(site, []).append((rank, row))
+                said.setdefault(site, []).append(first)
+        return cls(tuple(places), tuple(map(tuple, places.values())), tuple(map(tuple, said.values())))
+
+    @cached_property
+    def taken(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The places that count: of declared copies, the first that there is."""
+        return tuple(
+            tuple(at for i, at in enumerate(places) if said[i] is None or said[i] not in said[:i])
+            for places, said in zip(self.places, self.copies, strict=True)
+        )
+
+    @cached_property
+    def ranks(self) -> npt.NDArray[np.int64]:
+        """How many ranks have each site, [U]."""
+        return np.array([len(places) for places in self.places], dtype=np.int64)
+
+    @cached_property
+    def compared(self) -> tuple[int, ...]:
+        """The sites [D] of which several ranks hold what may be copies: those declared, and weights."""
+        return tuple(
+            u
+            for u, (site, places, said) in enumerate(zip(self.sites, self.places, self.copies, strict=True))
+            if len(places) > 1 and (site.endswith(":weight") or any(first is not None for first in said))
+        )
+
+
+class Merger:
+    """Merges tables of one combination of layouts, on one device."""
+
+    def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
+        self.layouts = tuple(layouts)
+        nothing: list[tuple[int | None, ...]] = [()] * len(self.layouts)
+        self.operands = Union.of([one.operands for one in layouts], [one.copies for one in layouts])
+        self.results = Union.of([one.results for one in layouts], nothing)
+        offsets = np.cumsum([0] + [len(one.operands) for one in layouts])
+        self._take = _indices(self.operands.taken, offsets, device)
+        self._take_results = _indices(
+            self.results.taken, np.cumsum([0] + [len(one.results) for one in layouts]), device
+        )
+        compared = tuple(self.operands.places[u] for u in self.operands.compared)
+        self._compare = _indices(compared, offsets, device)
+        # Weights that nobody declared: taken once where they are alike.
+        undeclared = [
+            site.endswith(":weight") and all(first is None for first in said)
+            for site, said in zip(self.operands.sites, self.operands.copies, strict=True)
+        ]
+        self._undeclared = torch.tensor(undeclared, dtype=torch.bool, device=device)
+        self._any_undeclared = any(undeclared)
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """The merged operands [U, W] and results [V, H], and what the host is to look at.
+
+        Args:
+            rows: [world, size], as gathered.
+
+        Returns:
+            None for what no rank has. The last is a vector: compared copies [P, D, 3], then every rank's scalars.
+        """
+        cuts = [one.cuts for one in self.layouts]
+        operands = [rows[r, : cut[0]].view(-1, MOMENTS.width) for r, cut in enumerate(cuts)]
+        results = [rows[r, cut[0] : cut[1]].view(-1, MOMENTS.head_width) for r, cut in enumerate(cuts)]
+        scalars = [rows[r, cut[1] : cut[2]] for r, cut in enumerate(cuts)]
+        together = _with_neutral(operands)
+        slots = [MOMENTS.offsets[name] for name in COMPARED]
+        seen = torch.stack([together[:, slot][self._compare] for slot in slots], -1).reshape(-1)
+        merged = None
+        if self.operands.sites:
+            parts = zip(self._take.split(CHUNK, 1), self._undeclared.split(CHUNK), strict=True)
+            merged = torch.cat([merge(self._once(together[take], undeclared)) for take, undeclared in parts])
+        heads = None
+        if self.results.sites:
+            rows_of_results = _with_neutral(results)
+            heads = torch.cat([merge(rows_of_results[part]) for part in self._take_results.split(CHUNK, 1)])
+        return merged, heads, torch.cat([seen, *scalars])
+
+    def _once(self, parts_PUW: Tensor, undeclared_U: Tensor) -> Tensor:
+        """The parts, without those of undeclared weights that an earlier rank has as well."""
+        if not self._any_undeclared:
+            return parts_PUW
+        numel, amax, m2 = (parts_PUW[..., MOMENTS.offsets[name]] for name in COMPARED)
+        near = (m2[:, None] - m2).abs() <= ALIKE * m2
+        alike_PPU = (numel[:, None] == numel) & (amax[:, None] == amax) & near
+        seen_PU = (alike_PPU & self._earlier(len(numel))).any(0) & undeclared_U
+        neutral = empty(parts_PUW.device, 1, 1)
+        return torch.where(seen_PU[..., None], neutral, parts_PUW)
+
+    def _earlier(self, parts: int) -> Tensor:
+        """Which part comes before which, [P, P, 1]."""
+        order = torch.arange(parts, device=self._undeclared.device)
+        return (order[:, None] < order)[..., None]
+
+    def split(self, vector: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.float64]]]:
+        """What `__call__` returned last, on the host: compared copies [P, D, 3], and each rank's scalars [K, 1 + N]."""
+        shape = (*self._compare.shape, len(COMPARED))
+        cut = int(np.prod(shape))
+        tables, rest = [], vector[cut:]
+        for one in self.layouts:
+            size = one.cuts[2] - one.cuts[1]
+            tables.append(rest[:size].reshape(one.rows, 1 + len(one.scalars)))
+            rest = rest[size:]
+        return vector[:cut].reshape(shape), tables
+
+
+def _indices(
+    places: Sequence[Sequence[tuple[int, int]]], offsets: npt.NDArray[np.int64], device: torch.device
+) -> Tensor:
+    """Rows of each site among all rows, [P, U]; where a site has fewer than P, the neutral row behind the last."""
+    most = max((len(each) for each in places), default=1)
+    neutral = int(offsets[-1])
+    rows = [[int(offsets[rank]) + row for rank, row in each] + [neutral] * (most - len(each)) for each in places]
+    return torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, most).t()
+
+
+def _with_neutral(tables: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*tables, empty(tables[0].device, 1, width=tables[0].shape[1])])

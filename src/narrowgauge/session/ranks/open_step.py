@@ -1,0 +1,74 @@
+"""A recorded step of this rank as one vector on one device, which waits there until it is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowgauge.observe.stats.guard import Marks
+from narrowgauge.observe.stats.transfer import Packed
+from narrowgauge.session.ranks.layout import Layout
+
+
+@dataclass
+class OpenStep:
+    """What a step left on each of this rank's devices, and its table: operands and results (layout.py)."""
+
+    step: int
+    packed: list[Packed]
+    table: Tensor
+    layout: Layout
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        packed: list[Packed],
+        copies: Callable[[str], int | None],
+        scalars: tuple[str, ...],
+        rows: int,
+    ) -> OpenStep:
+        """The step's tables in one, on the first of its GPUs if there is any.
+
+        Args:
+            copies: of an operand site, the lowest rank that holds the same values.
+            scalars, rows: names and number of the rows that will go with it.
+        """
+        operands, results = ([getattr(each, kind) for each in packed] for kind in ("operands", "results"))
+        tables: list[Tensor] = [table for _, table in (*operands, *results) if table is not None]
+        home = next((t.device for t in tables if t.is_cuda), tables[0].device if tables else _own_device())
+        sites = tuple(site for names, _ in operands for site in names)
+        layout = Layout(
+            operands=sites,
+            results=tuple(site for names, _ in results for site in names),
+            scalars=scalars,
+            rows=rows,
+            copies=tuple(copies(site) for site in sites),
+        )
+        parts = [table.reshape(-1).to(home) for table in tables]
+        table = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=home)
+        return cls(step, packed, table, layout)
+
+    def with_scalars(self, rows: Tensor, size: int) -> Tensor:
+        """The table with its rows of scalars (on the host), [size]; what is behind them is 0. Waits for nothing."""
+        out = torch.zeros(size, dtype=torch.float64, device=self.table.device)
+        begin = self.table.numel()
+        out[:begin] = self.table
+        flat = rows.reshape(-1)
+        out[begin : begin + flat.numel()].copy_(flat.pin_memory() if out.is_cuda else flat, non_blocking=True)
+        return out
+
+    @property
+    def marks(self) -> Marks:
+        """Around what the devices worked for the watch."""
+        return [mark for each in self.packed for mark in each.marks]
+
+
+def _own_device() -> torch.device:
+    """Where a rank without a single site would have its tables."""
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,327 @@
+"""The ranks of a program as one: each recorded step's tables are gathered once, merged on the device, written once.
+
+    end of recorded step s     the table stays on the device; the store is told that it is ready        offer
+    LAG steps later            all ranks decide alike (agreement.py): one gather, or each for itself     tick
+    as it arrives              rank 0 merges, beside the program's own work, and writes                  tick
+    end of program             the same for what is still open, waiting for seconds at most              finish
+
+The gather is launched at a place in the program that is the same on all ranks: between two steps. Whatever fails in
+here (a store that is gone, a backend that is missing, ranks that die) is noted, and from then on every rank writes its
+own rows, as it does in a program of one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.stats.transfer import Packed
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
+from narrowgauge.session.ranks.group import Gather, Group
+from narrowgauge.session.ranks.landing import Landing
+from narrowgauge.session.ranks.layout import Layout
+from narrowgauge.session.ranks.open_step import OpenStep
+from narrowgauge.session.ranks.scalars import Waiting
+
+PATIENCE = 5.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
+MEETING = 30.0  # seconds for all ranks to come by the first time that they merge
+TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
+MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
+POLL = 0.01
+
+
+class Met(NamedTuple):
+    """What ranks know each other by."""
+
+    store: Any
+    rank: int
+    world: int
+
+
+def programs_own() -> Met | None:
+    """The ranks of the program's default process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Met(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+class Ranks:
+    """This rank's part in it.
+
+    Args:
+        plan: its `every`, and whether every rank's own rows are kept as well (`watch.ranks`).
+        writer: this rank's.
+        collector: whose recorded steps come here first.
+        copies: the lowest rank that holds the same values as this one at a site; None where nobody is known to.
+        meet: the program's ranks, None as long as it has none; asked until there are some.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        writer: RunWriter,
+        collector: Collector,
+        copies: Callable[[str], int | None],
+        meet: Callable[[], Met | None] | None = None,
+    ) -> None:
+        self._plan, self._writer, self._collector, self._copies = plan, writer, collector, copies
+        self._meet = meet or programs_own
+        self.notes: list[str] = []
+        self._agreement: Agreement | None = None
+        self._kept_alive: Any = None  # the process that started a store ends it with its last reference
+        self._rank = self._world = 0
+        self._off = False
+        self._group: Group | None = None
+        self._open: deque[OpenStep] = deque()
+        self._flying: deque[tuple[OpenStep, Gather, Sequence[Layout]]] = deque()
+        self._landing: Landing | None = None
+        self._waiting = Waiting()
+        self._own: RunWriter | None = None
+        self._merged = self._apart = self._apart_in_a_row = 0
+        self._missing: list[int] | None = None
+        collector.outlet = self.offer
+
+    # What the session's other parts hand over.
+
+    def offer(self, step: int, packed: list[Packed]) -> bool:
+        """A recorded step ended; whether it is seen to here."""
+        if not self._met():
+            return False
+        if self._own is not None:
+            self._collector.keep(packed, self._own)
+        try:
+            if self._off:
+                raise RuntimeError("ranks are not merged")
+            rows = min(2 * (self._plan.every + LAG) + 8, 4096)
+            mine = OpenStep.of(step, packed, self._copies, self._waiting.names, rows)
+            size, device = mine.layout.cuts[2], mine.table.device
+            if size * 8 * self._world > MOST_BYTES:
+                raise RuntimeError(
+                    f"{self._world} tables of {size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB that rank "
+                    "0 gathers; record fewer sites"
+                )
+            self._group = self._group or Group(self._store("gather"), self._rank, self._world, device)
+            assert self._agreement is not None
+            self._agreement.post(step, Posted(max(size, 1), device.type, mine.layout.digest), mine.layout.text)
+        except Exception as error:
+            self._failed(error)
+            self._keep(packed)
+            return True
+        self._open.append(mine)
+        return True
+
+    def add_scalars(self, step: int, **values: float) -> None:
+        """A step's scalars have arrived from this rank's device."""
+        if self._own is not None:
+            self._own.add_scalars(step, **values)
+        merging = self._met() and not self._off
+        if merging:
+            oldest = self._waiting.add(step, values)
+            if oldest is not None and self._rank:
+                self._writer.add_scalars(oldest[0], **oldest[1])
+        if self._rank == 0 or not merging:  # rank 0's stand for all until they are superseded
+            self._writer.add_scalars(step, **values)
+
+    def tick(self, step: int) -> None:
+        """Step `step` begins: a place that every rank passes between the same two steps."""
+        if not (self._open or self._flying or self._landing):
+            return
+        with self._collector.guard(self._failed):
+            while self._open and step >= self._open[0].step + LAG:
+                self._resolve(MEETING)
+            self._land()
+
+    def finish(self) -> None:
+        """The program ended: settle what is open, in seconds."""
+        with self._collector.guard(self._failed):
+            self._settle()
+        with self._collector.guard(self._failed):
+            self._last_words()
+        with self._collector.guard(self._failed):
+            if self._group is not None:
+                self._group.close(broken=self._off or bool(self._flying))
+        for mine, _, _ in self._flying:
+            self._keep(mine.packed)
+        self._flying.clear()
+        if self._own is not None:
+            self._collector.flush()
+            self._own.close()
+
+    def forget(self) -> None:
+        """This is a forked child: nothing here is its own."""
+        self._off, self._agreement = True, None
+        self._open.clear()
+        self._flying.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """For the run's metadata; nothing in a program of one rank."""
+        if self._world < 2:
+            return {}
+        backend = self._group.backend if self._group is not None else None
+        merged = {"world": self._world, "merged_steps": self._merged, "apart_steps": self._apart, "backend": backend}
+        return {"ranks": merged}
+
+    # Deciding.
+
+    def _met(self) -> bool:
+        """Whether this is one of several ranks that know each other."""
+        if self._world:
+            return self._world > 1
+        met = self._meet()
+        if met is None or met.world < 2:
+            return False
+        self._kept_alive, self._rank, self._world = met
+        try:
+            self._agreement = Agreement(self._store("agreement"), self._rank, self._world)
+            if self._writer.rank != self._rank:
+                raise RuntimeError(f"rank {self._rank} of the process group writes as rank {self._writer.rank}")
+            if self._rank == 0:
+                self._landing = Landing(self._writer, self._collector, self._world)
+            if self._plan.watch.get("ranks"):
+                meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
+                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._rank)
+        except Exception as error:
+            self._failed(error)
+        return True
+
+    def _store(self, name: str) -> Any:
+        """A part of the program's own store, over a connection that nobody else waits on."""
+        store = self._kept_alive
+        with suppress(Exception):  # some stores are files, or in this process
+            store = store.clone()
+        return dist.distributed_c10d.PrefixStore(f"narrowgauge/{name}", store)
+
+    def _resolve(self, patience: float) -> None:
+        """Do with the oldest open step what all ranks do with it."""
+        assert self._agreement is not None
+        mine = self._open[0]
+        decision = self._agreement.decide(mine.step)
+        if decision.merge:
+            self._launch(mine, decision.size, patience)
+        else:
+            self._tell_apart(mine.step)
+            self._keep(mine.packed)
+            if self._apart_in_a_row >= TRIES:
+                self._off = True
+                self.notes.append(f"After {TRIES} recorded steps in a row without all ranks, none was merged any more.")
+        self._open.popleft()
+
+    def _launch(self, mine: OpenStep, size: int, patience: float) -> None:
+        assert self._group is not None
+        assert self._agreement is not None
+        self._group.ready(patience)
+        layouts: list[Layout] = []
+        if self._rank == 0:
+            texts = {each.digest: each for each in self._agreement.posted(mine.step)}
+            known = {digest: Layout.parse(self._agreement.layout(digest)) for digest in texts}
+            layouts = [known[each.digest] for each in self._agreement.posted(mine.step)]
+        scalars = torch.from_numpy(self._waiting.take(mine.layout.scalars, mine.layout.rows))
+        table = mine.with_scalars(scalars, size)
+        self._flying.append((mine, self._group.gather(table), layouts))
+        self._apart_in_a_row = 0
+        self._missing = None
+
+    def _land(self) -> None:
+        """Take in the gathers that are done, and what has reached the host."""
+        while self._flying and self._flying[0][1].done():
+            mine, gather, layouts = self._flying[0]
+            if self._landing is not None:
+                self._landing.receive(mine.step, layouts, gather, mine.marks)
+            else:
+                gather.check()
+                self._collector.account(mine.marks)
+            self._flying.popleft()
+            self._merged += 1
+        if self._landing is not None:
+            self._landing.look()
+
+    # The end, and other ways out.
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self._open and self._agreement is not None:
+            while self._agreement.decided(self._open[0].step) is None and time.monotonic() < deadline:
+                time.sleep(POLL)
+            self._resolve(max(deadline - time.monotonic(), 0.5))
+        deadline = time.monotonic() + PATIENCE
+        while self._flying and time.monotonic() < deadline:
+            self._land()
+            time.sleep(POLL)
+
+    def _last_words(self) -> None:
+        """Scalars that no gather has taken go through the store; those that rank 0 does not fetch are written here."""
+        if not self._met() or self._off or self._agreement is None:
+            return
+        rest = self._waiting.rest()
+        deadline = time.monotonic() + PATIENCE
+        if self._landing is None:
+            self._agreement.leave(json.dumps(rest))
+            while not self._agreement.was_read() and time.monotonic() < deadline:
+                time.sleep(POLL)
+            if not self._agreement.was_read():
+                for step, row in rest:
+                    self._writer.add_scalars(step, **row)
+            return
+        self._landing.look(wait=True)
+        self._landing.join(0, rest)
+        others = set(range(1, self._world))
+        while others and time.monotonic() < deadline:
+            for rank in sorted(others):
+                text = self._agreement.left(rank)
+                if text is not None:
+                    others.discard(rank)
+                    self._landing.join(rank, [(step, row) for step, row in json.loads(text)])
+            time.sleep(POLL if others else 0.0)
+        self._landing.finish()
+
+    def _keep(self, packed: Sequence[Packed]) -> None:
+        """Write this rank's own rows."""
+        self._apart += 1
+        self._apart_in_a_row += 1
+        self._collector.keep([replace(each, columns={"ranks": _ones(each)}) for each in packed])
+
+    def _tell_apart(self, step: int) -> None:
+        """The lowest rank that is there says who was not, when that changes."""
+        assert self._agreement is not None
+        missing = self._agreement.missing(step)
+        here = [rank for rank in range(self._world) if rank not in missing]
+        if missing == self._missing or (here and here[0] != self._rank):
+            return
+        self._missing = missing
+        who = f"rank {', '.join(map(str, missing))} had not recorded it" if missing else "a rank came too late"
+        message = f"step {step} is not merged over the ranks: {who}; each wrote its own rows"
+        self._writer.add_event(step, "ranks_apart", message, missing=missing)
+
+    def _failed(self, error: Exception) -> None:
+        """Give up merging: everything that is open is written by its own rank."""
+        if not self._off:
+            self._off = True
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
+            self._writer.add_event(self._open[0].step if self._open else 0, "ranks_apart", self.notes[-1])
+        for mine in self._open:
+            self._keep(mine.packed)
+        for mine, _, _ in self._flying:
+            self._keep(mine.packed)
+        self._open.clear()
+        self._flying.clear()
+        if self._rank:
+            for step, row in self._waiting.rest():
+                self._writer.add_scalars(step, **row)
+
+
+def _ones(packed: Packed) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    return np.ones(len(packed.operands[0]), np.int64), np.ones(len(packed.results[0]), np.int64)

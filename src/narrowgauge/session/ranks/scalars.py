@@ -1,0 +1,100 @@
+"""Scalars on their way to be merged: each rank's rows wait for the next collective, and rank 0 joins them by step.
+
+    a rank's rows    step -> names and numbers, in the order in which they arrived from its device
+    rank 0           a step is merged as soon as every rank's row of it is there
+
+Ranks read their devices late and not equally late, so rows of one step may come by different collectives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from narrowgauge.session.ranks import laws
+
+NONE = -(2.0**1000)  # no number that anybody records, NaN among them, and exact
+MOST = 4096  # rows that wait on a rank, and steps that wait on rank 0
+
+Rows = list[tuple[int, dict[str, float]]]
+
+
+class Waiting:
+    """One rank's rows that no collective has taken yet."""
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[int, dict[str, float]]] = deque()
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that was seen, in the order of first sight."""
+        return tuple(self._names)
+
+    def add(self, step: int, row: dict[str, float]) -> tuple[int, dict[str, float]] | None:
+        """Queue a row; the oldest if there are more than may wait."""
+        self._names |= dict.fromkeys(row)
+        self._rows.append((step, row))
+        return self._rows.popleft() if len(self._rows) > MOST else None
+
+    def take(self, names: Sequence[str], rows: int) -> npt.NDArray[np.float64]:
+        """The oldest, as a table [rows, 1 + N] of a step and its numbers, `NONE` where there is none.
+
+        Those that have a name which is not among `names` go with a later collective.
+        """
+        table = np.full((rows, 1 + len(names)), NONE)
+        place = {name: 1 + i for i, name in enumerate(names)}
+        for line in table:
+            if not self._rows or not place.keys() >= self._rows[0][1].keys():
+                break
+            step, row = self._rows.popleft()
+            line[0] = step
+            for name, value in row.items():
+                line[place[name]] = value
+        return table
+
+    def rest(self) -> Rows:
+        """All that wait; none are left."""
+        rest = list(self._rows)
+        self._rows.clear()
+        return rest
+
+
+def rows_of(table: npt.NDArray[np.float64], names: Sequence[str]) -> Rows:
+    """The inverse of `take`."""
+    return [
+        (int(line[0]), {name: float(v) for name, v in zip(names, line[1:], strict=True) if v != NONE})
+        for line in table
+        if line[0] != NONE
+    ]
+
+
+class Joined:
+    """Rows of all ranks by step, on rank 0."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._steps: dict[int, dict[int, dict[str, float]]] = {}
+
+    def add(self, rank: int, rows: Iterable[tuple[int, dict[str, float]]]) -> None:
+        """Take a rank's rows."""
+        for step, row in rows:
+            self._steps.setdefault(step, {})[rank] = row
+        while len(self._steps) > MOST:  # a rank that is gone left them incomplete
+            self._steps.pop(next(iter(self._steps)))
+
+    def complete(self, *, anyway: bool = False) -> Iterable[tuple[int, dict[int, dict[str, float]]]]:
+        """Steps of which every rank's row is there (`anyway`: all), and their rows; they leave."""
+        for step in sorted(self._steps):
+            if anyway or len(self._steps[step]) == self._world:
+                yield step, self._steps.pop(step)
+
+
+def disagreements(rows: dict[int, dict[str, float]], kinds: Sequence[str]) -> dict[str, dict[int, float]]:
+    """As `laws.disagreeing`, by rank."""
+    ranks = sorted(rows)
+    found = laws.disagreeing([rows[rank] for rank in ranks], [kinds[rank] for rank in ranks])
+    return {name: {ranks[i]: value for i, value in values.items()} for name, values in found.items()}

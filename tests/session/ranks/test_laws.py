@@ -1,0 +1,56 @@
+"""Scalars of several ranks as one."""
+
+import math
+
+import pytest
+
+from narrowgauge.session.ranks.laws import disagreeing, merged
+
+NAN = float("nan")
+
+
+def test_each_scalar_has_its_law():
+    first = {"loss": 1.0, "step_seconds": 2.0, "microbatches": 2, "clean": 1.0, "lr": 0.1, "data_digest": 7.0}
+    second = {"loss": 2.0, "step_seconds": 4.0, "microbatches": 2, "clean": 0.0, "lr": 0.1, "data_digest": 9.0}
+    first |= {"tokens": 8.0, "tokens_per_second": 4.0}
+    second |= {"tokens": 8.0, "tokens_per_second": 2.0, "skipped": 1.0}
+    want = {"loss": 1.5, "step_seconds": 4.0, "microbatches": 2, "clean": 0.0, "lr": 0.1, "data_digest": 7.0}
+    want |= {"tokens": 16.0, "tokens_per_second": 4.0, "skipped": 1.0}
+    assert merged([first, second], ["", ""]) == want
+
+
+def test_a_nan_on_one_rank_is_one_of_all():
+    assert math.isnan(merged([{"loss": 1.0}, {"loss": NAN}], ["", ""])["loss"])
+
+
+@pytest.mark.parametrize(
+    ("norms", "kinds", "norm"),
+    [
+        ((3.0, 3.0), "aa", 3.0),  # gradients that were all-reduced
+        ((3.0, 4.0), "aa", 5.0),  # parts that nobody declared
+        ((3.0, 4.0), "ab", 5.0),  # stages
+        ((3.0, 3.0, 4.0, 4.0), "aabb", 5.0),  # stages, each of which two ranks train
+        ((3.0, 3.0, 3.0, 3.0), "aabb", 3.0),  # a norm that the program took over all of them
+    ],
+)
+def test_norms_of_copies_count_once_and_those_of_parts_add_up(norms, kinds, norm):
+    assert merged([{"grad_norm": n} for n in norms], kinds)["grad_norm"] == norm
+
+
+def test_squares_of_shards_add_up_to_norms():
+    rows = [{"grad_square_local": 9.0, "param_square_local": 64.0, "update_square_local": 3.0}] * 2
+    rows[1] = {"grad_square_local": 16.0, "param_square_local": 36.0, "update_square_local": 1.0}
+    assert merged(rows, "aa") == {"grad_norm": 5.0, "param_norm": 10.0, "update_norm": 2.0, "update_ratio": 0.2}
+
+
+def test_the_same_data_counts_once_and_stages_pass_on_what_the_first_counted():
+    tensor_parallel = [{"tokens": 8.0, "data_digest": 1.0}, {"tokens": 8.0, "data_digest": 1.0}]
+    assert merged(tensor_parallel, "aa")["tokens"] == 8.0
+    stages = [{"tokens": 8.0, "data_digest": 1.0}, {"tokens": 2.0, "data_digest": 5.0}]
+    assert merged(stages, "ab")["tokens"] == 8.0
+
+
+def test_what_is_set_should_be_the_same_on_ranks_of_one_kind():
+    rows = [{"lr": 0.1, "loss_scale": 4.0}, {"lr": 0.2, "loss_scale": 4.0}]
+    assert disagreeing(rows, "aa") == {"lr": {0: 0.1, 1: 0.2}}
+    assert disagreeing(rows, "ab") == {}

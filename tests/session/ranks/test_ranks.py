@@ -1,0 +1,365 @@
+"""Ranks as one, all of them in this process: what is merged, by how many collectives, and what without a rank."""
+
+import json
+import time
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import narrowgauge as ng
+from narrowgauge.metrics import MOMENTS, OPERAND_COLUMNS, finalize
+from narrowgauge.metrics.merge import merge as oracle
+from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.stats.moments import moments
+from narrowgauge.observe.store import RunWriter, open_run
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.ranks import Ranks, group, ranks
+from narrowgauge.session.ranks.agreement import LAG
+from narrowgauge.session.ranks.ranks import Met
+
+DONE = ("store", "rank", "world")
+
+
+class Counting(dist.ProcessGroupGloo):
+    """Counts the collectives that are started."""
+
+    started: ClassVar[list[str]] = []
+
+    def gather(self, *args):
+        self.started.append("gather")
+        return super().gather(*args)
+
+
+for name in (
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "alltoall",
+    "scatter",
+    "reduce_scatter",
+    "send",
+):
+    setattr(Counting, name, lambda self, *args, name=name: Counting.started.append(name))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(Counting, "started", [])
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Counting)
+    monkeypatch.setattr(ranks, "PATIENCE", 0.3)
+    monkeypatch.setattr(ranks, "MEETING", 5.0)
+
+
+class Rank:
+    """One rank of a program that has `steps` steps and records `every` so many."""
+
+    def __init__(self, folder, store, rank, world, every=1, copies=None, **watch):
+        plan = Plan("asis", str(folder), ("train.py",), every=every, watch=watch)
+        self.writer = RunWriter(folder, {}, rank=rank)
+        self.collector = Collector(self.writer, every=every)
+        said = copies or {}
+        self.ranks = Ranks(plan, self.writer, self.collector, said.get, meet=lambda: Met(store, rank, world))
+        self.step = 0
+
+    def begin(self):
+        self.step += 1
+        self.ranks.tick(self.step)
+        return self.collector.begin_step(self.step)
+
+    def see(self, site, x, q=None):
+        module, role = site.split(":")
+        self.collector.operand(module, role, x, q or ng.quantize(x, ng.formats.E4M3FN))
+
+    def end(self, **scalars):
+        self.collector.end_step()
+        if scalars:
+            self.ranks.add_scalars(self.step, **scalars)
+
+    def finish(self):
+        self.ranks.finish()
+        self.collector.flush()
+        self.writer.update_meta(**self.ranks.facts(), notes=self.ranks.notes)
+        self.writer.close()
+
+
+def made(tmp_path, world=2, **options):
+    """The ranks of one program; the rooms of their options may differ by rank."""
+    store = dist.HashStore()
+    return [
+        Rank(tmp_path / "run", store, r, world, **{k: v[r] if isinstance(v, list) else v for k, v in options.items()})
+        for r in range(world)
+    ]
+
+
+def finished(program, tmp_path):
+    import threading
+
+    threads = [threading.Thread(target=rank.finish) for rank in program]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return open_run(tmp_path / "run")
+
+
+def train(program, steps, tensors):
+    """`tensors(rank, step)` is what each rank shows, by site."""
+    for _ in range(steps):
+        for r, rank in enumerate(program):
+            if rank.begin():
+                for site, x in tensors(r, rank.step).items():
+                    rank.see(site, x)
+            rank.end(loss=float(rank.step + r), tokens=10.0)
+
+
+def batch(rank, step, rows=8):
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(100 * step + rank)) * (1 + rank)
+
+
+def row(run, site, step, rank=0):
+    table = run.tensors(sites=[site], steps=[step])
+    index = table["rank"].tolist().index(rank)
+    return {name: table[name][index] for name in table.columns}
+
+
+def events(run, kind):
+    table = run.events(kind)
+    return [
+        {"step": s, "rank": r, "site": w, "message": m, **json.loads(d)}
+        for s, r, w, m, d in zip(*(table[c] for c in ("step", "rank", "site", "message", "data")), strict=True)
+    ]
+
+
+def test_parts_are_merged_by_each_metrics_law(tmp_path):
+    program = made(tmp_path, world=3, every=2)
+    train(program, 6, lambda rank, step: {"a:input": batch(rank, step, rows=8 + rank)})
+    run = finished(program, tmp_path)
+    assert run.ranks == (0,)
+    assert sorted(set(run.tensors()["step"].tolist())) == [2, 4, 6]
+    for step in (2, 4, 6):
+        whole = torch.cat([batch(rank, step, rows=8 + rank) for rank in range(3)])
+        found = row(run, "a:input", step)
+        assert (found["numel"], found["ranks"]) == (whole.numel(), 3)
+        assert found["amax"] == whole.abs().max().item()
+        assert found["std"] == pytest.approx(whole.double().std(correction=0).item(), rel=1e-6)
+        each = [batch(rank, step, rows=8 + rank) for rank in range(3)]
+        packed = np.stack([moments(x, ng.quantize(x, ng.formats.E4M3FN)).numpy() for x in each])
+        want = finalize(oracle(packed)[None])
+        for column in OPERAND_COLUMNS:
+            assert np.allclose(found[column], want[column][0], rtol=1e-12, equal_nan=True), column
+    assert run.meta["ranks"] == {"world": 3, "merged_steps": 3, "apart_steps": 0, "backend": "gloo"}
+
+
+def test_two_thousand_sites_on_two_ranks_take_one_collective_a_step(tmp_path):
+    program = made(tmp_path)
+    vector = moments(batch(0, 1), ng.quantize(batch(0, 1), ng.formats.E4M3FN))
+    for _ in range(3):
+        for rank in program:
+            rank.begin()
+            for i in range(2000):
+                rank.collector.operand(f"layers.{i}", "input", batch(0, 1), None, moments=vector)
+            rank.end(loss=1.0)
+    run = finished(program, tmp_path)
+    assert Counting.started == ["gather"] * 3 * 2  # each once on either rank
+    table = run.tensors(["numel"], steps=[2])
+    assert (table.rows, set(table["numel"].tolist())) == (2000, {2 * 256})
+
+
+def test_copies_are_taken_once_and_weights_that_are_alike_are_copies(tmp_path):
+    w, shards = batch(7, 7), [batch(1, 1), batch(2, 1)]
+    shown = lambda rank, step: {"ddp:weight": w, "unknown:weight": w, "sharded:weight": shards[rank], "tp:input": w}  # noqa: E731
+    program = made(tmp_path, copies={"ddp:weight": 0, "tp:input": 0})
+    train(program, 2, shown)
+    run = finished(program, tmp_path)
+    numel = {site: row(run, site, 2)["numel"] for site in run.sites}
+    n = w.numel()
+    assert numel == {"ddp:weight": n, "unknown:weight": n, "sharded:weight": 2 * n, "tp:input": n}
+    assert not events(run, "replicas_disagree")
+
+
+def test_copies_of_parts_are_told_apart(tmp_path):
+    """Two ranks hold either half of a weight: a 2 x 2 mesh."""
+    halves = [batch(1, 1), batch(2, 1)]
+    program = made(tmp_path, world=4, copies=[{"w:weight": rank % 2} for rank in range(4)])
+    train(program, 1, lambda rank, step: {"w:weight": halves[rank % 2]})
+    run = finished(program, tmp_path)
+    assert row(run, "w:weight", 1)["numel"] == torch.cat(halves).numel()
+
+
+def test_copies_that_disagree_leave_one_event_until_they_agree_again(tmp_path):
+    def shown(rank, step):
+        w = batch(7, 7)
+        drifted = w * 1.001 if rank == 1 and step in (2, 3, 5) else w
+        return {"ddp:weight": drifted, "unknown:weight": drifted, "own:input": drifted}
+
+    program = made(tmp_path, copies={"ddp:weight": 0})
+    train(program, 6, shown)
+    found = events(finished(program, tmp_path), "replicas_disagree")
+    assert sorted((each["site"], each["step"]) for each in found) == [
+        ("ddp:weight", 2), ("ddp:weight", 5), ("unknown:weight", 2), ("unknown:weight", 5),
+    ]  # fmt: skip
+    first = next(each for each in found if each["site"] == "ddp:weight")
+    assert first["ranks"] == [0, 1]
+    values = first["values"]
+    assert values["0"]["amax"] == batch(7, 7).abs().max().item()
+    assert values["1"]["amax"] == (batch(7, 7) * 1.001).abs().max().item()
+    assert first["message"] == "ddp:weight should be the same on ranks 0, 1 and is not, first at step 2"
+
+
+def test_ranks_with_other_sites_are_united_by_name(tmp_path):
+    program = made(tmp_path)
+    sites = [["stage0:input", "both:input"], ["both:input", "stage1:input"]]
+    train(program, 2, lambda rank, step: {site: batch(rank, step) for site in sites[rank]})
+    run = finished(program, tmp_path)
+    assert run.sites == ("both:input", "stage0:input", "stage1:input")
+    found = {site: (row(run, site, 2)["numel"], row(run, site, 2)["ranks"]) for site in run.sites}
+    assert found == {"both:input": (512, 2), "stage0:input": (256, 1), "stage1:input": (256, 1)}
+    assert row(run, "stage1:input", 2)["amax"] == batch(1, 2).abs().max().item()
+
+
+def test_a_rank_without_a_site_does_not_keep_the_others_apart(tmp_path):
+    program = made(tmp_path)
+    train(program, 2, lambda rank, step: {} if rank else {"a:input": batch(rank, step)})
+    run = finished(program, tmp_path)
+    assert run.meta["ranks"]["merged_steps"] == 2
+    assert row(run, "a:input", 2)["numel"] == 256
+
+
+def test_scalars_are_those_of_all_ranks(tmp_path):
+    program = made(tmp_path, every=3)
+    train(program, 10, lambda rank, step: {"a:input": batch(rank, step)})
+    run = finished(program, tmp_path)
+    scalars = run.scalars()
+    assert scalars["step"].tolist() == list(range(1, 11))
+    assert scalars["loss"].tolist() == [step + 0.5 for step in range(1, 11)]
+    assert set(scalars["tokens"].tolist()) == {20.0}
+    assert run.ranks == (0,)
+
+
+def test_a_late_rank_is_left_behind_and_merged_again_when_it_is_back(tmp_path):
+    first, second = program = made(tmp_path)
+
+    def go(rank, r, steps):
+        for _ in range(steps):
+            rank.begin()
+            rank.see("a:input", batch(r, rank.step))
+            rank.end(loss=1.0)
+
+    go(first, 0, 2 + LAG)  # decides its steps 1 and 2 alone: nobody waits
+    go(second, 1, 2 + LAG)  # finds them decided
+    for _ in range(3):
+        go(first, 0, 1)
+        go(second, 1, 1)
+    run = finished(program, tmp_path)
+    table = run.tensors(["numel"])
+    found = sorted(zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True))
+    apart = [
+        (1, 0, 256),
+        (1, 1, 256),
+    ]
+    assert [each for each in found if each[0] == 1] == apart
+    assert [each for each in found if each[0] > 2] == [(step, 0, 512) for step in range(3, 6 + LAG)]
+    told = events(run, "ranks_apart")
+    assert [(each["step"], each["rank"], each["missing"]) for each in told] == [(1, 0, [1])]
+    assert (
+        told[0]["message"] == "step 1 is not merged over the ranks: rank 1 had not recorded it; each wrote its own rows"
+    )
+
+
+def test_a_rank_that_is_gone_keeps_nobody(tmp_path):
+    first, second = program = made(tmp_path)
+    train(program, 3, lambda rank, step: {"a:input": batch(rank, step)})
+    second.ranks.forget()  # it is killed
+    began = time.monotonic()
+    train([first], 8, lambda rank, step: {"a:input": batch(rank, step)})
+    first.finish()
+    assert time.monotonic() - began < 20
+    second.writer.close("failed")
+    run = open_run(tmp_path / "run")
+    assert sorted(set(run.tensors()["step"].tolist())) == list(range(1, 12))
+    assert run.scalars("loss")["step"].tolist() == list(range(1, 12))
+    assert [each["missing"] for each in events(run, "ranks_apart") if "missing" in each][-1] == [1]
+
+
+def test_a_store_that_is_gone_leaves_every_rank_its_own_rows(tmp_path, monkeypatch):
+    program = made(tmp_path)
+    train(program, 2, lambda rank, step: {"a:input": batch(rank, step)})
+
+    def dead(*args):
+        raise RuntimeError("Broken pipe")
+
+    for rank in program:
+        monkeypatch.setattr(
+            rank.ranks._agreement,
+            "_store",
+            type("Dead", (), dict.fromkeys(("set", "check", "add", "compare_set"), dead))(),
+        )
+    train(program, 6, lambda rank, step: {"a:input": batch(rank, step)})
+    run = finished(program, tmp_path)
+    table = run.tensors(["numel"])
+    assert sorted(zip(table["step"].tolist(), table["rank"].tolist(), strict=True)) == [
+        (s, r) for s in range(1, 9) for r in (0, 1)
+    ]
+    assert run.meta["notes"] == ["Ranks are not merged, each records its own rows: RuntimeError: Broken pipe"]
+    assert run.scalars("loss", rank=1)["step"].tolist() == list(range(1, 9))
+
+
+def test_a_backend_that_is_missing_is_told(tmp_path, monkeypatch):
+    def missing(*args):
+        raise RuntimeError("this torch has no gloo")
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", missing)
+    program = made(tmp_path)
+    train(program, 1 + LAG, lambda rank, step: {"a:input": batch(rank, step)})
+    run = finished(program, tmp_path)
+    assert run.meta["notes"][0].endswith("RuntimeError: the ranks did not meet: this torch has no gloo")
+    assert set(run.tensors()["rank"].tolist()) == {0, 1}
+
+
+def test_each_ranks_own_rows_are_kept_on_request(tmp_path):
+    program = made(tmp_path, ranks=True)
+    train(program, 2, lambda rank, step: {"a:input": batch(rank, step)})
+    run = finished(program, tmp_path)
+    own = open_run(tmp_path / "run" / "ranks")
+    assert (run.ranks, own.ranks) == ((0,), (0, 1))
+    assert row(own, "a:input", 2, rank=1)["amax"] == batch(1, 2).abs().max().item()
+    assert own.scalars("loss", rank=1)["loss"].tolist() == [2.0, 3.0]
+
+
+def test_what_is_left_in_the_store_does_not_grow(tmp_path):
+    store = dist.HashStore()
+    program = [Rank(tmp_path / "run", store, r, 2) for r in range(2)]
+    counts = []
+    for _ in range(4):
+        train(program, 8, lambda rank, step: {"a:input": batch(rank, step)})
+        counts.append(store.num_keys())
+    finished(program, tmp_path)
+    assert counts[1] == counts[2] == counts[3]
+
+
+def test_a_gather_holds_no_more_than_rank_0_can_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "MOST_BYTES", 1000)
+    program = made(tmp_path)
+    train(program, 1, lambda rank, step: {"a:input": batch(rank, step)})
+    run = finished(program, tmp_path)
+    assert "record fewer sites" in run.meta["notes"][0]
+    assert set(run.tensors()["rank"].tolist()) == {0, 1}
+
+
+def test_one_rank_alone_is_not_touched(tmp_path):
+    writer = RunWriter(tmp_path / "run", {})
+    collector = Collector(writer)
+    alone = Ranks(Plan("asis", str(tmp_path), ()), writer, collector, lambda site: None)
+    assert not alone.offer(1, [])
+    assert alone.facts() == {}
+    writer.close()
+
+
+def test_the_width_of_a_row_is_the_layouts():
+    assert MOMENTS.width == moments(batch(0, 0), ng.quantize(batch(0, 0), ng.formats.E4M3FN)).numel()
+    assert group.PATIENCE.total_seconds() > 60  # a late rank is waited for on the device, not given up
