@@ -23,6 +23,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.calls import Calls
 from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.family import Family
+from narrowgauge.session.graphs import Graphs
 from narrowgauge.session.hearing import Hearing
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.plain_sites import PlainSites
@@ -71,7 +72,8 @@ class Session:
         self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
-        self.seams = Seams(self, self.calls, self.updates, compiling=plan.compiling)
+        self.graphs = Graphs(self.steps, self.updates, self.hearing)
+        self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
         if self._compiled is not None:
             self._compiled.listener = self.calls
@@ -146,6 +148,7 @@ class Session:
             "notes": [
                 *self.notes,
                 *self.hearing.notes,
+                *self.graphs.notes,
                 *self.roots.notes,
                 *steps.batches.notes,
                 *self._loader_notes(),

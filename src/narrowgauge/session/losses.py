@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge.session.hearing import capturing
 from narrowgauge.session.seams import Seams, in_backward
 
 LOSSES = (
@@ -58,7 +59,7 @@ class EvalLosses:
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             loss = original(*args, **kwargs)
-            if not torch.is_grad_enabled() and not in_backward():
+            if not torch.is_grad_enabled() and not in_backward() and not capturing():
                 self._add(loss)
             return loss
 

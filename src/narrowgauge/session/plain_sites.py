@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,14 @@ class Layer:
     """A module of a known kind."""
 
     name: str
-    module: nn.Module
+    known: ref[nn.Module]  # the program's, which may drop it
     kind: Kind
     observer: Observer
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once it is gone."""
+        return self.known()
 
 
 @dataclass(eq=False)
@@ -93,7 +99,7 @@ class PlainSites:
             return 0
         self._census.add(model, observer)
         found = [
-            Layer(plain_name(name), module, kind, observer)
+            Layer(plain_name(name), ref(module), kind, observer)
             for name, module in model.named_modules()
             if (kind := kind_of(module)) is not None
         ]
@@ -126,8 +132,11 @@ class PlainSites:
             return
         self._steps += 1
         self._running = threading.local()
+        self._layers = [layer for layer in self._layers if layer.module is not None]
         for layer in self._layers:
             module = layer.module
+            if module is None:
+                continue
             called = partial(self._called, layer)
             for handle in (
                 module.register_forward_pre_hook(partial(self._begins, layer)),
@@ -144,8 +153,9 @@ class PlainSites:
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
 
     def end(self) -> None:
-        """It ended: no hook is left."""
+        """It ended: no hook is left, and no parameter held."""
         self._open.close()
+        self._census.end()
 
     def _calls(self) -> list[Running]:
         calls: list[Running] | None = getattr(self._running, "calls", None)
@@ -194,11 +204,12 @@ class PlainSites:
             return
         inside = calls[-1] if calls else None
         owner = self._census.owner(part.w) if known else None
-        if inside is not None and (owner is None or owner.module is inside.layer.module):
-            own = getattr(inside.layer.module, "out_features", None), getattr(inside.layer.module, "in_features", None)
+        module = None if inside is None else inside.layer.module
+        if inside is not None and module is not None and (owner is None or owner.module is module):
+            own = getattr(module, "out_features", None), getattr(module, "in_features", None)
             if owner is not None or tuple(part.w.shape) == own:  # its weight, or what it computed of it
                 inside.heard = True
-                self._census.saw(inside.layer.module)
+                self._census.saw(module)
                 kept = None if owner is None else self._census.kept(owner.module, owner.name)
                 self._use(inside.layer.name, inside.layer.observer, part, kept)
                 return

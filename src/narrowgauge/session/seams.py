@@ -11,6 +11,7 @@ Each seam is one function of torch's that every training program must pass: maki
     scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
     clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
     loaded    torch.utils.data's iterators                 how long the program waits for a batch
+    graphs    torch.cuda.CUDAGraph                         what is captured, and replayed without a call
     compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be (`compiled_calls`)
 
 A program may replace the same functions: whoever came last is outside, and closing takes nothing away from it. Ours
@@ -35,6 +36,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from narrowgauge.session.hearing import capturing
 
 
 class HearsMaking(Protocol):
@@ -88,6 +91,31 @@ class HearsUpdates(Protocol):
         """A gradient scaler stepped, or skipped."""
 
 
+class HearsGraphs(Protocol):
+    """Hears of CUDA graphs."""
+
+    def capture_begins(self) -> None:
+        """A capture is about to begin."""
+
+    def capture_ended(self, graph: Any) -> None:
+        """It ended."""
+
+    def backward_captured(self, loss: Any) -> None:
+        """`backward` was called in it."""
+
+    def clip_captured(self, norm: Any, order: float) -> None:
+        """Gradients were clipped in it."""
+
+    def step_captured(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped in it."""
+
+    def replay_begins(self, graph: Any) -> None:
+        """A graph is about to be replayed."""
+
+    def replayed(self, graph: Any) -> None:
+        """It was."""
+
+
 def in_backward() -> bool:
     """Whether this code runs inside a backward pass (a recomputed forward, a nested backward)."""
     return int(torch._C._current_graph_task_id()) != -1
@@ -97,11 +125,19 @@ class Seams:
     """All seams of one process; `close()` leaves torch as it was found."""
 
     def __init__(
-        self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, *, compiling: bool = False
+        self,
+        making: HearsMaking,
+        calls: HearsCalls,
+        updates: HearsUpdates,
+        graphs: HearsGraphs | None = None,
+        *,
+        compiling: bool = False,
     ) -> None:
         self._undo = ExitStack()
         self._telling = True
         self._open(making, calls, updates, compiling)
+        if graphs is not None:
+            self._open_graphs(graphs)
 
     def close(self) -> None:
         """Undo every replacement and hook, in reverse order; what the program has wrapped stays, and tells nobody."""
@@ -167,7 +203,7 @@ class Seams:
         def clip(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 norm = original(*args, **kwargs)
-                updates.gradients_clipped(norm, float(kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0)))
+                updates.gradients_clipped(norm, _order(args, kwargs))
                 return norm
 
             return run
@@ -234,3 +270,59 @@ class Seams:
         )
         for handle in handles:
             self._undo.callback(handle.remove)
+
+    def _open_graphs(self, graphs: HearsGraphs) -> None:
+        def capture_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> None:
+                graphs.capture_begins()
+                original(*args, **kwargs)
+
+            return run
+
+        def capture_end(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(graph: Any) -> None:
+                original(graph)
+                graphs.capture_ended(graph)
+
+            return run
+
+        def replay(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(graph: Any) -> None:
+                graphs.replay_begins(graph)
+                original(graph)
+                graphs.replayed(graph)
+
+            return run
+
+        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+                if capturing() and not in_backward():
+                    graphs.backward_captured(tensors)
+                original(tensors, *args, **kwargs)
+
+            return run
+
+        def clip(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                norm = original(*args, **kwargs)
+                if capturing():
+                    graphs.clip_captured(norm, _order(args, kwargs))
+                return norm
+
+            return run
+
+        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if capturing():
+                graphs.step_captured(optimizer)
+
+        self.replace(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
+        self.replace(torch.cuda.CUDAGraph, "capture_end", capture_end)
+        self.replace(torch.cuda.CUDAGraph, "replay", replay)
+        self.replace(torch.autograd, "backward", backward)
+        self.replace(torch.nn.utils, "clip_grad_norm_", clip)
+        self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
+
+
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The order of the norm that gradients are clipped by."""
+    return float(kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0))

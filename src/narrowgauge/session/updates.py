@@ -168,6 +168,12 @@ class Updates:
         self.skipped += 1
         self._made()
 
+    def replayed(self) -> None:
+        """A whole step was replayed."""
+        if self._clips is not None and self._steps.line is not None:
+            self._steps.line.scalars.update(named("grad", self._clips))
+        self._made()
+
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
         self._clips = None
@@ -199,7 +205,7 @@ class Updates:
         line = self._steps.line
         if line is None:
             return
-        self._rates(line, optimizer)
+        learning_rates(line, optimizer)
         found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
         if isinstance(found, Tensor):
             line.scalars["skipped"] = found.detach().clone()
@@ -225,12 +231,14 @@ class Updates:
             line.gradients = found.and_also(line.gradients)
             line.scalars.update(named("grad", line.gradients))
 
-    def _rates(self, line: Line, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups[: MOST_RATES - len(line.rates)]:
-            rate = group.get("lr")
-            if rate is not None:
-                line.rates.append(rate.detach() if isinstance(rate, Tensor) else float(rate))
-        if line.rates:
-            line.scalars["lr"] = line.rates[0]
-        if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
-            line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})
+
+def learning_rates(line: Line, optimizer: Optimizer) -> None:
+    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
+    for group in optimizer.param_groups[: MOST_RATES - len(line.rates)]:
+        rate = group.get("lr")
+        if rate is not None:
+            line.rates.append(rate.detach() if isinstance(rate, Tensor) else float(rate))
+    if line.rates:
+        line.scalars["lr"] = line.rates[0]
+    if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
+        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})

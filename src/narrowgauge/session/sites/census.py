@@ -1,13 +1,15 @@
 """Which parameters a run's models have, who owns them, and which of them were never seen as a weight.
 
 What no kind and no product told of is named by the class of its owner, with its share of all parameters: nothing is
-passed over in silence.
+passed over in silence. Models are held weakly, and parameters no longer than a recorded step: what is told at the end
+was noted when a model was taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -35,6 +37,17 @@ class Owner(NamedTuple):
     observer: Observer
 
 
+class Noted(NamedTuple):
+    """What was noted of a parameter."""
+
+    at: tuple[int, str]  # the id of its module, and its name there
+    parameter: int  # its id: a shared one is known by it
+    kind: str
+    elements: int
+    matrix: bool
+    converted: bool
+
+
 def plain_name(name: str) -> str:
     """A module's name without those that wrappers add to it."""
     for wrapper in _WRAPPERS:
@@ -46,19 +59,29 @@ class Census:
     """The models' parameters."""
 
     def __init__(self) -> None:
-        self._models: list[tuple[nn.Module, Observer]] = []
-        self._seen: set[tuple[int, str]] = set()  # ids of modules, which their models keep alive
+        self._models: list[tuple[ref[nn.Module], Observer]] = []
+        self._noted: dict[tuple[int, str], Noted] = {}
+        self._seen: set[tuple[int, str]] = set()  # by the ids of modules
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
         self._kept: dict[tuple[int, str], Tensor] = {}
 
     def add(self, model: nn.Module, observer: Observer) -> None:
         """Count a model's parameters too."""
-        self._models.append((model, observer))
+        self._models = [known for known in self._models if known[0]() is not None]
+        self._models.append((ref(model), observer))
+        for module, name, p in _parameters(model):
+            at, kind = (id(module), name), type(module).__name__
+            self._noted[at] = Noted(at, id(p), kind, p.numel(), p.dim() >= 2, isinstance(module, Fp8Linear))
 
     def begin(self) -> None:
         """A step begins: parameters are as they are between their uses."""
         self._owners.clear()
-        self._kept = {(id(module), name): p for module, name, p in self._parameters()}
+        self._kept = {(id(m), name): p for model, _ in self._living() for m, name, p in _parameters(model)}
+
+    def end(self) -> None:
+        """It ended: no parameter is held."""
+        self._owners.clear()
+        self._kept.clear()
 
     def kept(self, module: nn.Module, name: str) -> Tensor | None:
         """What this parameter of the module was when the step began."""
@@ -67,7 +90,7 @@ class Census:
     def owner(self, parameter: Tensor) -> Owner | None:
         """Whose it is; None if it is no model's."""
         if id(parameter) not in self._owners:
-            for model, observer in self._models:
+            for model, observer in self._living():
                 for path, module in model.named_modules():
                     for name, own in module._parameters.items():
                         if own is not None:
@@ -88,16 +111,15 @@ class Census:
 
     def unseen(self) -> str:
         """What was never multiplied, in words; "" if nothing."""
-        everything = list(self._parameters())
-        total = sum({id(p): p.numel() for _, _, p in everything}.values())
-        seen = {id(p) for m, name, p in everything if (id(m), name) in self._seen or isinstance(m, Fp8Linear)}
+        everything = list(self._noted.values())
+        total = sum({row.parameter: row.elements for row in everything}.values())
+        seen = {row.parameter for row in everything if row.at in self._seen or row.converted}
         missing: dict[str, dict[int, int]] = {}
         owners: dict[str, set[int]] = {}
-        for module, _, p in everything:
-            if p.dim() >= 2 and id(p) not in seen:
-                kind = type(module).__name__
-                missing.setdefault(kind, {})[id(p)] = p.numel()
-                owners.setdefault(kind, set()).add(id(module))
+        for row in everything:
+            if row.matrix and row.parameter not in seen:
+                missing.setdefault(row.kind, {})[row.parameter] = row.elements
+                owners.setdefault(row.kind, set()).add(row.at[0])
         words = []
         for kind, sizes in sorted(missing.items(), key=lambda item: -sum(item[1].values())):
             why = f", {_WHY[kind]}" if kind in _WHY else ""
@@ -106,9 +128,15 @@ class Census:
             )
         return "; ".join(words)
 
-    def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for model, _ in self._models:
-            for module in model.modules():
-                for name, p in module._parameters.items():
-                    if p is not None:
-                        yield module, name, p
+    def _living(self) -> Iterator[tuple[nn.Module, Observer]]:
+        for known, observer in self._models:
+            model = known()
+            if model is not None:
+                yield model, observer
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield module, name, p
