@@ -5,6 +5,7 @@ import pytest
 from tests.session import programs
 from tests.session.test_attach import follow
 
+from narrowgauge.compute.nn import gemms
 from narrowgauge.metrics import OPERAND_COLUMNS
 from narrowgauge.session import plain_sites
 from narrowgauge.session.selection import Selection
@@ -92,3 +93,15 @@ def test_steps_that_are_never_reached_are_told(tmp_path):
         "watch.steps: nothing was recorded; the program made 8 steps, and of these none is both selected and divided "
         "by every = 3."
     ]
+
+
+def test_a_result_of_a_converted_layer_that_is_not_selected_is_not_recomputed(tmp_path, monkeypatch):
+    checked = []
+    for name in ("sample_rows", "GemmSample"):
+        original = getattr(gemms, name)
+        monkeypatch.setattr(gemms, name, lambda *a, original=original, **k: checked.append(1) or original(*a, **k))
+    follow(tmp_path, programs.BASIC, every=1, recipe="current", watch={"roles": ["input"]})
+    assert checked == []
+    _, writer = follow(tmp_path, programs.BASIC, every=1, recipe="current", watch={"sites": ["2:output"]})
+    assert checked
+    assert {site for _, site in rows(writer)} == {"2:output"}

@@ -16,6 +16,7 @@ from narrowgauge.compute.recipes import by_name
 from narrowgauge.observe.report.readiness import plain, readiness
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.attach import Session
+from narrowgauge.session.config import Config
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.what_if import judge_of
 
@@ -105,6 +106,13 @@ def test_the_runs_own_rows_are_by_a_recipe_without_state():
     assert [judge_of(names) for names in ([], ["current"], ["delayed", "rowwise"], ["delayed"])] == [
         "", "current", "rowwise", "current",
     ]  # fmt: skip
+
+
+def test_the_recipes_of_a_file_reach_the_plan():
+    settings = Config.model_validate({"watch": {"what_if": ["delayed", "rowwise", "blockwise", "rowwise"]}})
+    found = settings.for_watching("blockwise")
+    assert (found["judge"], found["what_if"]) == ("rowwise", ("delayed",))
+    assert (Config().for_watching()["judge"], Config().for_watching()["what_if"]) == ("current", ())
 
 
 def test_readiness_ranks_recipes_and_tensors(tmp_path):

@@ -58,6 +58,7 @@ def compare_command(
     from narrowgauge.session.command import parse
     from narrowgauge.session.compare import REPORT_FILE, Comparison, compare
     from narrowgauge.session.config import load
+    from narrowgauge.session.unmet import unmet
 
     command = command or demo_command()
     settings = load(config)
@@ -74,4 +75,6 @@ def compare_command(
     with LiveProgress(console) as progress:
         verdict = compare(what, progress)
     console.print(render(verdict))
+    for told in dict.fromkeys(told for name in what.recipes for told in unmet(what.out / name)):
+        click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
     console.print(f"\nThe report: {what.out / REPORT_FILE}", soft_wrap=True)

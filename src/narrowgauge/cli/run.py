@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
 
 import click
@@ -35,7 +33,7 @@ def run_command(
     from narrowgauge.session.folder import prepare
     from narrowgauge.session.launch import watch
     from narrowgauge.session.plan import Plan
-    from narrowgauge.session.what_if import judge_of
+    from narrowgauge.session.unmet import unmet
 
     settings = load(config)
     argv = arguments(command)
@@ -44,30 +42,20 @@ def run_command(
     if recipe is not None:
         by_name(recipe)
     prepare(folder)
-    judge = judge_of(settings.watch.what_if)
     plan = Plan(
         variant=recipe or "asis",
         out=str(folder),
         command=command,
         recipe=recipe,
         steps=steps,
-        judge=judge,
-        what_if=tuple(name for name in dict.fromkeys(settings.watch.what_if) if name not in (judge, recipe)),
         compiling=True,
-        **{**settings.for_plan(), **({"every": every} if every else {})},
+        **{**settings.for_watching(recipe), **({"every": every} if every else {})},
     )
     code = watch(plan, argv)
-    for unmet in unmet_settings(folder):
-        click.echo(f"narrowgauge: {config or 'settings'}: {unmet}", err=True)
+    for told in unmet(folder):
+        click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder)}", err=True)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)
-
-
-def unmet_settings(folder: Path) -> list[str]:
-    """What the settings ask for and the program did not have, from the run's facts."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return list(json.loads((folder / "run.json").read_text())["meta"].get("unmet", ()))
-    return []
 
 
 def what_came_of_it(folder: Path) -> str:

@@ -31,12 +31,11 @@ from narrowgauge.compute.nn.call import Call, without_autocast
 from narrowgauge.compute.nn.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.eligible import DTYPES
 from narrowgauge.compute.nn.layer_state import LayerState
-from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scale_table import amax_ratio
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe, by_name
-from narrowgauge.session.selection import selects
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
 from narrowgauge.session.sites import Census, Kind, Own, Part, Products, kind_of
 from narrowgauge.session.sites.census import plain_name

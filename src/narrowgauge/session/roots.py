@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
-from narrowgauge.compute.nn.observer import GemmSample, Observer
+from narrowgauge.compute.nn.observer import GemmSample, Observer, selects
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import Operand, by_name
 from narrowgauge.errors import ConversionError
@@ -32,7 +32,6 @@ from narrowgauge.session.perturb import perturb
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import AUTOCAST, Root
-from narrowgauge.session.selection import selects
 from narrowgauge.session.sharded import copied_by
 from narrowgauge.session.trained import Trained
 

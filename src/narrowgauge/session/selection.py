@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.metrics import COLUMNS
 from narrowgauge.observe.stats.collector import Writer
 from narrowgauge.session.globs import SiteGlobs
@@ -40,6 +39,7 @@ class Selection:
         self._named = [name for name in globs if name in COLUMNS]
         self._found: set[str] = set()
         self._recorded = self._steps = 0
+        self._stored = False
 
     def due(self, step: int) -> bool:
         """Whether a step that begins is recorded."""
@@ -50,6 +50,7 @@ class Selection:
 
     def columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What is stored of all columns."""
+        self._stored = True
         kept = {name: values for name, values in columns.items() if name in self.metrics}
         for name in self._named:
             if name in kept and name not in self._found and np.isfinite(kept[name]).any():
@@ -64,7 +65,7 @@ class Selection:
                 f"watch.steps: nothing was recorded; the program made {self._steps} steps, and of these none is both "
                 f"selected and divided by every = {self._every}."
             )
-        elif self._recorded and len(self._found) < len(self._named):
+        elif self._stored and len(self._found) < len(self._named):
             missing = ", ".join(name for name in self._named if name not in self._found)
             notes.append(f"watch.metrics: {missing}: no recorded site has it, or it was never a number.")
         return notes
@@ -87,9 +88,3 @@ class Columns:
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
         """Record something that happened."""
         self._writer.add_event(step, kind, message, site, **data)
-
-
-def selects(observer: Observer | None, module: str, role: str) -> bool:
-    """Whether an observer looks at one tensor of a module: to be asked before anything is computed for it."""
-    asked = getattr(observer, "selects", None)
-    return True if asked is None else bool(asked(module, role))

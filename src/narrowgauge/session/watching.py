@@ -104,9 +104,8 @@ def watch(
         variant="asis",
         out=str(out),
         command=("ng.watch",),
-        judge=next(iter(settings.watch.what_if), ""),
         compiling=True,
-        **{**settings.for_plan(), **({"every": every} if every else {})},
+        **{**settings.for_watching(), **({"every": every} if every else {})},
     )
     compiled, family = CompiledCalls(), Family()
     try:

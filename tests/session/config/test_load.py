@@ -124,6 +124,7 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[watch]\nsteps = ['1', 'x']", 'FILE:2: watch.steps[1]: \'x\' is no range of steps; expected "7", "0-100" or'),
         ("[watch]\nsteps = -3", "FILE:2: watch.steps[0]: -3 is no range of steps"),
         ("[watch]\nsteps = true", "FILE:2: watch.steps[0]: True is no range of steps"),
+        ("[convert]\nbackend = 'fuse'", "FILE:2: convert.backend: no backend is called 'fuse'; did you mean 'fused'?"),
         ("[convert]\nskip = 'x'", "FILE:2: convert.skip is 'x'; expected a valid list."),
         ("[convert]\nfirst = -1", "FILE:2: convert.first is -1; expected greater than or equal to 0."),
         ("[convert]\ntokens = 8", "FILE:1: convert: tokens = 8 is only used by skip_slow; add skip_slow = true"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.nn.observer import ResultRole
+from narrowgauge.compute.nn.observer import ResultRole, selects
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn.layer_state import LayerState
@@ -43,11 +43,16 @@ class Call:
         """A call in `mode`, watched if the layer's observer wants this step; what is `captured` cannot be watched."""
         watched = mode != "read" and state.observer is not None and not captured and state.observer.wants(state.name)
         turn = state.clock.step
-        return cls(state, compute_dtype, mode, watched, turn, state.result_to_check(turn) if watched else None)
+        checked = state.result_to_check(turn) if watched else None
+        if checked is not None and not selects(state.observer, state.name, checked):
+            checked = None
+        return cls(state, compute_dtype, mode, watched, turn, checked)
 
     def shows(self, result: ResultRole) -> bool:
         """Whether a result is looked at: on a GPU only in its turn."""
-        return self.watched and (result == self.checked or not self.state.backend.watches)
+        if not self.watched or not (result == self.checked or not self.state.backend.watches):
+            return False
+        return selects(self.state.observer, self.state.name, result)
 
     def tell(self, note: Callable[[], object]) -> None:
         """Run `note` now, or when the backward pass shows that this forward was not recomputed in vain."""

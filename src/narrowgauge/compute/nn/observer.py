@@ -4,7 +4,8 @@
     result    output, grad_input, grad_weight    y, and a few rows or columns of it recomputed in float32
 
 An observer answers `wants` first, per layer and step, without touching the device: where it says no, nothing
-is prepared. Recomputed forwards (activation checkpointing) are not shown twice.
+is prepared. One that has a method `selects(module, role)` is asked for each result as well. Recomputed forwards
+(activation checkpointing) are not shown twice.
 
 Legend: x_MK, w_NK, y_MN, dy_MN, dx_MK, dw_NK; M = tokens, K = input features, N = output features.
 """
@@ -75,6 +76,12 @@ class Observer(Protocol):
         A GPU shows a result only in its turn: reading every one of them would cost more than all the rest.
         """
         ...
+
+
+def selects(observer: Observer | None, module: str, role: str) -> bool:
+    """Whether an observer looks at one tensor of a layer that it wants: to be asked before anything is computed."""
+    asked = getattr(observer, "selects", None)
+    return True if asked is None else bool(asked(module, role))
 
 
 def spread(size: int, count: int, turn: int) -> list[int]:

@@ -19,6 +19,7 @@ from narrowgauge.metrics import CATALOG
 from narrowgauge.metrics.site import ROLES
 from narrowgauge.session.config.words import (
     WILD,
+    BackendName,
     GemmName,
     Glob,
     MetricGlob,
@@ -92,7 +93,7 @@ class Convert(Table):
     """So many repeated blocks stay high at the input end."""
     last: Natural = 0
     """So many at the output end."""
-    backend: str | None = None
+    backend: BackendName | None = None
     """The kernels' backend; without it the best one that can."""
     skip_slow: bool = False
     """Layers that FP8 was measured to slow down on this GPU stay high."""
@@ -203,6 +204,14 @@ class Config(Table):
     high: list[High] = []
     dump: list[Dump] = []
     export: Export = Export()
+
+    def for_watching(self, recipe: str | None = None) -> dict[str, Any]:
+        """`for_plan`, and who judges the tensors of a program that is watched, converted to `recipe` or not at all."""
+        from narrowgauge.session.what_if import judge_of
+
+        judge = judge_of(self.watch.what_if)
+        others = tuple(name for name in dict.fromkeys(self.watch.what_if) if name not in (judge, recipe))
+        return {**self.for_plan(), "judge": judge, "what_if": others}
 
     def for_plan(self) -> dict[str, Any]:
         """The fields of a `Plan` that this file decides, as plain data."""

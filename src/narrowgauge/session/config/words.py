@@ -54,6 +54,14 @@ def _recipe(word: str) -> str:
     return word
 
 
+def _backend(word: str) -> str:
+    from narrowgauge.compute.kernels.choose import BACKENDS  # torch loads here, for those who name one
+
+    if word not in BACKENDS:
+        raise wrong(f"no backend is called {word!r}; {nearest(word, BACKENDS)}")
+    return word
+
+
 def _glob(word: str) -> str:
     if not word.removeprefix("!"):
         raise wrong(f"{word!r} matches nothing; expected a glob on module names, or module:role")
@@ -84,6 +92,7 @@ Role = Annotated[str, _one_of("role", ROLES)]
 OperandRole = Annotated[str, _one_of("operand", OPERAND_ROLES)]
 GemmName = Annotated[str, _one_of("gemm", GEMMS)]
 MetricGlob = Annotated[str, AfterValidator(_metric)]
+BackendName = Annotated[str, AfterValidator(_backend)]
 RecipeName = Annotated[str, AfterValidator(_recipe)]
 Glob = Annotated[str, AfterValidator(_glob)]
 SiteGlob = Annotated[str, AfterValidator(_site_glob)]
