@@ -23,7 +23,7 @@ from narrowgauge.observe.export.names import HIDDEN, METRICS
 from narrowgauge.observe.export.summing import Chosen, summaries_of, summing_query
 from narrowgauge.observe.store.database import connect
 from narrowgauge.observe.store.schema import KINDS, Kind
-from narrowgauge.observe.store.segments import literal
+from narrowgauge.observe.store.segments import RENEW, literal
 from narrowgauge.observe.store.source import parquet, segments_in
 
 Rows = list[tuple[Any, ...]]
@@ -36,7 +36,8 @@ class Tail:
     def __init__(self, folder: Path, sites: Sequence[str] = ()) -> None:
         self._folder = folder
         self._chosen = Chosen(sites)
-        self._db = connect(Path(tempfile.gettempdir()) / "narrowgauge-export", threads=1)
+        self._db = self._open()
+        self._reads = 0  # since DuckDB was opened
         self._done: dict[Kind, int] = dict.fromkeys(KINDS, -1)  # the last segment read
         self._step = self._look_step = -1
         self._names: set[str] = set()  # what was read of the last step
@@ -113,12 +114,19 @@ class Tail:
             found.setdefault(step, {})[site] = row
         return found
 
+    def _open(self) -> duckdb.DuckDBPyConnection:
+        return connect(Path(tempfile.gettempdir()) / "narrowgauge-export", threads=1, rereads=False)
+
     def _all(self, query: str) -> Rows:
         return self._db.execute(query).fetchall()
 
     def _batches(self, kind: Kind, read: Callable[[str, bool], Rows]) -> Iterator[Rows]:
         """What `read(table, partly seen)` finds in each span of segments that is new, the oldest first."""
         while unread := self._unread(kind):
+            self._reads += 1
+            if self._reads % RENEW == 0:  # it keeps a little of every statement for as long as it is open
+                self._db.close()
+                self._db = self._open()
             first, last = min(unread)
             files = unread[first, last]
             try:

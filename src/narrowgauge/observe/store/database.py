@@ -8,14 +8,19 @@ from pathlib import Path
 import duckdb
 
 
-def connect(spill: Path, *, threads: int | None = None) -> duckdb.DuckDBPyConnection:
-    """A new in-memory DuckDB whose large sorts use the folder `spill`; `threads` None means all cores."""
+def connect(spill: Path, *, threads: int | None = None, rereads: bool = True) -> duckdb.DuckDBPyConnection:
+    """A new in-memory DuckDB whose large sorts use the folder `spill`.
+
+    `threads` None means all cores. `rereads`: the same files are asked many times. Their footers are then kept, and
+    for ever: whoever reads every file once would grow with each.
+    """
     settings: dict[str, str | bool | int | float | list[str]] = {"temp_directory": str(spill)}
     if threads is not None:
         settings["threads"] = threads
     db = duckdb.connect(config=settings)
     # Otherwise a query of more than two seconds draws a bar into the terminal of whatever program we live in.
     db.execute("SET enable_progress_bar = false")
-    with contextlib.suppress(duckdb.Error):  # segments never change, so a footer that was parsed once stays true
-        db.execute("SET parquet_metadata_cache = true")
+    if rereads:
+        with contextlib.suppress(duckdb.Error):  # segments never change, so a footer that was parsed once stays true
+            db.execute("SET parquet_metadata_cache = true")
     return db

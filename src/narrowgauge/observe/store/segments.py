@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 # Rows of a row group: small ones let a series skip what it does not need, but every one adds to the footers that
 # the first question has to parse. Compacted, a site's rows lie together and large ones cost nothing.
 ROW_GROUP, COMPACTED_ROW_GROUP = 32_768, 122_880
+RENEW = 500  # segments, half an hour of training or more
 PARQUET = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2"
 
 
@@ -116,9 +117,8 @@ class SegmentWriter:
         self._codes: dict[str, int] = {}
         self._codes_of: dict[tuple[str, ...], Array] = {}
         self._mixed: dict[str, set[str]] = {}
-        # One thread: compressing must not take the cores that train.
-        self.db = connect(folder / ".spill", threads=1)
-        self.db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
+        self._since = 0  # segments since DuckDB was opened
+        self.db = self._open()
         self.written: list[tuple[Kind, int]] = []  # segments not yet looked at for merging
 
     def tensors(self, batches: Sequence[Batch]) -> None:
@@ -155,6 +155,20 @@ class SegmentWriter:
             "data": np.array(data, object), "wall_time": np.array(times, np.float64),
         }  # fmt: skip
         self._rows("events", columns)
+
+    def _open(self) -> duckdb.DuckDBPyConnection:
+        # One thread: compressing must not take the cores that train.
+        db = connect(self._folder / ".spill", threads=1, rereads=False)
+        db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
+        return db
+
+    def _renew(self) -> None:
+        """Open DuckDB anew: it keeps a little of every statement for as long as it is open."""
+        self.db.close()
+        self.db = self._open()
+        self._since = 0
+        self._codes.clear()
+        self._codes_of.clear()
 
     def close(self) -> None:
         """Release DuckDB's memory."""
@@ -236,6 +250,9 @@ class SegmentWriter:
                 self.db.unregister(table)
         self._next[kind] = index + 1
         self.written.append((kind, index))
+        self._since += 1
+        if self._since >= RENEW:
+            self._renew()
 
 
 def copy_aside(db: duckdb.DuckDBPyConnection, select: str, target: Path, row_group: int = ROW_GROUP) -> None:

@@ -1,0 +1,103 @@
+"""A long watched training holds on to nothing: no object, no open file, no thread, no memory of DuckDB's.
+
+benchmarks/soak.py does the same from outside, for 100 000 steps.
+"""
+
+import ctypes
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.observe.store import RunWriter, open_run
+from narrowgauge.session.attach import Session
+from narrowgauge.session.plan import Plan
+
+WARM, STEPS, PER_SEGMENT = 100, 400, 4
+
+
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class Allocated(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split(" ")]
+
+
+def allocated():
+    """Bytes that C and C++ hold, or 0 where there is no such question; other than of a process, this has no noise."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    ask.restype = Allocated
+    found = ask()
+    return found.uordblks + found.hblkhd
+
+
+def held():
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    return len(gc.get_objects()), files, threading.active_count(), allocated()
+
+
+def test_nothing_grows(tmp_path):
+    torch.manual_seed(0)
+    writer = RunWriter(tmp_path, flush_seconds=1000)
+    session = Session(
+        Plan(variant="x", out=str(tmp_path), command=("train.py",), every=PER_SEGMENT, judge="current"), writer
+    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session.optimizer_made(optimizer)
+    x = torch.randn(16, 16)
+    before = None
+    for step in range(1, STEPS + 1):
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % PER_SEGMENT == 0:
+            assert writer.flush()
+        if step == WARM:
+            before = held()
+    objects, files, threads, memory = (after - early for after, early in zip(held(), before, strict=True))
+    session.finish()
+    writer.close()
+    run = open_run(tmp_path)
+    assert run.scalars("loss").rows == STEPS
+    assert len(set(run.tensors()["step"].tolist())) == STEPS // PER_SEGMENT
+    segments = 2 * (STEPS - WARM) // PER_SEGMENT
+    assert objects < 50
+    assert (files, threads) == (0, 0)
+    assert memory < 10_000 * segments  # a footer that is kept is some 30 kB
+
+
+def test_duckdb_is_opened_anew_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowgauge.observe.store.segments.RENEW", 3)
+    seen = set()
+    with RunWriter(tmp_path) as writer:
+        for step in range(12):
+            writer.add_tensors(step, ["a:input", f"b{step % 2}:input"], {"amax": torch.tensor([step, -step]).numpy()})
+            writer.add_scalars(step, loss=float(step))
+            assert writer.flush()
+            seen.add(str(writer._segments._since))
+            kept = writer._segments.db.execute("SELECT current_setting('parquet_metadata_cache')").fetchall()
+            assert kept == [(False,)]
+    assert seen == {"0", "1", "2"}
+    run = open_run(tmp_path)
+    assert run.series("a:input", "amax")[1].tolist() == list(range(12))
+    assert run.series("b1:input", "amax")[1].tolist() == [-1, -3, -5, -7, -9, -11]
+    assert run.scalars("loss")["loss"].tolist() == list(range(12))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
