@@ -64,7 +64,11 @@ def test_a_sweep_is_a_map_that_convert_can_read(tmp_path):
 
 
 def test_step_compares_every_variant_with_bf16():
-    found = bench_step("tiny", CPU, recipes=("current",), precisions=("fp32",), mode="eager", rounds=1, samples=1)
+    kept = []
+    found = bench_step(
+        "tiny", CPU, recipes=("current",), precisions=("fp32",), mode="eager", rounds=1, samples=1, keep=kept.append
+    )
+    assert [result.rows for result in kept] == [found.rows] * 4  # a CPU has no energy and no phases to add
     assert [row["variant"] for row in found.rows] == ["bf16", "fp32", "current"]
     assert found.rows[0]["x_bf16"] == 1
     assert all(4 < row["loss"] < 7 for row in found.rows)
@@ -85,7 +89,11 @@ def test_a_variant_that_fails_is_a_row_with_its_reason(monkeypatch):
 
 
 def test_overhead_watches_every_step_and_every_tenth():
-    [row] = bench_overhead("tiny", CPU, recipes=("current",), mode="eager", rounds=1).rows
+    kept = []
+    found = bench_overhead("tiny", CPU, recipes=("current",), mode="eager", rounds=1, keep=kept.append)
+    [row] = found.rows
+    assert [result.rows for result in kept] == [found.rows]
+    assert (len(kept[0].notes), len(found.notes)) == (1, 0)  # that more was to come
     assert row["recipe"] == "current"
     assert row["failures"] == 0
     assert row["every_1_ms"] > 0

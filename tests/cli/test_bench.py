@@ -37,6 +37,21 @@ def test_json_is_all_that_is_printed_and_written(capsys, tmp_path):
     assert (found["rows"][0]["M"], found["rows"][0]["K"], found["rows"][0]["N"]) == (16, 16, 32)
 
 
+def test_what_was_measured_before_the_end_came_is_in_the_file(capsys, tmp_path, monkeypatch):
+    def end(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowgauge.bench.step.joules_per_call", end)
+    out = tmp_path / "step.json"
+    words = ["--size", "tiny", "--device", "cpu", "--recipes", "current", "--eager", "--rounds", "1"]
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(["bench", "step", *words, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert [row["variant"] for row in found["rows"]] == ["bf16", "current"]
+    assert all(row["ms"] > 0 for row in found["rows"])
+    assert "unfinished: more was still to be measured when this was written." in found["notes"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -60,20 +60,22 @@ def bench_overhead(
     mode: str = "compiled",
     rounds: int = 4,
     tell: Callable[[str], None] = lambda line: None,
+    keep: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Measure the watched step of every recipe; one row per recipe, `rounds` samples of ten steps per variant.
 
-    `tell` gets a line about each recipe.
+    `tell` gets a line about each recipe, `keep` what there is after each.
     """
-    rows = []
-    for number, name in enumerate(recipes, start=1):
-        tell(f"{name}: unwatched, and watched every step and every {BLOCK} ({number} of {len(recipes)})")
-        rows.append(_recipe(size_name, device, name, mode, rounds))
+    rows: list[Row] = []
     size = sized(size_name)
     settings = {
         "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,
         "mode": mode, "rounds": rounds, "block": BLOCK,
     }  # fmt: skip
+    for number, name in enumerate(recipes, start=1):
+        tell(f"{name}: unwatched, and watched every step and every {BLOCK} ({number} of {len(recipes)})")
+        rows.append(_recipe(size_name, device, name, mode, rounds))
+        keep(Result("overhead", settings, list(rows)).so_far())
     return Result("overhead", settings, rows)
 
 

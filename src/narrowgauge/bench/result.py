@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ class Result:
     ceilings: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     reason: str = ""  # why nothing was measured
+
+    def so_far(self) -> Result:
+        """The same, marked as what was measured before the rest was."""
+        return replace(self, notes=[*self.notes, "unfinished: more was still to be measured when this was written."])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, as the module's head describes."""

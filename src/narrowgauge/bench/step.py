@@ -7,6 +7,9 @@
 Variants are built one after the other; a variant's peak memory is what its own steps added to what lay there before it
 was built; of CUDA graphs, the steps in which they were captured. Then variants take turns. If they do not all fit in
 memory they are measured in groups, and BF16 is in every one.
+
+Energy and phases come last, variant by variant. Compiling takes most of the time, so that what is known is handed on as
+soon as it is.
 """
 
 from __future__ import annotations
@@ -59,25 +62,34 @@ def bench_step(
     rounds: int = 6,
     samples: int = 5,
     tell: Callable[[str], None] = lambda line: None,
+    keep: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Measure the training step of `size_name` and return one row per variant.
 
     `rounds` turns per variant of `samples` steps each; compiling takes longer than that, and `tell` gets a line about
-    each variant. Raises UsageError for a peer that is not there.
+    each variant. `keep` gets what there is once all have taken their turns, and again after each one's energy
+    and phases. Raises UsageError for a peer that is not there.
     """
     if peer is not None:
         check_peer(peer)
     variants = choose_variants(precisions, recipes, peer)
     size, meter = sized(size_name), EnergyMeter(device)
     ceilings = measure_ceilings(device)
-    with many_graphs():
-        rows = _all(variants, size_name, device, mode, rounds, samples, meter, ceilings, tell)
     settings = {
         "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,
         "mode": mode, "rounds": rounds, "samples": samples, "peer": peer,
     }  # fmt: skip
     notes = [f"energy: {meter.reason}"] if meter.reason else []
-    return Result("step", settings, [rows[v.name] for v in variants if v.name in rows], ceilings.to_dict(), notes)
+
+    def result(rows: dict[str, Row]) -> Result:
+        return Result("step", settings, [rows[v.name] for v in variants if v.name in rows], ceilings.to_dict(), notes)
+
+    with many_graphs():
+        rows = _all(
+            variants, size_name, device, mode, rounds, samples, meter, ceilings, tell,
+            lambda found: keep(result(found).so_far()),
+        )  # fmt: skip
+    return result(rows)
 
 
 def _all(
@@ -90,6 +102,7 @@ def _all(
     meter: EnergyMeter,
     ceilings: Ceilings,
     tell: Callable[[str], None],
+    keep: Callable[[dict[str, Row]], None],
 ) -> dict[str, Row]:
     """Build and measure every variant, in as many groups as memory asks for."""
     rows: dict[str, Row] = {}
@@ -97,7 +110,7 @@ def _all(
     for number, variant in enumerate(variants, start=1):
         tell(f"{variant.name}: building and warming up ({number} of {len(variants)})")
         if len(alive) > 1 and not _fits(variant, alive, device):
-            rows |= _measure(alive, rounds, samples, meter, ceilings)
+            _measure(alive, rounds, samples, meter, ceilings, rows, keep)
             del alive[1:]
             forget(device)
         try:
@@ -109,7 +122,8 @@ def _all(
             rows[variant.name] = {"variant": variant.name, "error": cause}
             forget(device)
     tell(f"{len(alive)} variants take turns")
-    return _measure(alive, rounds, samples, meter, ceilings) | rows
+    _measure(alive, rounds, samples, meter, ceilings, rows, keep)
+    return rows
 
 
 def _build(variant: Variant, size_name: str, device: torch.device, mode: str) -> _Built:
@@ -138,20 +152,29 @@ def _fits(variant: Variant, alive: Sequence[_Built], device: torch.device) -> bo
 
 
 def _measure(
-    group: Sequence[_Built], rounds: int, samples: int, meter: EnergyMeter, ceilings: Ceilings
-) -> dict[str, Row]:
+    group: Sequence[_Built],
+    rounds: int,
+    samples: int,
+    meter: EnergyMeter,
+    ceilings: Ceilings,
+    rows: dict[str, Row],
+    keep: Callable[[dict[str, Row]], None],
+) -> None:
+    """Add the group's rows to `rows`, and hand them to `keep`; a variant that another group has measured is left."""
     device = group[0].stepper.device
     steppers = {built.stepper.variant.name: built.stepper for built in group}
     timings = interleave(steppers, device, rounds=rounds, samples=samples, lead=LEAD)
-    rows = {}
-    for built in group:
+    new = [built for built in group if built.stepper.variant.name not in rows]
+    for built in new:
+        measured = _Measured(timings[built.stepper.variant.name], timings["bf16"], None)
+        rows[built.stepper.variant.name] = _row(built, measured, ceilings)
+    keep(rows)
+    for built in new:
         name = built.stepper.variant.name
         joules = joules_per_call(meter, built.stepper, device, timings[name].median)
-        measured = _Measured(timings[name], timings["bf16"], joules)
-        if device.type == "cuda":
-            measured.extra = phases.profile(built.stepper, device)
-        rows[name] = _row(built, measured, ceilings)
-    return rows
+        extra = phases.profile(built.stepper, device) if device.type == "cuda" else {}
+        rows[name] = _row(built, _Measured(timings[name], timings["bf16"], joules, extra), ceilings)
+        keep(rows)
 
 
 def _row(built: _Built, measured: _Measured, ceilings: Ceilings) -> Row:

@@ -82,6 +82,16 @@ def finish(result: Result, as_json: bool, out: Path | None) -> None:
     click.echo(result.to_json() if as_json else result.table(), nl=not as_json)
 
 
+def keeper(out: Path | None) -> Callable[[Result], None]:
+    """Writes what there is so far, so that a benchmark that is ended early leaves it; nothing without a file."""
+
+    def keep(result: Result) -> None:
+        if out is not None:
+            out.write_text(result.to_json(), encoding="utf-8")
+
+    return keep
+
+
 def tell(line: str) -> None:
     """How far a benchmark is, for who waits; on stderr, so that stdout is the result alone."""
     click.echo(f"narrowgauge: {line}", err=True)
@@ -226,6 +236,7 @@ def step_command(
         peer=peer,
         mode=mode or "compiled",
         tell=tell,
+        keep=keeper(out),
         **rounds_of(rounds),
     )
     finish(result, as_json, out)
@@ -254,6 +265,6 @@ def overhead_command(
     from narrowgauge.bench.overhead import bench_overhead
 
     name = size or ("1b" if found.type == "cuda" else "tiny")
-    ways: dict[str, Any] = {"mode": mode or "compiled", "tell": tell, **rounds_of(rounds)}
+    ways: dict[str, Any] = {"mode": mode or "compiled", "tell": tell, "keep": keeper(out), **rounds_of(rounds)}
     result = bench_overhead(name, found, recipes=words(recipes), **ways)
     finish(result, as_json, out)
