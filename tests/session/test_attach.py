@@ -334,6 +334,15 @@ def test_the_baselines_dtype_is_what_ran(tmp_path, which, said):
     assert session.facts()["baseline_dtype"] == said
 
 
+def test_an_autocast_that_a_model_enters_itself_is_seen_where_it_is_watched(tmp_path):
+    inside = DTYPES.replace('return self.used(x) if sys.argv[1] == "unused" else self.spare(x)', "return self.ran(x)")
+    own = "    @torch.autocast('cpu', torch.bfloat16)\n    def ran(self, x):\n        return self.spare(x)\n"
+    inside = inside.replace("    def forward", own + "    def forward")
+    inside = inside.replace('with torch.autocast("cpu", torch.bfloat16):\n    model', "if True:\n    model")
+    session, _ = follow(tmp_path, inside, judge="current", every=1, compiling=True)
+    assert session.facts()["baseline_dtype"] == "bfloat16"
+
+
 KEYWORDS = """
 import torch
 from torch import nn

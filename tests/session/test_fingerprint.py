@@ -49,3 +49,15 @@ def test_weights_hash_sees_names_shapes_and_values():
     assert known != weights_hash([("b", x)])
     assert known != weights_hash([("a", x.view(4, 3))])
     assert known != weights_hash([("a", x + 1e-7)])
+
+
+@pytest.mark.parametrize("extra", [None, b"state", {"amax": torch.ones(2)}])
+def test_an_extra_state_that_is_no_tensor_counts_by_its_name(extra):
+    class Layer(torch.nn.Linear):
+        def get_extra_state(self):
+            return extra
+
+    layer = Layer(4, 4)
+    named = weights_hash(layer.state_dict().items())
+    assert named == weights_hash(layer.state_dict().items())
+    assert named != weights_hash((n, x) for n, x in layer.state_dict().items() if n != "_extra_state")

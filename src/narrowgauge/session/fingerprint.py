@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +48,18 @@ def chain(tensors: Iterable[Tensor], start: Tensor | None = None) -> Tensor | No
     return folded
 
 
-def weights_hash(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A hex digest over names, shapes and values, in the model's own order; of what is sharded, this rank's part."""
+def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
+    """A hex digest over names, shapes and values, in the model's own order; of what is sharded, this rank's part.
+
+    `named` are the items of a state dict. What a module adds that is no tensor (an extra state, often None) counts
+    by its name alone.
+    """
     seen: list[str] = []
     digests: list[Tensor] = []
     for name, x in named:
+        if not isinstance(x, Tensor):
+            seen.append(name)
+            continue
         seen.append(f"{name}{tuple(x.shape)}{x.dtype}")
         if x.device.type != "meta" and x.layout is torch.strided:
             digests.append(digest(here(x)).to("cpu", non_blocking=False))

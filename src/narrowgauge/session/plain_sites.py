@@ -85,6 +85,7 @@ class PlainSites:
         self._products = Products(self._heard, self._failed)
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
         self.copies: dict[str, int] = {}  # sites whose values other ranks hold as well, and the lowest that does
+        self.dtype = ""  # of the first product's result
         self._steps = 0
         self._deaf = False  # products were not listened to
         self._open = ExitStack()
@@ -224,6 +225,8 @@ class PlainSites:
             return
         state = self._state(name, observer, self._recipe, some.device)
         x, w, y = part.x, part.w, part.y
+        if y is not None and not self.dtype:
+            self.dtype = str(y.dtype).removeprefix("torch.")
         own = _spread if part.own is not None and any(is_distributed(t) for t in (x, w, y)) else part.own
         held = Held(None) if x is None else local_of(x)
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
