@@ -1,7 +1,10 @@
 """What other recipes would make of a program's tensors: counted as by hand, in runs of their own, changing nothing."""
 
+import os
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,3 +150,29 @@ def test_the_report_has_the_ranking_on_the_terminal_and_on_the_page(asked, tmp_p
 def test_a_run_that_asked_one_recipe_has_no_readiness(tmp_path):
     follow(tmp_path, judge="current")
     assert readiness(open_run(tmp_path / "out")) is None
+
+
+ENDS = """
+import torch
+from tests.session import programs
+from narrowgauge.session import armed, plan
+from narrowgauge.session.compiled_calls import CompiledCalls
+from narrowgauge.session.family import Family
+import sys
+from pathlib import Path
+asked = plan.Plan("x", sys.argv.pop(1), ("train.py",), every=1, judge="current", what_if=("blockwise",), compiling=True)
+armed.arm(str(asked.write()))
+exec(programs.BASIC)
+"""
+
+
+def test_the_last_step_of_a_process_is_there_for_every_recipe(tmp_path):
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "src")])
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "out"), "2"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for folder in (tmp_path / "out", tmp_path / "out" / "what_if" / "blockwise"):
+        assert set(open_run(folder).tensors()["step"].tolist()) == {1, 2}

@@ -92,6 +92,12 @@ class WhatIf:
         self._open = False
         self.problem = ""
         self.seconds = 0.0
+        # Now, and not when something is recorded: a writer that is made after the session's own goodbye to the process
+        # is registered would say its own before, and miss the last step.
+        try:
+            self._judges = [self._judge(name) for name in self._names]
+        except (NarrowgaugeError, OSError) as error:
+            self._failed(error)
 
     def begin_step(self, step: int, recorded: bool) -> None:
         """Open a step if it is `recorded`."""
@@ -99,13 +105,8 @@ class WhatIf:
         self._open = recorded and bool(self._names) and not self.problem
         if not self._open:
             return
-        try:
-            if not self._judges:
-                self._judges = [self._judge(name) for name in self._names]
-            for judge in self._judges:
-                judge.collector.begin_step(step)
-        except (NarrowgaugeError, OSError) as error:
-            self._failed(error)
+        for judge in self._judges:
+            judge.collector.begin_step(step)
 
     def wants(self) -> bool:
         """Whether the open step is looked at."""
