@@ -116,8 +116,8 @@ def revert(model: Model) -> Model:
     for name, module in converted.items():
         if type(module) is not Fp8Linear:
             raise ConversionError(
-                f"{name!r} became a {type(module).__name__} after its conversion (a parametrization does "
-                "that); undo this first, then revert."
+                f"{name!r} became a {type(module).__name__} after its conversion (a parametrization "
+                "does that, and fully_shard called on the layer itself); undo this first, or revert before it is done."
             )
     for module in converted.values():
         Fp8Linear.release(module)
