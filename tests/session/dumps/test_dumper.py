@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,18 @@ def test_a_failed_write_leaves_no_part_of_a_file(tmp_path, monkeypatch):
     facts = follow(tmp_path, table(steps=[(1, 3)]), judge="current")
     assert "No space left on device" in facts["unmet"][0]
     assert files(tmp_path) == []
+
+
+def test_the_last_step_of_a_process_that_takes_no_new_thread_is_written(tmp_path, monkeypatch):
+    def refused(thread):
+        if thread.name == "narrowgauge-dump":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    facts = follow(tmp_path, table(steps=[(1, 3)]), judge="current")
+    assert facts["watch"]["dumps"]["files"] == len(files(tmp_path)) == 3
 
 
 def test_a_dump_says_what_it_is_and_inspect_tells(tmp_path):

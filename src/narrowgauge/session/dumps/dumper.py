@@ -103,7 +103,11 @@ class Dumper:
             return
         self._wait()
         self._thread = threading.Thread(target=self._write, args=(file,), name="narrowgauge-dump", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the process is ending, and takes no new thread: its last step is written here
+            self._thread = None
+            self._write(file)
 
     def flush(self) -> None:
         """Wait until everything is written."""
