@@ -23,9 +23,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.errors import UsageError
+from narrowgauge.observe.export import check
 from narrowgauge.session.armed import rank_of_this_process
 from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.config import load
+from narrowgauge.session.exporting import exporting
 from narrowgauge.session.family import Family
 from narrowgauge.session.folder import prepare
 from narrowgauge.session.live import Live
@@ -97,6 +99,7 @@ def watch(
     if every is not None and every < 1:
         raise UsageError(f"every is {every}; expected 1 (every step) or more.")
     settings = load(None if config is None else Path(config))
+    check(settings.for_watching()["export"])
     rank, alone = _rank()
     if alone:
         prepare(Path(out))  # of several ranks one would find the other's files
@@ -113,9 +116,7 @@ def watch(
     except BaseException:
         compiled.close()
         raise
-    if plan.export:
-        from narrowgauge.session.exporting import exporting
-
+    if plan.export and rank == 0:
         live.ending.enter_context(exporting(plan.folder, plan.export))
     _catch_up(live, family, compiled, model)
     return Watching(live)
