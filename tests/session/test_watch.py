@@ -102,7 +102,7 @@ def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path):
     assert {(0, 2)} == set(zip(table["rank"].tolist(), table["ranks"].tolist(), strict=True))
     assert {2, 4} == set(table["step"].tolist())
     rows = dict(zip(table["site"].tolist(), table["numel"].tolist(), strict=True))
-    assert (rows["module.0:input"], rows["module.0:weight"]) == (2 * 16 * 32, 32 * 64)  # two batches, one weight
+    assert (rows["0:input"], rows["0:weight"]) == (2 * 16 * 32, 32 * 64)  # two batches, one weight
     assert (tmp_path / "out" / "run.rank1.json").exists()
 
 

@@ -32,7 +32,7 @@ from narrowgauge.session.perturb import perturb
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.root import AUTOCAST, Root
-from narrowgauge.session.sharded import copied_by
+from narrowgauge.session.sharded import class_name, copied_by
 from narrowgauge.session.trained import Trained
 
 
@@ -76,7 +76,7 @@ class Model:
     """A model that was taken, as long as it lives."""
 
     def __init__(self, model: nn.Module, gone: Callable[[Model], None]) -> None:
-        self.kind = type(model).__name__
+        self.kind = class_name(model)
         self.parts = {id(m) for m in model.modules()}
         self.module = ref(model, lambda _: gone(self))
 

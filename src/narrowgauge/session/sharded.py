@@ -93,6 +93,15 @@ def copied_by(modules: Iterable[nn.Module]) -> int | None:
     return None
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, as its author wrote it: FSDP2 puts another in front, `FSDP<name>`."""
+    kind = type(module)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if fsdp is not None and isinstance(module, fsdp):
+        kind = next((base for base in kind.__bases__ if base is not fsdp), kind)
+    return kind.__name__
+
+
 def is_distributed(x: Any) -> bool:
     """Whether `x` is a DTensor; a program that has none need not import them."""
     module = sys.modules.get("torch.distributed.tensor")
