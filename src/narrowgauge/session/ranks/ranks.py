@@ -36,7 +36,7 @@ from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.open_step import OpenStep
 from narrowgauge.session.ranks.scalars import Waiting
 
-PATIENCE = 5.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
+PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
 MEETING = 30.0  # seconds for all ranks to come by the first time that they merge
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart

@@ -1,0 +1,78 @@
+"""Two processes, one of which is late and then gone: the other trains on, ends in time, and the run is readable."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.session.test_watch import PLAIN
+
+from narrowgauge.observe.store import open_run
+from narrowgauge.session.launch import INJECTED
+from narrowgauge.session.plan import Plan
+
+PROGRAM = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, gone = dist.get_rank(), int(sys.argv[1])
+model = nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps, together=True):
+    for _ in range(steps):
+        model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+        dist.barrier() if together else None
+train(8)
+if rank == 1 - gone:
+    train(8, together=False)      # while the other sleeps
+    dist.barrier()
+else:
+    dist.barrier()                # it has been late
+    train(8, together=False)
+dist.barrier()
+train(8)
+if rank == gone:
+    os.kill(os.getpid(), signal.SIGKILL)
+train(16, together=False)
+print("finished", flush=True)
+"""
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_is_late_and_then_gone(tmp_path, gone, free_port):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    plan = Plan("asis", str(tmp_path / "out"), ("train.py",), every=1, judge="current", compiling=True).write()
+    environment = {
+        **PLAIN, "OMP_NUM_THREADS": "1", "NARROWGAUGE_PLAN": str(plan), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port),
+        "PYTHONPATH": os.pathsep.join([str(INJECTED), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    command = [sys.executable, "train.py", str(gone)]
+    ranks = [
+        subprocess.Popen(command, cwd=tmp_path, env={**environment, "RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    assert ranks[gone].wait(120) == -9
+    began = time.monotonic()
+    ranks[gone].stdout.close()
+    out, _ = ranks[1 - gone].communicate(timeout=120)
+    assert (ranks[1 - gone].returncode, out) == (0, "finished\n")
+    assert time.monotonic() - began < 40  # of the half minute that nobody waits for a rank
+    run = open_run(tmp_path / "out", recover=gone == 0)
+    table = run.tensors(["numel"], sites=[":input"])
+    found = {}
+    for step, rank, numel in zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True):
+        found.setdefault(step, {})[rank] = numel
+    survivor = 1 - gone
+    assert survivor in found[40]
+    assert len(found[40]) == 1  # on its own
+    assert run.scalars("loss", rank=survivor)["step"].tolist()[-1] == 40
+    if survivor == 0:
+        merged = {step for step, rows in found.items() if rows == {0: 2 * 64}}
+        assert {2, 3, 4, 18, 19} <= merged  # before it was late, and when it was back
+        assert found[10] == {0: 64, 1: 64}
+        messages = " ".join(run.events("ranks_apart")["message"].tolist())
+        assert "rank 1 had not recorded it" in messages or "Ranks are not merged" in messages
