@@ -127,6 +127,7 @@ class PlainSites:
         """A recorded step begins."""
         self.end()
         self._weights.clear()
+        self.copies.clear()
         self._census.begin()
         if self._recipe is None:
             return

@@ -57,7 +57,9 @@ def made(kind):
 def batch(step, who):
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
 
+kept = []
 def train(model, parameters, who):
+    kept.append(model)  # or the next would be taken for it, under the same names
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     for step in range(STEPS):
         model(batch(step, who)).square().mean().backward()
