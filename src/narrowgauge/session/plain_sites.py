@@ -16,8 +16,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import choose
-from narrowgauge.compute.nn.call import Call, without_autocast
+from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.eligible import DTYPES
 from narrowgauge.compute.nn.layer_state import LayerState
@@ -264,9 +264,9 @@ class PlainSites:
             first = held.first if held.first is not None else first
             if first is not None:
                 self.copies[f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"] = first
-            with torch.no_grad(), without_autocast(x.device.type):
-                call = Call.begin(state, x.dtype, "write")
-                if call.watched:
+            call = Call.begin(state, x.dtype, "write")
+            if call.watched:
+                with torch.no_grad(), _plain_math(x.device.type):
                     self._look(call, role, turn(x), own)
         except Exception as error:
             self._failed(f"{state.name}:{role}", error)
@@ -291,6 +291,19 @@ class PlainSites:
         if not any(note.startswith("Watching ") for note in self._said):  # one of them says enough
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             self._say(f"Watching {what} failed, and its numbers are missing: {cause}. Training goes on.")
+
+
+@contextmanager
+def _plain_math(device_type: str) -> Iterator[None]:
+    """Without autocast; `torch.autocast` would cost as much as counting a small tensor does."""
+    was = torch.is_autocast_enabled(device_type)
+    if was:
+        torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        if was:
+            torch.set_autocast_enabled(device_type, True)
 
 
 def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:
