@@ -93,9 +93,8 @@ def check(name: str, layer: nn.Module, recipe: Any, te: Any, *args: Any) -> None
         want = ng.measure(t, q)
         worst = max(abs(writer.rows[site][c] - want[c]) / max(abs(want[c]), 1e-9) for c in COLUMNS)
         ratio = writer.rows[site]["amax_ratio"]
-        print(
-            f"{name:40} {role:12} codes that differ {differ:6} of {t.numel()}  worst column {worst:.1e}  ratio {ratio:.3f}"
-        )
+        codes = f"codes that differ {differ:6} of {t.numel()}"
+        print(f"{name:40} {role:12} {codes}  worst column {worst:.1e}  amax ratio {ratio:.3f}")
     print(f"{name:40} sites {sorted(writer.rows)}  {' '.join(sites.notes)}")
 
 
