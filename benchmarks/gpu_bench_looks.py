@@ -2,6 +2,8 @@
 
 share = (bytes read + bytes written by the cast) / seconds / (the same for a plain copy)      medians, taken in turn
 
+Rows read twice: their amaxes are a launch of their own.
+
 python -m benchmarks.gpu_bench_looks [--rounds 30]
 """
 
@@ -123,7 +125,9 @@ def main() -> None:
             if name.startswith("pack"):
                 row |= {"TB/s": "", "% of copy": "", "MiB": round(mebibytes, 1)}
             else:
-                row |= {"TB/s": round(4 * x.numel() / ms / 1e9, 2), "% of copy": round(100 * taken["copy"] / ms, 1)}
+                moved = 6 if name.startswith("rows") else 4  # bytes per number
+                row["TB/s"] = round(moved * x.numel() / ms / 1e9, 2)
+                row["% of copy"] = round(25 * moved * taken["copy"] / ms, 1)
             table.append(row)
     record("looks", {"rounds": args.rounds, "dtype": "bfloat16", "looks": STEP}, table)
 

@@ -273,7 +273,7 @@ def test_the_limit_of_flushing_without_a_division(pow2, half):
 
 
 def test_programs_cover_a_tensor_once_and_small_tensors_get_more_of_them():
-    for walk in (plan.TENSOR, plan.BLOCKS, plan.LINES):
+    for walk in (plan.TENSOR, plan.TILES, plan.SQUARES, plan.LINES):
         for M, K in ((1, 1), (128, 128), (129, 4000), (5000, 300), (8192, 4096)):
             many = plan.Plan.of(M, K, walk)
             rows, columns = (walk.rows, plan.SEGMENT * many.steps)
@@ -282,7 +282,7 @@ def test_programs_cover_a_tensor_once_and_small_tensors_get_more_of_them():
             assert many.programs == math.ceil(M / rows) * math.ceil(K / columns)
             assert many.steps <= walk.steps
             assert many.steps == 1 or many.programs >= walk.enough
-    assert plan.Plan.of(8192, 4096, plan.BLOCKS).steps < plan.Plan.of(32768, 4096, plan.BLOCKS).steps
+    assert plan.Plan.of(8192, 4096, plan.LINES).steps < plan.Plan.of(32768, 4096, plan.LINES).steps
 
 
 @pytest.mark.parametrize("kind", ["tensor", *GRAINS])

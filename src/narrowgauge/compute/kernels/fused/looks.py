@@ -20,7 +20,7 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.fused import packing
 from narrowgauge.compute.kernels.fused.moments import FIELDS
-from narrowgauge.compute.kernels.fused.plan import BLOCKS, LINES, TENSOR, Plan, pieces
+from narrowgauge.compute.kernels.fused.plan import LINES, SQUARES, TENSOR, TILES, Plan, pieces
 from narrowgauge.compute.kernels.fused.sampling import COUNTS, ERRORS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
@@ -28,7 +28,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.metrics import MOMENTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WALKS = {PerTensor(): TENSOR, PerRow(): LINES, BLOCK_1x128: BLOCKS, BLOCK_128x128: BLOCKS}  # by granularity
+WALKS = {PerTensor(): TENSOR, PerRow(): LINES, BLOCK_1x128: TILES, BLOCK_128x128: SQUARES}  # by granularity
 CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 

@@ -49,7 +49,8 @@ class Walk:
 
 
 TENSOR = Walk(32, 16, down=True)  # one scale for all
-BLOCKS = Walk(128, 4, down=True, enough=1024)  # a tile is a block
+TILES = Walk(128, 1, down=True)  # a tile is a block; a program of several keeps more than 80 registers hold
+SQUARES = Walk(128, 2, down=True, enough=1024)
 LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
 
 

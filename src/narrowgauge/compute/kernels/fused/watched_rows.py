@@ -65,7 +65,7 @@ from narrowgauge.formats import Format
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
-WARPS, REGISTERS = 8, 64  # of a program, and of a thread where numbers have 16 bits
+WARPS, REGISTERS = 4, 128  # of a program, and of a thread where numbers have 16 bits
 
 
 @triton.jit(do_not_specialize=LATE)
