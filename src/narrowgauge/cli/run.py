@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
 import click
@@ -54,8 +56,17 @@ def run_command(
     code = watch(plan, argv)
     for told in unmet(folder):
         click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
+    for missing in not_found(folder):
+        click.echo(f"narrowgauge: {missing}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder)}", err=True)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)
+
+
+def not_found(folder: Path) -> list[str]:
+    """What a program that trains has and the run did not find, in the words of its first rank."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return list(json.loads((folder / "run.json").read_text())["meta"].get("not_found", ()))
+    return []
 
 
 def what_came_of_it(folder: Path) -> str:
