@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import narrowgauge as ng
+from narrowgauge.errors import ConversionError
 from narrowgauge.session.fingerprint import weights_hash
 from narrowgauge.session.sharded import here, is_distributed, local_of, used_of
 
@@ -66,3 +69,12 @@ def test_what_is_here_keeps_its_gradient(mesh):
 def test_weights_are_hashed_by_what_is_here(mesh):
     hashed = weights_hash([("w", spread(mesh, Shard(0), Shard(0)))])
     assert hashed != weights_hash([("w", DTensor.from_local(LOCAL + 1, mesh, [Shard(0), Shard(0)], run_check=False))])
+
+
+def test_a_sharded_layer_is_not_converted(mesh):
+    model = nn.Sequential(nn.Linear(32, 32))
+    shard = DTensor.from_local(torch.zeros(16, 32), mesh, [Shard(0), Replicate()], run_check=False)
+    model[0].weight = nn.Parameter(shard)
+    with pytest.raises(ConversionError, match="its weight is a DTensor; only plain tensors can be quantized for now"):
+        ng.convert(model, "current")
+    assert type(model[0]) is nn.Linear
