@@ -15,8 +15,8 @@ def times(folder):
     return dict(reversed(rows(folder, "scalars", "step, wall_time")))
 
 
-def drain(tail):
-    points = [point for batch in tail.points() for point in batch]
+def drain(tail, final=True):
+    points = [point for batch in tail.points(final=final) for point in batch]
     return points, list(tail.looks()), list(tail.events())
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_grows_and_merges_meanwhile_is_read_once(tmp_path):
                 writer.add_event(step, "skipped", "a step was skipped")
             writer.flush()
             if step % 5 == 0:
-                new = drain(tail)
+                new = drain(tail, final=False)
                 steps += [point.step for point in new[0]]
                 looks += [look.step for look in new[1]]
                 events += [event.step for event in new[2]]
@@ -92,11 +92,27 @@ def test_a_step_whose_rows_are_parted_by_a_segment_is_whole_in_the_end(tmp_path)
             writer.add_tensors(1 + part // 2, [f"a:{role}"], {"amax": np.array([float(part)])})
             writer.flush()
             if part == 14:
-                first = drain(tail)
+                first = drain(tail, final=False)
     second = drain(tail)
-    assert [p.values for p in second[0]] == [{"half1": 15.0}]
+    assert [p.values for p in first[0] + second[0]] == [{"half0": 2.0 * n, "half1": 2.0 * n + 1} for n in range(8)]
     assert [(s.role, s.greatest) for look in second[1] for s in look.summaries] == [("output", 15.0)]
-    assert len(first[0]) == len(first[1]) == 15
+    assert len(first[1]) == 15
+
+
+def test_what_all_ranks_say_of_a_step_takes_the_place_of_what_the_first_said(tmp_path):
+    tail, told = Tail(tmp_path), []
+    with RunWriter(tmp_path) as writer:
+        for step in range(1, 30):
+            writer.add_scalars(step, loss=1.0, tokens=8.0)
+            if step % 4 == 0:  # of the four steps before the last
+                for merged in range(max(1, step - 5), step - 1):
+                    writer.add_scalars(merged, loss=2.0 + merged, tokens=16.0)
+            if step % 5 == 0:
+                writer.flush()
+                told += drain(tail, final=False)[0]
+    told += drain(tail)[0]
+    assert [point.step for point in told] == list(range(1, 30))
+    assert [p.values for p in told[:26]] == [{"loss": 2.0 + step, "tokens": 16.0} for step in range(1, 27)]
 
 
 def test_a_damaged_segment_is_told_and_the_rest_goes_out(run):

@@ -65,15 +65,15 @@ class Follower(threading.Thread):
         ended = False
         while not ended:
             ended = self._ended.wait(POLL)  # asked before reading: after the end there is nothing new
-            self._take_over(exporter, tail)
+            self._take_over(exporter, tail, final=ended)
             self.notes = tail.notes
         run = open_run(self._folder)
         for note in run.meta.get("notes", ()):
             exporter.event(Event(self.step, 0.0, "note", str(note)))
         exporter.close(run.status)
 
-    def _take_over(self, exporter: Exporter, tail: Tail) -> None:
-        for points in tail.points():
+    def _take_over(self, exporter: Exporter, tail: Tail, *, final: bool) -> None:
+        for points in tail.points(final=final):
             for begin in range(0, len(points), AT_ONCE):
                 exporter.scalars(points[begin : begin + AT_ONCE])
             self.step = points[-1].step if points else self.step

@@ -6,13 +6,15 @@
 
 A segment that was not read before is taken whole. One that a merge has put together from some that were read is
 filtered: steps never go back within a run, so the last step that was seen tells old rows from new ones.
+
+Scalars wait for one more segment before they go out: where several ranks train, what all of them say of a step is
+written some steps after what the first rank says, and takes its place.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,9 @@ class Tail:
         self._db = self._open()
         self._reads = 0  # since DuckDB was opened
         self._done: dict[Kind, int] = dict.fromkeys(KINDS, -1)  # the last segment read
-        self._step = self._look_step = -1
-        self._names: set[str] = set()  # what was read of the last step
-        self._roles: set[str] = set()
+        self._pending: dict[int, Point] = {}
+        self._out = self._newest = self._look_step = -1  # the last step that went out; that was read
+        self._roles: set[str] = set()  # what was read of the last recorded step
         self._events: set[int] = set()
         self._times: dict[int, float] = {}  # of the steps last read: rows of tensors have no time of their own
         self._time = 0.0
@@ -52,25 +54,32 @@ class Tail:
         """What a user should know of what was not exported."""
         return [*self._unreadable, *self._chosen.notes()]
 
-    def points(self) -> Iterator[list[Point]]:
-        """New steps' scalars, a list per segment."""
+    def points(self, *, final: bool = False) -> Iterator[list[Point]]:
+        """Steps whose scalars are settled, or all if it is `final`: in order, a list per segment."""
         self._times = {}
         hidden = f"name NOT IN ({', '.join(map(literal, sorted(HIDDEN)))})"
 
-        def select(table: str, seen: bool) -> str:
-            where = f"{hidden} AND {_after(self._step, 'name', self._names)}" if seen else hidden
-            return f"SELECT step, wall_time, name, value FROM {table} WHERE {where} ORDER BY step, wall_time, name"
+        def read(table: str, _: bool) -> Rows:
+            columns, where = "step, wall_time, name, value", f"{hidden} AND step > {self._out}"
+            return self._all(f"SELECT {columns} FROM {table} WHERE {where} ORDER BY step, wall_time, name")
 
-        for rows in self._batches("scalars", lambda table, seen: self._all(select(table, seen))):
-            points = []
-            for step, group in groupby(rows, key=lambda row: int(row[0])):
-                row = list(group)
-                values = {name: float("nan") if value is None else float(value) for _, _, name, value in row}
-                self._names = values.keys() | (self._names if step == self._step else set())
-                self._step, self._time = step, float(row[0][1])
-                self._times[step] = self._time
-                points.append(Point(step, self._time, values))
-            yield points
+        for rows in self._batches("scalars", read):
+            settled = self._newest
+            for step, when, name, value in rows:
+                point = self._pending.setdefault(step, Point(step, float(when), {}))
+                point.values[name] = float("nan") if value is None else float(value)
+                self._newest = max(self._newest, step)
+                self._times[step] = self._time = point.wall_time
+            yield from self._settle(settled)
+        if final:
+            yield from self._settle(self._newest)
+
+    def _settle(self, last: int) -> Iterator[list[Point]]:
+        """Let the steps up to `last` go out."""
+        steps = sorted(step for step in self._pending if step <= last)
+        if steps:
+            self._out = steps[-1]
+            yield [self._pending.pop(step) for step in steps]
 
     def looks(self) -> Iterator[Look]:
         """New recorded steps' tensors; ask for `points` before, that these have their time from."""
