@@ -30,7 +30,7 @@ def loss_of(model, x=X):
 
 def test_finished_trainings_are_not_kept_alive(tmp_path):
     kept = []
-    with followed(tmp_path, every=1) as (session, writer):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
         for _ in range(3):
             model = nn.Sequential(linear(), nn.Linear(16, 16))
             kept += [weakref.ref(m) for m in model.modules()] + [weakref.ref(p) for p in model.parameters()]
