@@ -2,12 +2,15 @@
 
 metrics.md from the catalog of metrics, recipes.md from that of recipes, cli.md from the commands themselves, config.md
 from the tables of settings, the picture of the speed map from the map that ships with the package, and those of phases
-and overhead from benchmarks/results/.
+and overhead from benchmarks/results/; and in the README, between its markers, what the tests under tests/integrations
+prove.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +29,7 @@ from narrowgauge.session.config.page import render as config
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 SIZES = ("8b-slice", "1b")
+TABLE = re.compile(r"(<!-- works with: .* -->)\n.*?(<!-- end -->)", re.DOTALL)
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {
     "fprop": ("input", "weight"),
@@ -133,11 +137,26 @@ def overheads() -> str:
     )
 
 
+def works_with() -> str:
+    """The README with its table of programs that are watched unedited, a row for each that a test declares."""
+    sys.path.insert(0, str(HERE.parent))
+    try:
+        files = sorted((HERE.parent / "tests" / "integrations").glob("test_*.py"))
+        found = [getattr(importlib.import_module(f"tests.integrations.{file.stem}"), "WORKS", ()) for file in files]
+    finally:
+        sys.path.pop(0)
+    proofs = [works for group in found for works in (group if isinstance(group, tuple) else (group,))]
+    lines = ["| program | tested with | what of it | on | by us |", "|---|---|---|---|---|"]
+    table = "\n".join([*lines, *(works.row() for works in sorted(proofs, key=lambda works: works.name.lower()))])
+    return TABLE.sub(lambda match: f"{match[1]}\n{table}\n{match[2]}", (HERE.parent / "README.md").read_text())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics,
     "recipes.md": recipes,
     "cli.md": commands,
     "config.md": config,
+    "../README.md": works_with,
     "images/speed_map.svg": speed_map,
     "images/phases_8b-slice.svg": partial(phases, "8b-slice"),
     "images/overhead.svg": overheads,

@@ -1,0 +1,124 @@
+"""Runs a training script as it is, and writes down what its linear layers saw, computed from the same tensors by hand.
+
+    SCRIPT=train.py python by_hand.py ARGS          hand/rank0.json, hand/rank1.json, ...
+
+Nothing of narrowgauge is imported. A global forward hook keeps every layer's input, weight and the gradient of its
+output; each tensor is quantized here as the recipe `current` says and its error summed in float64:
+
+    scale = amax / max      d = float8(x max / amax) · scale      max: 448 (E4M3), 57344 (E5M2, gradients)
+
+Microbatches of a step are quantized one by one, and their sums added. A layer's name is that in `model`, the script's
+variable (or in `models`, if it has several). The losses are what `backward` was called on.
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+KINDS = {"Conv1D", "ColumnParallelLinear", "RowParallelLinear"}  # linear layers that are no nn.Linear
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+class Sums:
+    """One operand of one layer in one step."""
+
+    def __init__(self):
+        self.numel = self.flushed = 0
+        self.amax = self.xx = self.ee = 0.0
+        self.scales = []
+
+    def add(self, x, dtype):
+        x = x.detach().float()
+        if hasattr(x, "full_tensor"):
+            x = x.full_tensor()
+        amax, largest = x.abs().max(), LARGEST[dtype]
+        scale = amax.double() / largest if amax else torch.tensor(1.0).double()  # of zeros alone: 1
+        inverse = torch.tensor(largest) / amax if amax else torch.tensor(1.0)
+        codes = (x * inverse).clamp(-largest, largest).to(dtype).double()
+        self.numel += x.numel()
+        self.flushed += int(((codes == 0) & (x != 0)).sum())
+        self.amax = max(self.amax, amax.item())
+        self.xx += (x.double() ** 2).sum().item()
+        self.ee += ((x.double() - codes * scale) ** 2).sum().item()
+        self.scales.append(scale.item())
+
+    def row(self):
+        return {
+            "numel": self.numel,
+            "amax": self.amax,
+            "l2": self.xx**0.5,
+            "mse": self.ee / self.numel,
+            "underflow_pct": 100 * self.flushed / self.numel,
+            "scale_min": min(self.scales),
+            "scale_max": max(self.scales),
+        }
+
+
+step = 1
+seen = defaultdict(Sums)  # (step, module, role)
+losses = defaultdict(float)
+alive = {}
+
+
+def called(module, args, output):
+    output = output[0] if isinstance(output, tuple) else output
+    in_backward = torch._C._current_graph_task_id() != -1
+    linear = isinstance(module, nn.Linear) or type(module).__name__ in KINDS
+    if not linear or in_backward or not module.training:
+        return
+    alive[id(module)] = module
+    if torch.is_grad_enabled() or output.requires_grad:
+        watch(module, args[0], output)
+    else:  # inside of a checkpoint that recomputes with gradients later
+        watch(module, args[0], None)
+
+
+def watch(module, x, output):
+    seen[step, id(module), "input"].add(x, torch.float8_e4m3fn)
+    if (step, id(module), "weight") not in seen:
+        seen[step, id(module), "weight"].add(module.weight, torch.float8_e4m3fn)
+    if output is not None and output.requires_grad:
+        output.register_hook(lambda g: seen[step, id(module), "grad_output"].add(g, torch.float8_e5m2))
+
+
+def stepped(*_):
+    global step
+    step += 1
+
+
+def main():
+    folder, script = Path("hand"), os.environ["SCRIPT"]  # a launcher may put words of its own before ours
+    sys.argv[0] = script
+    sys.path[0] = str(Path(script).resolve().parent)
+    nn.modules.module.register_module_forward_hook(called)
+    register_optimizer_step_post_hook(stepped)
+    backward = torch.autograd.backward
+
+    def first(tensors, *args, **kwargs):
+        loss = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
+        losses[step] += loss.item()
+        return backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = first
+    found = runpy.run_path(script, run_name="__main__")
+    models = found.get("models") or [found["model"]]
+    names = {id(m): name for model in models for name, m in model.named_modules()}
+    rows = [
+        {"step": number, "site": f"{names[which]}:{role}", **sums.row()}
+        for (number, which, role), sums in seen.items()
+        if which in names
+    ]
+    folder.mkdir(exist_ok=True)
+    rank = int(os.environ.get("RANK", "0"))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "losses": losses}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""A loop of one's own on Accelerate, with accumulation and clipping."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from text import pieces
+from torch import nn
+from torch.utils.data import DataLoader
+
+set_seed(0)
+accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=True)
+model = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
+loader = DataLoader(pieces(count=48), batch_size=4, shuffle=True)
+wrapped, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+said, total = [], 0.0
+for tokens in loader:
+    with accelerator.accumulate(wrapped):
+        logits = wrapped(tokens)
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 128).float(), tokens[:, 1:].reshape(-1))
+        accelerator.backward(loss)
+        total += loss.item() / 2
+        if accelerator.sync_gradients:
+            norm = accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+            said.append({"loss": total, "grad_norm": norm.item(), "learning_rate": schedule.get_last_lr()[0]})
+            total = 0.0
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+if accelerator.is_main_process:
+    Path("said.json").write_text(json.dumps(said))
+accelerator.end_training()

@@ -1,0 +1,47 @@
+"""A small Llama, then a small GPT-2, each trained by transformers' Trainer."""
+
+import json
+from pathlib import Path
+
+from text import pieces
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+set_seed(0)
+llama = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+)
+gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=32))
+models, said = [llama, gpt2], {}
+data = [{"input_ids": piece, "labels": piece} for piece in pieces()]
+for model, checkpointing in ((llama, True), (gpt2, False)):
+    arguments = TrainingArguments(
+        output_dir="trained",
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=checkpointing,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    said[type(model).__name__] = [row for row in trainer.state.log_history if "loss" in row]
+Path("said.json").write_text(json.dumps(said))

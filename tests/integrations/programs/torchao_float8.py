@@ -1,0 +1,25 @@
+"""A model converted by torchao's float8, its products emulated."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from text import pieces
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128))
+convert_to_float8_training(
+    model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda module, name: name != "3"
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+said = []
+for tokens in pieces(count=24).split(4):
+    loss = F.cross_entropy(model(tokens)[:, :-1].reshape(-1, 128), tokens[:, 1:].reshape(-1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    said.append(loss.item())
+Path("said.json").write_text(json.dumps(said))

@@ -1,0 +1,54 @@
+"""A small Llama with LoRA, trained by TRL's SFTTrainer."""
+
+import json
+from pathlib import Path
+
+from datasets import Dataset
+from peft import LoraConfig
+from text import pieces
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as kinds
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from trl import SFTConfig, SFTTrainer
+
+set_seed(0)
+words = Tokenizer(kinds.WordLevel({"<pad>": 0, "<eos>": 1, **{chr(n): n for n in range(2, 128)}}, unk_token="<pad>"))
+words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+llama = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+)
+arguments = SFTConfig(
+    output_dir="trained",
+    max_steps=3,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-2,
+    logging_steps=1,
+    max_length=32,
+    save_strategy="no",
+    report_to="none",
+    use_cpu=True,
+    bf16=False,
+)
+trainer = SFTTrainer(
+    model=llama,
+    args=arguments,
+    train_dataset=Dataset.from_list([{"text": "".join(map(chr, piece))} for piece in pieces().tolist()]),
+    processing_class=tokenizer,
+    peft_config=LoraConfig(r=16, lora_alpha=16, target_modules=["q_proj", "down_proj"], lora_dropout=0.0),
+)
+trainer.train()
+model = trainer.model
+said = {"logged": [row for row in trainer.state.log_history if "loss" in row]}
+said["head"] = llama.lm_head.weight.abs().max().item()
+Path("said.json").write_text(json.dumps(said))

@@ -1,0 +1,44 @@
+"""A loop of one's own on Accelerate: two ranks, autocast to BF16, accumulation, clipping, a schedule."""
+
+import pytest
+from tests.integrations.watched import check_converted, check_logged, check_tensors, check_unharmed, play
+from tests.integrations.works_with import WorksWith
+
+WORKS = WorksWith(
+    "Accelerate", ("accelerate",), "`accelerate launch`, BF16 autocast, accumulation, clipping", ranks=2, converted=True
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("accelerate"),
+]  # executed once, by one worker
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    words = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "bf16"]
+    launcher = ("accelerate", "launch", *words, "--dynamo_backend", "no", "--main_process_port", "PORT")
+    return play(WORKS, tmp_path_factory, "accelerate_loop", launcher)
+
+
+def test_the_program_is_as_without_us(seen):
+    check_unharmed(seen)
+
+
+def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):
+    want = seen.case.rows_by_hand()
+    check_tensors(seen, want)
+    assert {site.partition(":")[0] for _, site in want} == {"1", "3"}  # not module.1: the wrapper leaves no mark
+    assert seen.case.run().meta["baseline_dtype"] == "bfloat16"
+
+
+def test_loss_norm_and_rate_are_those_of_the_script(seen):
+    check_logged(seen, seen.watched.said)
+
+
+def test_its_layers_are_converted(seen):
+    check_converted(seen)
+    logged, plain = ([row["loss"] for row in ended.said] for ended in (seen.converted, seen.plain))
+    assert logged == pytest.approx(plain, rel=0.02)
+    assert logged != plain

@@ -1,0 +1,46 @@
+"""Lightning's Trainer: accumulation, clipping, a validation before the first step and after the last."""
+
+import pytest
+from tests.integrations.watched import check_converted, check_tensors, check_unharmed, play
+from tests.integrations.works_with import WorksWith
+
+WORKS = WorksWith("Lightning", ("lightning",), "`Trainer.fit`, accumulation, clipping, validation", converted=True)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("lightning"),
+]  # executed once, by one worker
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return play(WORKS, tmp_path_factory, "lightning_fit")
+
+
+def test_the_program_is_as_without_us(seen):
+    check_unharmed(seen)
+
+
+def test_every_tensor_is_what_it_is_by_hand(seen):
+    want = seen.case.rows_by_hand()
+    check_tensors(seen, want)
+    assert {site.partition(":")[0] for _, site in want} == {"body.1", "head"}
+
+
+def test_losses_are_those_that_lightning_logs(seen):
+    said, run = seen.watched.said, seen.case.run()
+    assert run.meta["steps"] == said["steps"] == 6
+    found = run.scalars()
+    trained = [step > 0 for step in found["step"].tolist()]
+    losses = [loss for loss, kept in zip(found["loss"].tolist(), trained, strict=True) if kept]
+    microbatches = said["losses"]
+    means = [(a + b) / 2 for a, b in zip(microbatches[::2], microbatches[1::2], strict=True)]
+    assert losses == pytest.approx(means, rel=1e-5)
+    assert found["eval_loss"].tolist()[-1] == pytest.approx(said["validation"][-1], rel=1e-5)
+
+
+def test_its_layers_are_converted(seen):
+    check_converted(seen)
+    assert seen.converted.said["losses"] == pytest.approx(seen.plain.said["losses"], rel=0.02)
+    assert seen.converted.said["losses"] != seen.plain.said["losses"]

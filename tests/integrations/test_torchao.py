@@ -1,0 +1,32 @@
+"""torchao's float8: its converted layers are seen as what they are, one that it left out as what it would be."""
+
+import pytest
+from tests.integrations.watched import check_tensors, check_unharmed, play
+from tests.integrations.works_with import WorksWith
+
+WORKS = WorksWith("torchao float8", ("torchao",), "`convert_to_float8_training`, its own casts, emulated")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("torchao"),
+]  # executed once, by one worker
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return play(WORKS, tmp_path_factory, "torchao_float8")
+
+
+def test_the_program_is_as_without_us(seen):
+    check_unharmed(seen)
+
+
+def test_every_tensor_is_what_it_is_by_hand(seen):
+    want = seen.case.rows_by_hand()
+    check_tensors(seen, want)
+    assert {site.partition(":")[0] for _, site in want} == {"1", "3"}
+
+
+def test_losses_are_those_of_the_script(seen):
+    assert seen.case.run().scalars()["loss"].tolist() == pytest.approx(seen.watched.said, rel=1e-6)

@@ -1,0 +1,229 @@
+"""Real programs run twice, by hand and watched, and what the two say of the same tensors."""
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import narrowgauge
+from narrowgauge.observe.store import open_run
+
+HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs"
+BY_HAND = str(HERE / "by_hand.py")
+BIN = Path(sys.executable).parent
+OURS = Path(narrowgauge.__file__).parents[1]
+# One count may differ by an element that lies on the very edge; sums are float32 there and float64 here.
+TOLERANCES = {
+    "numel": 0.0,
+    "amax": 1e-6,
+    "l2": 1e-5,
+    "mse": 1e-3,
+    "underflow_pct": 1e-3,
+    "scale_min": 1e-6,
+    "scale_max": 1e-6,
+}
+
+
+def environment(folder, **more):
+    """A user's environment, without a network and with our source first."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NARROWGAUGE", "PYTEST"))}
+    return {
+        **kept,
+        "PATH": os.pathsep.join([str(BIN), kept["PATH"]]),
+        "PYTHONPATH": str(OURS),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        **more,
+    }
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One execution: how it ended, and what the script wrote down."""
+
+    code: int
+    out: str
+    err: str
+    said: dict  # what the script itself logged, from its rank 0
+
+
+def execute(folder, words, **env):
+    """Run `words` in `folder`, whose script writes `said.json`."""
+    folder.mkdir()
+    done = subprocess.run(
+        words, cwd=folder, env=environment(folder, **env), capture_output=True, text=True, timeout=300
+    )
+    said = folder / "said.json"
+    return Ended(done.returncode, done.stdout, done.stderr, json.loads(said.read_text()) if said.exists() else {})
+
+
+class Case:
+    """A program of `programs/` under its launcher: by hand, watched at every step, and converted."""
+
+    def __init__(self, folder, name, launcher=("python",), ranks=1, **env):
+        self.folder, self.ranks, self._env = folder, ranks, env
+        self._words = list(launcher)
+        for program in (name, "text"):
+            source = PROGRAMS / f"{program}.py"
+            if source.exists():
+                shutil.copy(source, folder)
+        self._script = str(folder / f"{name}.py")
+
+    @property
+    def _launcher(self):
+        """Its words, "PORT" being a new one each time."""
+        return [str(free_port()) if word == "PORT" else word for word in self._words]
+
+    def by_hand(self):
+        """Unwatched, its tensors measured by hand."""
+        return execute(self.folder / "plain", [*self._launcher, BY_HAND], SCRIPT=self._script, **self._env)
+
+    def watched(self, *options, name="watched"):
+        """Under `narrowgauge run`."""
+        command = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()", "run", "--out", "out"]
+        words = [*command, "--every", "1", *options, "--", *self._launcher, self._script]
+        return execute(self.folder / name, words, **self._env)
+
+    def run(self, name="watched"):
+        """The run that it left."""
+        return open_run(self.folder / name / "out")
+
+    def each_by_hand(self):
+        """rank -> (step, site) -> statistics of what that rank multiplied."""
+        found = {rank: self._hand(rank)["rows"] for rank in range(self.ranks)}
+        return {rank: {(row.pop("step"), row.pop("site")): row for row in rows} for rank, rows in found.items()}
+
+    def rows_by_hand(self):
+        """(step, site) -> statistics, the ranks' together."""
+        ranks = list(self.each_by_hand().values())
+        keys = {key for rows in ranks for key in rows}
+        return {(step, site): together([rows[step, site] for rows in ranks], site) for step, site in keys}
+
+    def losses_by_hand(self):
+        """rank -> step -> sum of what backward was called on."""
+        found = {rank: self._hand(rank)["losses"] for rank in range(self.ranks)}
+        return {rank: {int(step): loss for step, loss in losses.items()} for rank, losses in found.items()}
+
+    def _hand(self, rank):
+        return json.loads((self.folder / "plain" / "hand" / f"rank{rank}.json").read_text())
+
+    def rows(self, name="watched"):
+        """(step, site) -> statistics, from the run: of all ranks as one."""
+        table = self.run(name).tensors()
+        columns = {column: table[column].tolist() for column in ("step", "site", *TOLERANCES)}
+        assert set(table["rank"].tolist()) == {0}
+        assert self.ranks == 1 or set(table["ranks"].tolist()) == {self.ranks}
+        keys = zip(columns["step"], columns["site"], strict=True)
+        return {key: {column: columns[column][n] for column in TOLERANCES} for n, key in enumerate(keys)}
+
+
+def together(rows, site):
+    """The ranks' statistics of one site as one: their parts of it, or, of a weight that all have alike, one of them."""
+    if site.endswith(":weight") and all(row == rows[0] for row in rows):
+        return rows[0]
+    numel = sum(row["numel"] for row in rows)
+    return {
+        "numel": numel,
+        "amax": max(row["amax"] for row in rows),
+        "l2": math.sqrt(sum(row["l2"] ** 2 for row in rows)),
+        "mse": sum(row["mse"] * row["numel"] for row in rows) / numel,
+        "underflow_pct": sum(row["underflow_pct"] * row["numel"] for row in rows) / numel,
+        "scale_min": min(row["scale_min"] for row in rows),
+        "scale_max": max(row["scale_max"] for row in rows),
+    }
+
+
+def differences(found, want):
+    """What two tables say differently: keys of one alone, then values beyond the tolerance."""
+    lines = [f"not seen: {key}" for key in sorted(want.keys() - found.keys())]
+    lines += [f"seen, and not there: {key}" for key in sorted(found.keys() - want.keys())]
+    for key in sorted(found.keys() & want.keys()):
+        for name, tolerance in TOLERANCES.items():
+            a, b = found[key][name], want[key][name]
+            if not math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-30 if name != "underflow_pct" else 0.1):
+                lines.append(f"{key} {name}: {a!r}, by hand {b!r}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A program's executions: by hand, watched, and converted if that is asked for."""
+
+    case: Case
+    plain: Ended
+    watched: Ended
+    converted: Ended | None
+
+
+def play(works, folders, name, launcher=("python",), **env):
+    """Execute a program in every way that `works` speaks of; skipped where its packages are missing."""
+    if reason := works.missing():
+        pytest.skip(reason)
+    case = Case(folders.mktemp(name), name, launcher, works.ranks, **env)
+    plain = case.by_hand()
+    assert plain.code == 0, plain.err
+    converted = case.watched("--convert", "current", name="converted") if works.converted else None
+    return Seen(case, plain, case.watched(), converted)
+
+
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def check_unharmed(seen):
+    """What the program computes and logs is bit by bit what it is without us, and we say only where the run is."""
+    assert seen.watched.code == 0, seen.watched.err
+    assert seen.watched.said == seen.plain.said
+    assert seen.watched.said
+    ours = [line for line in seen.watched.err.splitlines() if "narrowgauge" in line and "/" not in line]
+    assert ours == ["narrowgauge: the run is in out"]
+    assert "Traceback" not in seen.watched.err
+    run = seen.case.run()
+    assert run.status == "complete"
+    assert run.meta["error"] == ""
+    found = run.scalars()
+    losses = {step: loss for step, loss in zip(found["step"].tolist(), found["loss"].tolist(), strict=True) if step}
+    ranks = list(seen.case.losses_by_hand().values())
+    means = {step: sum(rank[step] for rank in ranks) / len(ranks) for step in ranks[0]}
+    assert losses == pytest.approx(means, rel=1e-6)
+
+
+def check_logged(seen, logged, *, norm=True):
+    """Loss, learning rate and gradient norm are those that rank 0 of the program logs itself, step by step."""
+    found = seen.case.run().scalars()
+    steps = seen.case.losses_by_hand()[0]
+    assert [steps[step] for step in sorted(steps)] == pytest.approx([row["loss"] for row in logged], rel=1e-5)
+    assert found["lr"].tolist() == pytest.approx([row["learning_rate"] for row in logged], rel=1e-6)
+    if norm:
+        assert found["grad_norm"].tolist() == pytest.approx([row["grad_norm"] for row in logged], rel=1e-5)
+    assert set(found["microbatches"].tolist()) == {2}
+
+
+def check_tensors(seen, want):
+    """Every row of the run is there, and says what was computed by hand."""
+    assert want
+    assert differences(seen.case.rows(), want) == []
+
+
+def check_converted(seen):
+    """Its layers are in FP8, on every rank, and say so."""
+    assert seen.converted.code == 0, seen.converted.err
+    run = seen.case.run("converted")
+    converted = [row["name"] for row in run.meta["conversion"] if row["recipe"] == "current"]
+    assert converted
+    sites = {site for _, site in seen.case.rows("converted")}
+    assert {f"{name}:{role}" for name in converted for role in ("input", "weight", "grad_output")} <= sites
