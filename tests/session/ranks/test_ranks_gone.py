@@ -73,6 +73,6 @@ def test_a_rank_that_is_late_and_then_gone(tmp_path, gone, free_port):
     if survivor == 0:
         merged = {step for step, rows in found.items() if rows == {0: 2 * 64}}
         assert {2, 3, 4, 18, 19} <= merged  # before it was late, and when it was back
-        assert found[10] == {0: 64, 1: 64}
+        assert found[10][0] == 64  # its own; what the killed rank wrote in its last seconds may be lost
         messages = " ".join(run.events("ranks_apart")["message"].tolist())
         assert "rank 1 had not recorded it" in messages or "Ranks are not merged" in messages
