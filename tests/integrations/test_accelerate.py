@@ -8,11 +8,7 @@ WORKS = WorksWith(
     "Accelerate", ("accelerate",), "`accelerate launch`, BF16 autocast, accumulation, clipping", ranks=2, converted=True
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("accelerate"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,7 @@ from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith("Lightning", ("lightning",), "`Trainer.fit`, accumulation, clipping, validation", converted=True)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("lightning"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")

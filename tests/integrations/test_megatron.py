@@ -6,11 +6,7 @@ from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith("Megatron-Core layers", ("megatron-core",), "tensor parallel 2: its MLP, embedding and head", ranks=2)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("megatron"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,7 @@ WORKS = (
     WorksWith("FSDP2", ("torch",), "`fully_shard` per layer, gathered weights, clipping", ranks=2),
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("torch"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module", params=zip(WORKS, ("ddp", "fsdp2"), strict=True), ids=("ddp", "fsdp2"))

@@ -6,11 +6,7 @@ from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith("torchao float8", ("torchao",), "`convert_to_float8_training`, its own casts, emulated")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("torchao"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,7 @@ WORKS = WorksWith(
     converted=True,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("transformers"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,7 @@ WORKS = WorksWith(
     "TRL SFTTrainer", ("trl", "transformers", "peft", "datasets"), "Llama with LoRA, gradient accumulation"
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("trl"),
-]  # executed once, by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")
