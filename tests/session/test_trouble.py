@@ -96,7 +96,7 @@ def test_a_clock_that_jumps(tmp_path, monkeypatch, jump):
     assert (seconds < 600).all()  # laps are taken by a clock that nobody sets
     when = run.sql("SELECT step, min(wall_time) AS wall FROM scalars GROUP BY step ORDER BY step")["wall"]
     assert (abs(when[5:] - when[:5].max()) > 9e5).all()  # rows say what the clock said
-    points = [point for batch in Tail(tmp_path / "a").points() for point in batch]
+    points = [point for batch in Tail(tmp_path / "a").points(final=True) for point in batch]
     assert [point.step for point in points] == list(range(1, 13))  # and go out in the order of their steps
     main(["report", str(tmp_path / "a"), "--text"])
 
