@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.session.inline import followed
+from tests.session.inline import followed, through_a_backward_thread
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,6 +145,23 @@ def test_a_graph_without_an_optimizer_is_no_step(graph, tmp_path):
             optimizer.step()
     assert session.facts()["steps"] == 4
     assert session.graphs.notes == []
+
+
+def test_graphs_of_a_compiled_backward_are_replayed_in_a_thread_of_the_backward_pass(graph, tmp_path):
+    model, _, x, _ = parts()
+    with followed(tmp_path, compiling=True) as (session, _):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        g = graph()
+
+        def record():
+            g.capture_begin()
+            g.capture_end()
+
+        for work in (record, g.replay, g.replay):
+            through_a_backward_thread(model(x).square().mean(), work).backward()
+            optimizer.step()
+    assert session.facts()["steps"] == 3
+    assert session.hearing.notes == []
 
 
 def test_the_step_limit_holds_for_replays(graph, tmp_path):

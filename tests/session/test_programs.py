@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from tests.session.inline import followed
+from tests.session.inline import followed, through_a_backward_thread
 from torch import nn
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -298,6 +298,47 @@ def test_an_optimizer_per_parameter_stepped_in_backward_makes_one_step_of_each(t
     assert session.hearing.notes == []
 
 
+def test_what_steps_in_a_thread_of_the_backward_pass_is_followed(tmp_path):
+    with followed(tmp_path, every=2) as (session, writer):
+        model = linear()
+        optimizer = sgd(model)
+        threads, gradients = set(), []
+
+        def step():
+            threads.add(threading.get_ident())
+            gradients.append(model.weight.grad.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def learn():  # a recomputed forward, its backward, and the step of it
+            model(X).square().mean().backward()
+            step()
+
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(3):
+            through_a_backward_thread(torch.ones((), requires_grad=True), learn).backward()
+    assert threading.get_ident() not in threads
+    assert session.facts()["steps"] == 4
+    assert writer.column("microbatches") == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert list(writer.column("lr")) == [1, 2, 3, 4]
+    assert session.hearing.notes == []
+
+
+def test_what_runs_in_a_thread_of_somebody_s_gradients_is_no_training_of_its_own(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = linear()
+        optimizer = sgd(model)
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+            x = torch.ones((), requires_grad=True)
+            torch.autograd.grad(through_a_backward_thread(x, lambda: model(X)), x)
+    assert session.facts()["steps"] == 2
+    assert session.hearing.notes == []
+
+
 class Wrapping(torch.optim.Optimizer):
     """An optimizer around another."""
 
@@ -421,6 +462,29 @@ def test_of_two_threads_that_train_the_first_is_followed_and_the_other_told(tmp_
             y.square().mean().backward()
             optimizer.step()
     assert session.facts()["steps"] == 2
+    assert set(writer.column("lr").values()) == {0.1}
+    assert session.hearing.notes == ["Several threads of the program train; only the first is followed."]
+
+
+def test_another_thread_is_told_while_the_first_is_in_its_backward_pass(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model, other = linear(), linear()
+        optimizer, others = sgd(model), sgd(other, 0.7)
+
+        def train():
+            loss_of(other).backward()
+            others.step()
+
+        def meanwhile(gradient):
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+
+        y = model(X)
+        y.register_hook(meanwhile)
+        y.square().mean().backward()
+        optimizer.step()
+    assert session.facts()["steps"] == 1
     assert set(writer.column("lr").values()) == {0.1}
     assert session.hearing.notes == ["Several threads of the program train; only the first is followed."]
 

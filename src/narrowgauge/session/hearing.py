@@ -1,6 +1,7 @@
 """How a session hears a program: on one thread, never while a CUDA graph is captured, with no error of its own.
 
     thread   the one that trains; another takes its place only when it has ended. What else trains meanwhile is told
+    backward on a GPU, torch runs it in threads of its own, for the one that called it and waits
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
     errors   the program goes on; the run says what is missing
 
@@ -17,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.errors import NarrowgaugeError
 
 P = ParamSpec("P")
@@ -30,12 +32,18 @@ class Hearing:
         self._thread: threading.Thread | None = None
         self._ident = 0
         self._others = False
+        self.waits = False  # the thread that trains has called `backward`, which has not returned
         self._failed: dict[str, int] = {}
 
     def mine(self) -> bool:
-        """Whether the calling thread is the one that trains; the first to ask is, until it ends."""
+        """Whether the calling thread is the one that trains, or runs its backward pass for it.
+
+        The first to ask is the one that trains, until it ends.
+        """
         if threading.get_ident() == self._ident:
             return True
+        if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then
+            return self.waits
         if self._thread is not None and self._thread.is_alive():
             self._others = True
             return False

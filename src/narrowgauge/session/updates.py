@@ -76,6 +76,7 @@ class Updates:
         if not self._in_closure:
             self._stepping = None  # an optimizer that was stepping has raised
         self._steps.enter()
+        self.hearing.waits = True
         line = self._steps.line
         seen = loss[0] if isinstance(loss, tuple | list) and len(loss) == 1 else loss
         if self._scaled is not None and self._scaled[0] is seen and line is not None:
@@ -92,7 +93,7 @@ class Updates:
     @heard
     def backward_ended(self, loss: Any) -> None:
         """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
-        self._scaled = None
+        self._scaled, self.hearing.waits = None, False
         if self._stepped_in_backward:
             self._made()
             return
@@ -109,7 +110,7 @@ class Updates:
     @heard
     def backward_failed(self) -> None:
         """It raised: a program that goes on, with a smaller batch perhaps, has not had this loss."""
-        self._scaled = None
+        self._scaled, self.hearing.waits = None, False
         if not self._closure_again:
             self._steps.ledger.take_back()
 
