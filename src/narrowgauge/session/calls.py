@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.session.hearing import Hearing, heard
 from narrowgauge.session.root import Root
 from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
-from narrowgauge.session.seams import in_backward
 from narrowgauge.session.steps import Steps, StopTraining
 from narrowgauge.session.trained import Trained
 
@@ -56,7 +56,7 @@ class Calls:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers:
             return
-        if in_backward() or not torch.is_grad_enabled() or not self._roots.owns_trained(module, self._optimizers):
+        if inside_backward() or not torch.is_grad_enabled() or not self._roots.owns_trained(module, self._optimizers):
             return
         self._followed(module, args)
 
@@ -76,7 +76,7 @@ class Calls:
     @heard
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model is called."""
-        if in_backward():
+        if inside_backward():
             return
         self._depth += 1
         if self._depth > 1:
@@ -106,7 +106,7 @@ class Calls:
     @heard
     def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
         """A model's call returned (or raised: then `output` is None); it had `missed` as keyword arguments as well."""
-        if in_backward() or self._depth == 0:
+        if inside_backward() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth:
@@ -133,7 +133,7 @@ class Calls:
 
         A function that is called before any model was is taken for the call of the whole that the optimizers train.
         """
-        if self._depth or not self._optimizers or in_backward():
+        if self._depth or not self._optimizers or inside_backward():
             return None
         root = self._compiled.get(id(owner))
         if root is None or not root.alive:  # or an address that is used again

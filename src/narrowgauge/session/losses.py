@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.session.hearing import capturing
-from narrowgauge.session.seams import Seams, in_backward
+from narrowgauge.session.seams import Seams
 
 LOSSES = (
     "cross_entropy",
@@ -59,7 +60,7 @@ class EvalLosses:
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             loss = original(*args, **kwargs)
-            if not torch.is_grad_enabled() and not in_backward() and not capturing():
+            if not torch.is_grad_enabled() and not inside_backward() and not capturing():
                 self._add(loss)
             return loss
 

@@ -37,6 +37,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.session.hearing import capturing
 
 
@@ -116,11 +117,6 @@ class HearsGraphs(Protocol):
         """It was."""
 
 
-def in_backward() -> bool:
-    """Whether this code runs inside a backward pass (a recomputed forward, a nested backward)."""
-    return int(torch._C._current_graph_task_id()) != -1
-
-
 class Seams:
     """All seams of one process; `close()` leaves torch as it was found."""
 
@@ -170,7 +166,7 @@ class Seams:
 
         def backward(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-                if in_backward():  # a reentrant checkpoint's own backward is no new microbatch
+                if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
                     original(tensors, *args, **kwargs)
                     return
                 plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
@@ -296,7 +292,7 @@ class Seams:
 
         def backward(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-                if capturing() and not in_backward():
+                if capturing() and not inside_backward():
                     graphs.backward_captured(tensors)
                 original(tensors, *args, **kwargs)
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.session.hearing import Hearing, heard
 from narrowgauge.session.ledger import Line
 from narrowgauge.session.norms import Parts, Squares, named, of_norm
 from narrowgauge.session.same_weights import SameWeightsProbe
-from narrowgauge.session.seams import in_backward
 from narrowgauge.session.steps import Steps
 
 MOST_RATES = 16  # parameter groups whose learning rates are told apart
@@ -128,7 +128,7 @@ class Updates:
     def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if not self._follows(optimizer):
             return None
-        if in_backward():
+        if inside_backward():
             self._look(optimizer)
             return None
         if self._stepping is not None and self._stepping() not in (None, optimizer):
@@ -151,7 +151,7 @@ class Updates:
         line = self._steps.line
         if line is not None and line.movement is not None:
             line.movement.after(optimizer)
-        if in_backward():
+        if inside_backward():
             self._stepped_in_backward = True
             return
         if self._stepping is not None and self._stepping() is not optimizer:
@@ -219,7 +219,7 @@ class Updates:
             line.movement.before(optimizer, in_parts=self._in_parts(optimizer))
 
     def _gradients(self, line: Line, optimizer: Optimizer) -> None:
-        if in_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
+        if inside_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
             return
         owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
