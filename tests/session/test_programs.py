@@ -9,6 +9,8 @@ import torch
 from tests.session.inline import followed, through_a_backward_thread
 from torch import nn
 
+from narrowgauge.session import roots
+
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -60,6 +62,31 @@ def test_the_next_training_has_the_names_of_the_last(tmp_path):
     assert [step for step, _, _ in writer.tensors if step] == [1, 1, 2, 2]
     assert {site for _, sites, _ in writer.tensors for site in sites if not site.startswith(("0:", "1:"))} == set()
     assert [row["name"] for row in session.facts()["conversion"]] == ["0", "1"]
+
+
+def test_the_last_step_of_a_training_knows_its_own_copies_when_the_next_has_the_same_names(tmp_path, monkeypatch):
+    wrapped = [0, None]  # the first model's weights are those of rank 0, the second's nobody else has
+    monkeypatch.setattr(roots, "copied_by", lambda modules: wrapped.pop(0))
+    found = []
+    with followed(tmp_path, judge="current", every=1) as (session, _):
+        copies = session.ranks._copies
+
+        def offered(step, packed):
+            sites = [site for each in packed for site in each.operands[0]]
+            found.append((step, {site: copies(site) for site in sites if site.endswith(":weight")}))
+            return True
+
+        session.recorder.collector.outlet = offered
+        for _ in range(2):
+            model = nn.Sequential(linear(), linear())
+            optimizer = sgd(model)
+            for _ in range(2):
+                loss_of(model).backward()
+                optimizer.step()
+            del model, optimizer
+            gc.collect()
+    first, second = {"0:weight": 0, "1:weight": 0}, {"0:weight": None, "1:weight": None}
+    assert found == [(1, first), (2, first), (3, second), (4, second)]
 
 
 # ------------------------------------------------------------------------------ what cannot be found is said

@@ -67,7 +67,7 @@ class Session:
         self.recorder = Recorder(plan, writer)
         self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self.calls.training)
         self.roots = Roots(plan, self.recorder, self.plain, family)
-        self.ranks = Ranks(plan, writer, self.recorder.collector, self._copies)
+        self.ranks = Ranks(plan, writer, self.recorder.collector, self._copies, lambda: self.roots.taken)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)

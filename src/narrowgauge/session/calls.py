@@ -159,6 +159,7 @@ class Calls:
         return None if module is None or module in self._roots else self._take(module)
 
     def _take(self, module: nn.Module) -> Root:
+        self._steps.another_model()
         root = self._roots.take(module, self._optimizers)
         self._taken()
         return root

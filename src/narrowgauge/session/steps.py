@@ -69,6 +69,11 @@ class Steps:
         self.ledger.stepped()
         self.made = True
 
+    def another_model(self) -> None:
+        """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
+        if self.made:
+            self._recorder.end_step()
+
     def capture_begins(self) -> None:
         """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
         self._plain.end()

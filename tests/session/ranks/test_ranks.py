@@ -63,7 +63,10 @@ class Rank:
         self.writer = RunWriter(folder, {}, rank=rank)
         self.collector = Collector(self.writer, every=every)
         said = copies or {}
-        self.ranks = Ranks(plan, self.writer, self.collector, said.get, meet=lambda: Met(store, rank, world))
+        self.models = 1
+        self.ranks = Ranks(
+            plan, self.writer, self.collector, said.get, lambda: self.models, meet=lambda: Met(store, rank, world)
+        )
         self.step = 0
 
     def begin(self):
@@ -209,6 +212,21 @@ def test_copies_that_disagree_leave_one_event_until_they_agree_again(tmp_path):
     assert values["0"]["amax"] == batch(7, 7).abs().max().item()
     assert values["1"]["amax"] == (batch(7, 7) * 1.001).abs().max().item()
     assert first["message"] == "ddp:weight should be the same on ranks 0, 1 and is not, first at step 2"
+
+
+def test_a_model_with_the_names_of_the_last_one_is_not_held_to_what_that_was(tmp_path):
+    program = made(tmp_path)
+
+    def shown(rank, step):
+        for each in program:
+            each.models = 1 if step <= 2 else 2
+        return {"0:weight": batch(7 if step <= 2 else rank, 1), "tied:weight": batch(7, 1)}
+
+    train(program, 4, shown)
+    run = finished(program, tmp_path)
+    numel = [row(run, "0:weight", step)["numel"] for step in (1, 2, 3, 4)]
+    assert numel == [256, 256, 512, 512]  # the first model's are copies, the second's are parts
+    assert events(run, "replicas_disagree") == []
 
 
 def test_ranks_with_other_sites_are_united_by_name(tmp_path):

@@ -36,6 +36,7 @@ class Landing:
         self._kinds: Sequence[str] = [""] * world
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
+        self._models: Sequence[int] = ()  # of each rank, at the last step
         self._alike: set[str] = set()  # undeclared weights that were the same on all ranks
         self._apart: set[str] = set()  # sites and scalars that are told to disagree
 
@@ -58,6 +59,7 @@ class Landing:
             step, copy, merger = self._looks.popleft()
             copies, tables = merger.split(copy.host.numpy())
             self._kinds = [one.sites for one in merger.layouts]
+            self._forget_models([one.models for one in merger.layouts])
             self._compare(step, merger, copies)
             for rank, (one, table) in enumerate(zip(merger.layouts, tables, strict=True)):
                 self.join(rank, rows_of(table, one.scalars))
@@ -91,6 +93,13 @@ class Landing:
             assert gather.rows is not None
             self._mergers[key] = Merger(layouts, gather.rows.device)
         return self._mergers[key]
+
+    def _forget_models(self, models: Sequence[int]) -> None:
+        """Hold no model to what was found of another, which may have had the same names."""
+        if models != self._models:
+            self._models = models
+            self._alike.clear()
+            self._apart.intersection_update(laws.COMPARED)
 
     def _compare(self, step: int, merger: Merger, copies: npt.NDArray[np.float64]) -> None:
         union = merger.operands

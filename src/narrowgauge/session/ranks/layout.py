@@ -14,6 +14,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from narrowgauge.metrics import MOMENTS
 
@@ -27,6 +28,7 @@ class Layout:
         scalars: names, in the order of their columns.
         rows: of scalars.
         copies: per operand site, the lowest rank that holds the same values; null where nobody else is known to.
+        models: how many there were so far: another one may have the sites' names from here on.
     """
 
     operands: tuple[str, ...] = ()
@@ -34,6 +36,7 @@ class Layout:
     scalars: tuple[str, ...] = ()
     rows: int = 0
     copies: tuple[int | None, ...] = ()
+    models: int = 0
 
     @cached_property
     def text(self) -> str:
@@ -43,9 +46,9 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The inverse of `text`."""
-        found = json.loads(text)
-        rows = found.pop("rows")
-        return cls(rows=rows, **{name: tuple(value) for name, value in found.items()})
+        sent: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in sent.items()}
+        return cls(**found)
 
     @cached_property
     def digest(self) -> str:
@@ -55,7 +58,7 @@ class Layout:
     @cached_property
     def sites(self) -> str:
         """A name for its sites alone: ranks that run the same part of a model have equal ones."""
-        return replace(self, scalars=(), rows=0, copies=()).digest
+        return replace(self, scalars=(), rows=0, copies=(), models=0).digest
 
     @property
     def cuts(self) -> tuple[int, int, int]:

@@ -30,12 +30,14 @@ class OpenStep:
         copies: Callable[[str], int | None],
         scalars: tuple[str, ...],
         rows: int,
+        models: int,
     ) -> OpenStep:
         """The step's tables in one, on the first of its GPUs if there is any.
 
         Args:
             copies: of an operand site, the lowest rank that holds the same values.
             scalars, rows: names and number of the rows that will go with it.
+            models: how many there were so far.
         """
         operands, results = ([getattr(each, kind) for each in packed] for kind in ("operands", "results"))
         tables: list[Tensor] = [table for _, table in (*operands, *results) if table is not None]
@@ -47,6 +49,7 @@ class OpenStep:
             scalars=scalars,
             rows=rows,
             copies=tuple(copies(site) for site in sites),
+            models=models,
         )
         parts = [table.reshape(-1).to(home) for table in tables]
         table = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=home)

@@ -66,6 +66,7 @@ class Ranks:
         writer: this rank's.
         collector: whose recorded steps come here first.
         copies: the lowest rank that holds the same values as this one at a site; None where nobody is known to.
+        models: how many models the program has had so far.
         meet: the program's ranks, None as long as it has none; asked until there are some.
     """
 
@@ -75,10 +76,11 @@ class Ranks:
         writer: RunWriter,
         collector: Collector,
         copies: Callable[[str], int | None],
+        models: Callable[[], int] = lambda: 0,
         meet: Callable[[], Met | None] | None = None,
     ) -> None:
         self._plan, self._writer, self._collector, self._copies = plan, writer, collector, copies
-        self._meet = meet or programs_own
+        self._models, self._meet = models, meet or programs_own
         self.notes: list[str] = []
         self._agreement: Agreement | None = None
         self._kept_alive: Any = None  # the process that started a store ends it with its last reference
@@ -106,7 +108,7 @@ class Ranks:
             if self._off:
                 raise RuntimeError("ranks are not merged")
             rows = min(2 * (self._plan.every + LAG) + 8, 4096)
-            mine = OpenStep.of(step, packed, self._copies, self._waiting.names, rows)
+            mine = OpenStep.of(step, packed, self._copies, self._waiting.names, rows, self._models())
             size, device = mine.layout.cuts[2], mine.table.device
             if size * 8 * self._world > MOST_BYTES:
                 raise RuntimeError(
