@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import types
 from pathlib import Path
 
 import duckdb
@@ -14,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from narrowgauge.errors import RunError, ShapeError, UsageError
 from narrowgauge.observe.store import Run, RunWriter, Table, open_run, role_of
+from narrowgauge.observe.store import writer as store_writer
 
 SITES = ["layers.0.up:input", "layers.0.up:weight", "layers.1.up:input"]
 
@@ -128,6 +131,21 @@ def test_scalars(tmp_path):
     assert run.scalars("eval_loss")["step"].tolist() == [3]
     assert run.scalars("loss").rows == 5  # a NaN loss is a recorded step
     assert run.scalars("never").rows == 0
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_the_row_that_was_written_last_counts_whatever_the_clock_says(tmp_path, monkeypatch, flushed):
+    clock = iter([5000.0, 5001.0, 2000.0, 2001.0, 2001.0])  # set back between a rank's own rows and what all ranks say
+    monkeypatch.setattr(store_writer, "time", types.SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
+    with RunWriter(tmp_path / "run", {}) as writer:
+        for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (1, 1.5), (2, 2.5)):
+            writer.add_scalars(step, loss=loss)
+            if flushed:
+                writer.flush()
+    run = open_run(tmp_path / "run")
+    assert run.scalars("loss")["loss"].tolist() == [1.5, 2.5, 3.0]
+    when = run.sql("SELECT step, min(wall_time) AS wall FROM scalars GROUP BY step ORDER BY step")["wall"]
+    assert when.tolist() == [5000.0, 5001.0, 2000.0]  # new steps have the clock's time
 
 
 def test_events(tmp_path):

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -89,7 +90,8 @@ class RunWriter:
         self._pid = os.getpid()
         self._waiting = _Waiting()
         self._in_flight = 0  # bytes taken by the writer thread and not yet on disk
-        self._last_step = 0
+        self._last_step = self._newest_scalars = 0
+        self._latest = 0.0  # time of any row of scalars
         self._lost_reported = 0
         self._dirty = self._dropping = False
         self._closing: str | None = None
@@ -127,12 +129,18 @@ class RunWriter:
                 self._changed.notify_all()
 
     def add_scalars(self, step: int, **values: float) -> None:
-        """Record numbers of the whole step by name; None is skipped, NaN is kept as null."""
+        """Record numbers of the whole step by name; None is skipped, NaN is kept as null.
+
+        What a step has already is superseded: readers take the latest, whatever the machine's clock says.
+        """
         if os.getpid() != self._pid:
             return
         now = time.time()
-        rows = [(int(step), name, float(value), now) for name, value in values.items() if value is not None]
         with self._changed:
+            if step <= self._newest_scalars:  # the clock may have been set back since its row
+                now = max(now, math.nextafter(self._latest, math.inf))
+            self._newest_scalars, self._latest = max(step, self._newest_scalars), max(now, self._latest)
+            rows = [(int(step), name, float(value), now) for name, value in values.items() if value is not None]
             if self._room("scalars", len(rows), step):
                 self._waiting.scalars += rows
                 self._last_step = step
