@@ -1,6 +1,7 @@
 """The whole command, in processes of its own: from a script to a verdict, a page, and every way it can end early."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tests.session import programs
@@ -8,7 +9,9 @@ from tests.session import programs
 from narrowgauge.cli.main import main
 from narrowgauge.observe.store import open_run
 from narrowgauge.observe.verdict import Verdict
-from narrowgauge.session.compare import cadence
+from narrowgauge.session.compare import Comparison, cadence, compare
+from narrowgauge.session.config import load
+from narrowgauge.session.launch import Ended
 
 
 def command(tmp_path, program, *flags, args=()):
@@ -116,6 +119,24 @@ def test_other_data_in_every_run_is_not_judged(tmp_path):
 @pytest.mark.parametrize(("total", "expected"), [(None, 10), (1000, 10), (100, 5), (12, 1), (1, 1)])
 def test_short_runs_are_recorded_more_often(total, expected):
     assert cadence(10, total) == expected
+
+
+def test_trackers_can_tell_the_runs_of_a_comparison_apart(tmp_path, monkeypatch):
+    (tmp_path / "ng.toml").write_text(
+        '[export]\nwandb = { name = "nightly", mode = "offline" }\ntensorboard = { dir = "board" }\nmlflow = {}\n'
+    )
+    script = tmp_path / "train.py"
+    script.write_text("")
+    plans = []
+    monkeypatch.setattr("narrowgauge.session.compare.launch", lambda plan, tell: plans.append(plan) or Ended(0, (), 0))
+    what = Comparison((str(script),), tmp_path / "out", ("current", "rowwise"), config=load(tmp_path / "ng.toml"))
+    compare(what, SimpleNamespace(begin=print, tell=print, end=print))
+    names = ["noise", "baseline", "current", "rowwise"]
+    assert [plan.variant for plan in plans] == names
+    assert [plan.export["wandb"]["name"] for plan in plans] == [f"nightly-{name}" for name in names]
+    assert {plan.export["wandb"]["mode"] for plan in plans} == {"offline"}
+    assert [plan.export["tensorboard"]["dir"] for plan in plans] == [f"board/{name}" for name in names]
+    assert all(plan.export["mlflow"] is not None for plan in plans)
 
 
 @pytest.mark.parametrize("program", [programs.NO_MODEL, programs.NO_OPTIMIZER, programs.ODD_SHAPES])

@@ -13,9 +13,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from narrowgauge.errors import NarrowgaugeError, RunError, UsageError
+from narrowgauge.observe.export.names import of_variant
 from narrowgauge.observe.report import write_report
 from narrowgauge.observe.store import open_run
 from narrowgauge.observe.verdict import Evidence, SameWeights, Verdict, judge
@@ -134,15 +135,16 @@ def cadence(every: int, total: int | None) -> int:
     return every if total is None else max(1, min(every, total // RECORDINGS))
 
 
-def _plan(what: Comparison, variant: str, total: int | None, **more: object) -> Plan:
+def _plan(what: Comparison, variant: str, total: int | None, **more: Any) -> Plan:
     every = cadence(what.config.watch.every, total)
+    settings = what.config.for_plan()
     return Plan(
         variant=variant,
         out=str(what.out / variant),
         command=what.command,
         steps=what.steps,
         baseline=_dtype_mode(what.baseline, variant),
-        **{**what.config.for_plan(), "every": every, **more},
+        **{**settings, "every": every, "export": of_variant(settings["export"], variant), **more},
     )
 
 

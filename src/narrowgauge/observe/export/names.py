@@ -59,6 +59,20 @@ def chosen(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: dict(value) if isinstance(value, Mapping) else {} for name, value in tables.items()}
 
 
+def of_variant(settings: Mapping[str, Any], variant: str) -> dict[str, Any]:
+    """The `[export]` table for one run of a comparison: what names a run, or holds its files, tells which run it is.
+
+    >>> of_variant({"wandb": {"name": "nightly"}, "tensorboard": {"dir": "board"}, "mlflow": True}, "current")
+    {'wandb': {'name': 'nightly-current'}, 'tensorboard': {'dir': 'board/current'}, 'mlflow': True}
+    """
+    own = dict(settings)
+    for tracker, key, join in (("wandb", "name", "-"), ("tensorboard", "dir", "/")):
+        table = own.get(tracker)
+        if isinstance(table, Mapping) and table.get(key):
+            own[tracker] = {**table, key: f"{table[key]}{join}{variant}"}
+    return own
+
+
 def check(settings: Mapping[str, Any]) -> None:
     """Raise UsageError for an exporter that is unknown, or whose package is not installed, naming the extra."""
     for name in chosen(settings):
