@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from tests.session import programs
 
+import narrowgauge
 from narrowgauge.observe.store import open_run
 
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
-PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NARROWGAUGE_PLAN")}
+SOURCE = Path(narrowgauge.__file__).parents[1]  # of this checkout, whichever one is installed
+PLAIN = {name: value for name, value in os.environ.items() if name != "NARROWGAUGE_PLAN"} | {"PYTHONPATH": str(SOURCE)}
 
 DDP = """
 import torch
@@ -74,8 +76,19 @@ def run(folder, *words, options=(), script=None, env=PLAIN):
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
+def with_path(folder):
+    """The environment with a folder before the path that programs have anyway."""
+    return {**PLAIN, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)])}
+
+
 def steps(folder):
     return json.loads((folder / "run.json").read_text())["meta"]["steps"]
+
+
+def test_programs_of_these_tests_run_what_the_tests_import():
+    code = "import narrowgauge; print(narrowgauge.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], env=PLAIN, capture_output=True, text=True).stdout
+    assert found.strip() == narrowgauge.__file__
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["python", "train.py"], ["python", "-m", "train"], ["sh", "train.sh"]])
@@ -156,7 +169,7 @@ def test_another_sitecustomize_still_runs_and_ours_is_nowhere(tmp_path):
         "import sys, sitecustomize\nprint(theirs, sitecustomize.__file__)\n"
         "print([p for p in sys.path if 'inject' in p], [m for m in sys.modules if 'narrowgauge' in m])\n"
     )
-    done = run(tmp_path, "train.py", script=script, env={**PLAIN, "PYTHONPATH": str(site)})
+    done = run(tmp_path, "train.py", script=script, env=with_path(site))
     assert done.stdout.splitlines() == [f"theirs {site / 'sitecustomize.py'}", "[] []"]
 
 
@@ -164,8 +177,7 @@ def test_a_broken_sitecustomize_is_told_as_python_tells_it(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text("import no_such_module\n")
-    env = {**PLAIN, "PYTHONPATH": str(site)}
-    done = run(tmp_path, "train.py", script="print('hello')\n", env=env)
+    done = run(tmp_path, "train.py", script="print('hello')\n", env=with_path(site))
     assert done.stdout == "hello\n"
     assert "no_such_module" in done.stderr
 

@@ -3,7 +3,6 @@
 One program trains the same small model four ways, one after the other; the same is trained here by hand, in one piece.
 """
 
-import os
 import subprocess
 
 import pytest
@@ -109,8 +108,6 @@ def run(tmp_path_factory):
         "train.py",
     ]
     environment = {**PLAIN, "OMP_NUM_THREADS": "1"}
-    if "PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return open_run(folder / "out")

@@ -48,7 +48,7 @@ def test_a_rank_that_is_late_and_then_gone(tmp_path, gone, free_port):
     environment = {
         **PLAIN, "OMP_NUM_THREADS": "1", "NARROWGAUGE_PLAN": str(plan), "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port),
-        "PYTHONPATH": os.pathsep.join([str(INJECTED), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(INJECTED), PLAIN["PYTHONPATH"]]),
     }  # fmt: skip
     command = [sys.executable, "train.py", str(gone)]
     ranks = [
