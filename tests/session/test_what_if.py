@@ -78,6 +78,46 @@ def test_a_delayed_scale_is_of_the_steps_before(asked):
         assert row["amax_ratio"] == pytest.approx(amax[3][site] / assumed, rel=1e-6), site
 
 
+EXPERTS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 24, 32) * torch.tensor([1.0, 300.0, 0.01]).view(3, 1, 1))
+    def forward(self, x):
+        return torch.bmm(x, self.up.mT)
+model = Experts()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+for step in range(2):
+    model(torch.ones(3, 4, 32)).square().mean().backward()
+    with torch.no_grad():
+        model.up[1] *= 2
+    optimizer.step()
+kept = model.up.detach()
+"""
+
+
+@pytest.mark.parametrize("judge", ["current", "blockwise"])
+def test_experts_in_one_parameter_are_scaled_each_for_itself_by_every_recipe(tmp_path, judge):
+    others = [name for name in ("current", "rowwise", "blockwise", "mxfp8", "delayed") if name != judge]
+    follow(tmp_path, EXPERTS, judge=judge, what_if=tuple(others))
+    torch.manual_seed(0)
+    w = torch.randn(3, 24, 32) * torch.tensor([1.0, 300.0, 0.01]).view(3, 1, 1)
+    for name in others:
+        rule = by_name(name).uses("weight")[0]
+        each = [ng.quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling).dequantize() for x in w]
+        xx, ee = w.double().square().sum(), (w.double() - torch.stack(each).double()).square().sum()
+        row = rows(open_run(tmp_path / "out" / "what_if" / name))["up:weight"]
+        assert row["numel"] == w.numel()
+        assert row["sqnr_db"] == pytest.approx(float(10 * torch.log10(xx / ee)), rel=1e-6), name
+        assert row["scale_max"] > 1000 * row["scale_min"], name
+    delayed = rows(open_run(tmp_path / "out" / "what_if" / "delayed"), 2)["up:weight"]
+    assert delayed["amax_ratio"] == 2.0  # of the one expert that grew
+    assert delayed["scale_min"] == pytest.approx(float(w[2].abs().max()) / 448, rel=1e-6)
+
+
 def test_training_is_what_it_was_and_the_cost_is_told(asked, tmp_path):
     follow(tmp_path, judge="current")
     alone, beside = open_run(tmp_path / "out").scalars("loss"), open_run(asked[0]).scalars("loss")

@@ -282,7 +282,7 @@ class PlainSites:
         elif x.dim() == 2:
             quantize_operand(call, role, x, True, False)
         elif state.observer is not None:
-            state.observer.operand(state.name, role, *quantize_experts(x, state.recipe.uses(role)[0]))
+            state.observer.operand(state.name, role, x, quantize_experts(x, state.recipe.uses(role)[0]))
 
     def _say(self, note: str) -> None:
         self._said.setdefault(note)

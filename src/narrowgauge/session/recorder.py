@@ -103,13 +103,13 @@ class Recorder:
         moments: Tensor | None = None,
         amax_ratio: Tensor | None = None,
     ) -> None:
-        """Pass on what is selected."""
+        """Pass on what is selected: x [M, K], or the weights [E, N, K] of experts with the codes of their rows."""
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
             if self.what_if is not None:
-                self.what_if.operand(module, role, x, q)
+                self.what_if.operand(module, role, x)
         if self.dumper is not None:
-            self.dumper.operand(module, role, x, q)
+            self.dumper.operand(module, role, x.reshape(-1, x.shape[-1]), q)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """Pass on what is selected."""

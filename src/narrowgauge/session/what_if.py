@@ -1,12 +1,13 @@
 """What other recipes would make of every recorded operand: FP8 readiness, before anyone switches.
 
     operand x [M, K]  ->  quantized by each recipe's rule for its role, counted, thrown away
+    experts [E, N, K] ->  each expert by itself
     RUN/what_if/NAME/     a run of its own for each recipe, with the same steps and sites: what reads runs reads these
 
 Delayed and static recipes assume an amax: of the recorded steps before (delayed: the largest of the last `history`
 of them; static: the first). So they are as good as recording is often: `every = 1` shows what they would do.
 
-Legend: M = rows, K = columns.
+Legend: M = rows, K = columns, E = experts, N = rows of each.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import Block, Granularity, PerTensor, QTensor, quantize
+from narrowgauge.compute.quant import QTensor, quantize
 from narrowgauge.compute.recipes import ROLES, Recipe, by_name
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.selection import Columns, Selection
+from narrowgauge.session.sites.experts import of_stack, quantize_experts
 
 FOLDER = "what_if"
 
@@ -58,22 +60,23 @@ class Judge:
                 history.append(amax)
         self.now.clear()
 
-    def quantized(self, site: str, role: str, x: Tensor, grain: Granularity) -> tuple[QTensor, Tensor | None]:
-        """The codes of x, and its amax over the one that the recipe assumed."""
+    def quantized(self, site: str, role: str, x: Tensor) -> tuple[QTensor, Tensor | None]:
+        """The codes of x [M, K] or [E, N, K], and its amax over the one that the recipe assumed (experts: the most)."""
         rule = self.recipe.uses(role)[0]  # type: ignore[arg-type]
-        given, ratio = None, None
-        if self.recipe.state != "none":
-            amax = rule.granularity.amax(x)
-            usable = torch.where(amax < torch.inf, amax, 0.0)
-            self.now[site] = torch.maximum(self.now[site], usable) if site in self.now else usable
-            before = self.seen.get(site)
-            window = list(before)[-self.recipe.history :] if before else []
-            assumed = torch.stack(window).amax() if window else amax
-            given, ratio = assumed, amax / assumed
-        elif rule.granularity == PerTensor():
-            return quantize(x, rule.fmt, grain, scaling=rule.scaling, margin=rule.margin), None
-        q = quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin, amax=given)
-        return q, ratio
+        stacked = x.dim() == 3
+        if self.recipe.state == "none":
+            if stacked:
+                return quantize_experts(x, rule), None
+            return quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin), None
+        grain = of_stack(rule.granularity, x) if stacked else rule.granularity
+        amax = grain.amax(x.reshape(-1, x.shape[-1]))
+        usable = torch.where(amax < torch.inf, amax, 0.0)
+        self.now[site] = torch.maximum(self.now[site], usable) if site in self.now else usable
+        before = self.seen.get(site)
+        window = list(before)[-self.recipe.history :] if before else []
+        assumed = torch.stack(window).amax(0) if window else amax
+        q = quantize(x, rule.fmt, grain, scaling=rule.scaling, margin=rule.margin, amax=assumed)
+        return q, (amax / assumed).amax()
 
 
 class WhatIf:
@@ -113,19 +116,16 @@ class WhatIf:
         return self._open
 
     @torch.no_grad()
-    def operand(self, module: str, role: str, x: Tensor, q: QTensor) -> None:
-        """See an operand x [M, K], quantized as q by somebody else."""
+    def operand(self, module: str, role: str, x: Tensor) -> None:
+        """See an operand x [M, K], or the weights [E, N, K] of experts."""
         site, began = f"{module}:{role}", time.perf_counter()
         if not self._open or role not in ROLES or not x.numel() or site in self._weights:
             return
         if role == "weight":
             self._weights.add(site)
-        # A stack of experts has a scale for each, whoever keeps one scale per tensor.
-        stacked = isinstance(q.granularity, Block) and q.granularity.cols == x.shape[1] and q.granularity.rows > 1
-        grain = q.granularity if stacked else PerTensor()
         try:
             for judge in self._judges:
-                codes, ratio = judge.quantized(site, role, x, grain)
+                codes, ratio = judge.quantized(site, role, x)
                 judge.collector.operand(module, role, x, codes, amax_ratio=ratio)
         except Exception as error:
             self._failed(error)

@@ -16,19 +16,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import Block, PerTensor, QTensor, quantize
+from narrowgauge.compute.quant import Block, Granularity, PerTensor, QTensor, quantize
 from narrowgauge.compute.recipes import Operand
 
 
-def quantize_experts(w_ENK: Tensor, rule: Operand) -> tuple[Tensor, QTensor]:
-    """Return the stack [E·N, K] and what `rule` makes of it, expert by expert."""
+def of_stack(grain: Granularity, w_ENK: Tensor) -> Granularity:
+    """The granularity of the stack by which every expert has what `grain` would give it alone.
+
+    Not of squares that do not divide N: those are no granularity of the stack.
+    """
     N, K = w_ENK.shape[1:]
-    stack = w_ENK.reshape(-1, K)
+    return Block(N, K) if isinstance(grain, PerTensor) else grain
+
+
+def quantize_experts(w_ENK: Tensor, rule: Operand) -> QTensor:
+    """Return what `rule` makes of the stack [E·N, K], expert by expert."""
+    N, K = w_ENK.shape[1:]
     grain = rule.granularity
     if isinstance(grain, Block) and N % grain.rows:
         each = [quantize(w, rule.fmt, grain, scaling=rule.scaling, margin=rule.margin) for w in w_ENK]
         tall = torch.cat([q.scale.repeat_interleave(grain.rows, 0)[:N] for q in each])
-        return stack, QTensor(torch.cat([q.codes for q in each]), tall, rule.fmt, Block(1, grain.cols))
-    if isinstance(grain, PerTensor):
-        grain = Block(N, K)
-    return stack, quantize(stack, rule.fmt, grain, scaling=rule.scaling, margin=rule.margin)
+        return QTensor(torch.cat([q.codes for q in each]), tall, rule.fmt, Block(1, grain.cols))
+    stack = w_ENK.reshape(-1, K)
+    return quantize(stack, rule.fmt, of_stack(grain, w_ENK), scaling=rule.scaling, margin=rule.margin)
