@@ -5,11 +5,11 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# Those that need a GPU are run by hand; record.py is what the others share.
-BENCHMARKS := $(filter-out benchmarks/gpu_% benchmarks/record.py benchmarks/__init__.py, $(wildcard benchmarks/*.py))
+# Those that need a GPU are run by hand; record.py is what the others share; the soak has a target of its own.
+BENCHMARKS := $(filter-out benchmarks/gpu_% benchmarks/record.py benchmarks/soak.py, $(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test lint bench soak docs clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z][a-z]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-14s%s\n", $$1, $$2 }'
@@ -30,6 +30,9 @@ lint: $(READY)  ## ruff, mypy and the import contracts
 
 bench: $(READY)  ## run the benchmarks, on the GPU if there is one, write benchmarks/results/
 	for file in $(BENCHMARKS); do echo "== $$file"; PYTHONPATH=. $(BIN)/python "$$file" || exit 1; done
+
+soak: $(READY)  ## train 100 000 steps under the watch: does anything grow? A quarter of an hour
+	PYTHONPATH=. $(BIN)/python benchmarks/soak.py --export
 
 docs: $(READY)  ## write the pages that are generated from the code
 	$(BIN)/python docs/generate.py

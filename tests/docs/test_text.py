@@ -93,8 +93,20 @@ def test_make_help_lists_every_target():
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     shown = subprocess.run(["make", "help"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     listed = re.findall(r"^  make (\w+) +\S", shown.stdout, re.MULTILINE)
-    assert set(listed) == targets == {"help", "demo", "test", "lint", "bench", "docs", "clean"}
+    assert set(listed) == targets == {"help", "demo", "test", "lint", "bench", "soak", "docs", "clean"}
     assert len(listed) == len(targets)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_bench_takes_neither_the_soak_nor_what_only_a_gpu_can_run():
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    planned = subprocess.run(
+        ["make", "-n", "bench"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    files = set(re.search(r"for file in (.*?); do ", planned)[1].split())
+    every = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
+    others = {"benchmarks/record.py", "benchmarks/soak.py"}
+    assert files == {name for name in every - others if not name.startswith("benchmarks/gpu_")}
 
 
 def test_torch_is_installed_first_and_by_its_version():
