@@ -11,8 +11,9 @@ import pytest
 import synthetic
 
 from narrowgauge.errors import RunError
+from narrowgauge.metrics.bins import EXPONENT_BINS
 from narrowgauge.observe.report import html
-from narrowgauge.observe.report.gather import layers, merge_columns
+from narrowgauge.observe.report.gather import histogram, layers, merge_columns
 from narrowgauge.observe.report.layout import script_json
 from narrowgauge.observe.store import RunWriter, open_run
 
@@ -252,3 +253,37 @@ def test_layers_come_in_forward_order_and_grids_agree(synthetic_runs):
         values[list(steps).index(200)], rel=1e-3
     )
     assert layers({}).names == ()
+
+
+def test_rows_that_ranks_wrote_for_themselves_are_shown_and_told(tmp_path: Path):
+    """Step 1 is merged; of step 2 each rank has rows of its own, of layers that are on both or on one of them."""
+    counts = np.zeros(EXPONENT_BINS, dtype=np.uint32)
+
+    def row(writer, step, amax, ranks):
+        sites, scale = list(amax), np.array([value / 448 for value in amax.values()])
+        sqnr, largest = np.full(len(sites), 30.0), np.array(list(amax.values()))
+        columns = {"amax": largest, "sqnr_db": sqnr - largest, "scale_max": scale, "scale_min": scale}
+        counts[40] = int(largest[0])
+        histograms = np.tile(counts, (len(sites), 1))
+        whole = {**columns, "exponent_histogram": histograms, "ranks": np.full(len(sites), ranks)}
+        writer.add_tensors(step, sites, whole)
+
+    first, second = (RunWriter(tmp_path / "run", {}, rank=rank) for rank in (0, 1))
+    row(first, 1, {"a:input": 2.0, "b:input": 3.0}, 2)
+    row(first, 2, {"a:input": 1.0}, 1)
+    row(second, 2, {"a:input": 5.0, "b:input": 4.0}, 1)
+    first.update_meta(ranks={"world": 2, "merged_steps": 1, "apart_steps": 1, "backend": "gloo"})
+    second.close()
+    first.close()
+    run = open_run(tmp_path / "run")
+
+    found = layers({"run": run})
+    assert found.names == ("a", "b")
+    assert found.steps.tolist() == [1, 2]
+    assert found.grids["scale_max"]["run|input"] * 448 == pytest.approx(np.array([[2, 5], [3, 4]]), rel=1e-3)
+    assert found.grids["sqnr_db"]["run|input"] == pytest.approx(np.array([[28, 25], [27, 26]]), rel=1e-3)
+    shown = histogram(run, "b:input")
+    assert (shown.step, shown.counts.sum()) == (2, 5)
+    assert shown.inv_scale == pytest.approx(448 / 4.0)
+    said = Page(html(None, {"run": run}, tmp_path / "page.html").read_text()).text
+    assert "1 of 2 recorded steps are not merged over the ranks: of these the page shows the most extreme" in said

@@ -98,10 +98,23 @@ def notes_of(runs: Mapping[str, Run], said: tuple[str, ...]) -> list[str]:
     """The verdict's notes, and those of runs that it does not already repeat; no paths."""
     notes = list(said)
     for name, run in runs.items():
-        for note in run.meta.get("notes") or ():
+        for note in (*(run.meta.get("notes") or ()), *_apart(run)):
             if str(note) not in notes and f"{name}: {note}" not in notes:
                 notes.append(f"{name}: {note}" if len(runs) > 1 else str(note))
     return [words.scrub(note) for note in notes]
+
+
+def _apart(run: Run) -> list[str]:
+    """That some recorded steps have a row for every rank."""
+    ranks = run.meta.get("ranks")
+    apart = int(ranks.get("apart_steps") or 0) if isinstance(ranks, Mapping) else 0
+    if not isinstance(ranks, Mapping) or not apart:
+        return []
+    of = apart + int(ranks.get("merged_steps") or 0)
+    return [
+        f"{apart} of {of} recorded steps are not merged over the ranks: of these the page shows the most extreme of "
+        "the ranks' own rows, and tensors are ranked by all of them."
+    ]
 
 
 def _recipe(meta: Mapping[str, Any]) -> str:

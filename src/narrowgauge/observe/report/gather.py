@@ -116,17 +116,16 @@ def histogram(run: Run, site: str) -> Histogram | None:
     """The newest exponent histogram of a site with its scale; None where none was recorded."""
     if not {"exponent_histogram", "scale_max"} <= set(run.metrics):
         return None
-    steps, counts = run.series(site, "exponent_histogram")
-    if len(steps) == 0:
+    found = run.tensors(columns=["exponent_histogram", "scale_max", "scale_min"], sites=[site])
+    rows = [row for row, counts in enumerate(found["exponent_histogram"]) if counts is not None]
+    if not rows:
         return None
-    wanted = ["exponent_histogram", "scale_max", "scale_min"]
-    row = run.tensors(columns=wanted, sites=[site], steps=[int(steps[-1])])
-    scale, smallest = float(row["scale_max"][-1]), float(row["scale_min"][-1])
-    all_counts = np.asarray(counts[-1], dtype=np.float64)
+    last = rows[-1]  # where ranks have rows of their own, one of them: counts and scale belong together
+    scale, smallest = float(found["scale_max"][last]), float(found["scale_min"][last])
+    all_counts = np.asarray(found["exponent_histogram"][last], dtype=np.float64)
     exponents = np.asarray(exponent_of_bin(), dtype=np.float64)[: len(all_counts)]
     total = all_counts.sum()
     zero = 100 * all_counts[0] / total if total else 0.0
-    good = math.isfinite(scale) and scale > 0
-    return Histogram(
-        int(steps[-1]), all_counts[1:], exponents[1:], 1 / scale if good else 1.0, float(zero), 2 * smallest <= scale
-    )
+    inv_scale = 1 / scale if math.isfinite(scale) and scale > 0 else 1.0
+    step, many = int(found["step"][last]), 2 * smallest <= scale
+    return Histogram(step, all_counts[1:], exponents[1:], inv_scale, float(zero), many)

@@ -192,16 +192,17 @@ class Run:
         metric: str,
         role: str | None = None,
         *,
-        rank: int = 0,
+        rank: int | None = None,
         max_steps: int = HEATMAP_STEPS,
         keep: Keep = "extreme",
     ) -> tuple[tuple[str, ...], Array, Array]:
         """One metric of all sites over time: sites (S), steps int64 [T], values float64 [S, T] with NaN.
 
-        Only sites that have the metric. A run that spans more than `max_steps` steps is binned: `steps` are
-        then the first steps of the bins, and a cell is its bin's minimum, maximum or mean, or ("extreme")
-        whichever of minimum and maximum lies farther from what is usual at that site. Errors: RunError for
-        an unknown metric or a histogram.
+        Only sites that have the metric; of all ranks, unless one is named. A run that spans more than
+        `max_steps` steps is binned: `steps` are then the first steps of the bins, and a cell is its bin's
+        minimum, maximum or mean, or ("extreme") whichever of minimum and maximum lies farther from what is
+        usual at that site. Where ranks wrote rows of their own, a cell is of all their rows. Errors: RunError
+        for an unknown metric or a histogram.
         """
         (name,) = self._known([metric])
         if name in self._source.histograms:
@@ -219,16 +220,18 @@ class Run:
         return Table(self._columns(query, parameters))
 
     def _cells(
-        self, db: duckdb.DuckDBPyConnection, metric: str, role: str | None, rank: int, max_steps: int
+        self, db: duckdb.DuckDBPyConnection, metric: str, role: str | None, rank: int | None, max_steps: int
     ) -> tuple[tuple[str, ...], dict[str, Array]]:
         """The sites of a heatmap, and per cell its site's place, its (first) step, minimum, maximum and mean."""
-        rollup = self._source.rollup(rank) if max_steps == HEATMAP_STEPS else []
+        if rank is None and len(ranks := self._source.tensor_ranks()) == 1:
+            rank = ranks[0]
+        rollup = self._source.rollup(rank) if rank is not None and max_steps == HEATMAP_STEPS else []
         if rollup:
             low, high, mean = (quoted(f"{each}:{metric}") for each in ("min", "max", "mean"))
             picks = f"site, step, {low}::DOUBLE AS low, {high}::DOUBLE AS high, {mean} AS mean"
             cells = f"SELECT {picks} FROM {parquet(rollup)} WHERE {low} IS NOT NULL"
         else:
-            rows, value = self._source.tensors_of(rank), quoted(metric)
+            rows, value = "tensors" if rank is None else self._source.tensors_of(rank), quoted(metric)
             span = db.execute(f"SELECT min(step), max(step) FROM {rows}").fetchone()
             first, last = span if span and span[0] is not None else (0, 0)
             picks = f"min({value})::DOUBLE AS low, max({value})::DOUBLE AS high, avg({value}) AS mean"

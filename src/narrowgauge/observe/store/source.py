@@ -117,6 +117,10 @@ class Source:
         self.histograms = frozenset(name for name, sql_type in described if sql_type.endswith("[]"))
         self._seen = now
 
+    def tensor_ranks(self) -> list[int]:
+        """The ranks that have tensor rows, ascending; for use within `ask`."""
+        return sorted({_rank(file) for file in self._seen.get("tensors", [])})
+
     def tensors_of(self, rank: int) -> str:
         """A FROM item for one rank's tensor rows; for use within `ask`. Reading no other file beats any filter."""
         files = [file for file in self._seen.get("tensors", []) if _rank(file) == rank]
