@@ -115,6 +115,38 @@ def test_what_all_ranks_say_of_a_step_takes_the_place_of_what_the_first_said(tmp
     assert [p.values for p in told[:26]] == [{"loss": 2.0 + step, "tokens": 16.0} for step in range(1, 27)]
 
 
+def test_of_a_resumed_run_every_step_goes_out_once_as_it_was_made_last(tmp_path):
+    """The first attempt made six steps and was killed; the second began again behind the third."""
+
+    def record(attempt, steps):
+        with RunWriter(tmp_path, resume=True) as writer:
+            if attempt:  # whoever follows it begins before it has recorded anything
+                yield
+            for step in steps:
+                writer.add_scalars(step, loss=10.0 * attempt + step)
+                writer.add_tensors(step, ["a:input"], {"amax": np.array([100.0 * attempt + step])})
+                writer.add_event(step, "nan", f"attempt {attempt}")
+                writer.flush()
+
+    assert list(record(0, range(1, 7))) == []
+    tail = Tail(tmp_path)
+    for _ in record(1, range(4, 9)):
+        points, looks, events = drain(tail, final=False)
+        assert (points, looks, len(events)) == ([], [], 6)  # which of them count is not known yet
+    points, looks, events = drain(tail)
+    assert [(p.step, p.values["loss"]) for p in points] == [(s, s + 10.0 * (s > 3)) for s in range(1, 9)]
+    amax = [(look.step, s.greatest) for look in looks for s in look.summaries]
+    assert amax == [(s, s + 100.0 * (s > 3)) for s in range(1, 9)]
+    assert [(e.step, e.message) for e in events] == [(s, "attempt 1") for s in range(4, 9)]
+
+
+def test_a_resumed_run_that_recorded_nothing_more_goes_out_as_it_was(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.add_scalars(1, loss=1.0)
+    RunWriter(tmp_path, resume=True).close()
+    assert [p.values for p in drain(Tail(tmp_path))[0]] == [{"loss": 1.0}]
+
+
 def test_a_damaged_segment_is_told_and_the_rest_goes_out(run):
     segment = sorted((run / "scalars").glob("*.parquet"))[1]
     segment.write_bytes(segment.read_bytes()[:-40])

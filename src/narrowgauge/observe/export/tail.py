@@ -7,6 +7,8 @@
 A segment that was not read before is taken whole. One that a merge has put together from some that were read is
 filtered: steps never go back within a run, so the last step that was seen tells old rows from new ones.
 
+Of a run that was resumed, only what counts goes out: nothing, until it is known at which step the last attempt began.
+
 Scalars wait for one more segment before they go out: where several ranks train, what all of them say of a step is
 written some steps after what the first rank says, and takes its place.
 """
@@ -20,16 +22,19 @@ from typing import Any
 
 import duckdb
 
+from narrowgauge.errors import RunError
 from narrowgauge.observe.export.exporter import Event, Look, Point
 from narrowgauge.observe.export.names import HIDDEN, METRICS
 from narrowgauge.observe.export.summing import Chosen, summaries_of, summing_query
+from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.database import connect
 from narrowgauge.observe.store.schema import KINDS, Kind
 from narrowgauge.observe.store.segments import RENEW, literal
-from narrowgauge.observe.store.source import parquet, segments_in
+from narrowgauge.observe.store.source import not_superseded, parquet, segments_in
 
 Rows = list[tuple[Any, ...]]
 RANK = 0
+_FIRST = "SELECT attempt, min(step) FROM {} WHERE attempt > 0 GROUP BY attempt"
 
 
 class Tail:
@@ -40,6 +45,7 @@ class Tail:
         self._chosen = Chosen(sites)
         self._db = self._open()
         self._reads = 0  # since DuckDB was opened
+        self._counting = ""  # the condition for rows that no later attempt has made again; "" while that is not known
         self._done: dict[Kind, int] = dict.fromkeys(KINDS, -1)  # the last segment read
         self._pending: dict[int, Point] = {}
         self._out = self._newest = self._look_step = -1  # the last step that went out; that was read
@@ -57,10 +63,12 @@ class Tail:
     def points(self, *, final: bool = False) -> Iterator[list[Point]]:
         """Steps whose scalars are settled, or all if it is `final`: in order, a list per segment."""
         self._times = {}
+        if not self._knows_attempts(final):
+            return
         hidden = f"name NOT IN ({', '.join(map(literal, sorted(HIDDEN)))})"
 
         def read(table: str, _: bool) -> Rows:
-            columns, where = "step, wall_time, name, value", f"{hidden} AND step > {self._out}"
+            columns, where = "step, wall_time, name, value", f"{hidden} AND step > {self._out} AND {self._counting}"
             return self._all(f"SELECT {columns} FROM {table} WHERE {where} ORDER BY step, wall_time, name")
 
         for rows in self._batches("scalars", read):
@@ -83,6 +91,8 @@ class Tail:
 
     def looks(self) -> Iterator[Look]:
         """New recorded steps' tensors; ask for `points` before, that these have their time from."""
+        if not self._counting:
+            return
         for found in self._batches("tensors", self._looks_in):
             for step, summaries, sites in found:
                 self._roles = {s.role for s in summaries} | (self._roles if step == self._look_step else set())
@@ -101,10 +111,28 @@ class Tail:
                     self._events.add(key)
                     yield Event(*row)
 
+    def _knows_attempts(self, final: bool) -> bool:
+        """Whether it is known which rows count; of an attempt that recorded nothing it is at the end."""
+        if self._counting or not (final or (self._folder / manifests.name(RANK)).exists()):
+            return bool(self._counting)
+        try:
+            attempt = int(manifests.read(self._folder, RANK).get("attempt", 0))
+        except (OSError, RunError):
+            attempt = 0
+        starts: dict[int, int] = {}
+        for kind in ("scalars", "tensors") if attempt else ():
+            files = [self._folder / kind / str(s) for s in segments_in(self._folder / kind) if s.rank == RANK]
+            for later, step in self._all(_FIRST.format(parquet(files))) if files else []:
+                starts[later] = min(step, starts.get(later, step))
+        if final or attempt in (0, *starts):
+            self._counting = not_superseded(starts.items())
+        return bool(self._counting)
+
     def _looks_in(self, table: str, seen: bool) -> Rows:
         has = {row[0] for row in self._db.execute(f"DESCRIBE SELECT * FROM {table}").fetchall()}
         metrics = [metric for metric in METRICS if metric in has]
         where = _after(self._look_step, "split_part(site, ':', -1)", self._roles) if seen else "true"
+        where += f" AND {self._counting}"
         whole = summaries_of(self._all(summing_query(table, metrics, where)), metrics)
         singles = self._singles(table, metrics, where) if self._chosen.globs else {}
         return [(step, summaries, singles.get(step, {})) for step, summaries in whole.items()]

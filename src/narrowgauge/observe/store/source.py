@@ -48,6 +48,11 @@ def parquet(files: Iterable[Path], *, by_name: bool = True) -> str:
     return f"read_parquet([{names}], union_by_name = {by_name}, hive_partitioning = false)"
 
 
+def not_superseded(starts: Iterable[tuple[int, int]]) -> str:
+    """The condition under which a row counts, as SQL: `starts` are later attempts and the first step of each."""
+    return " AND ".join(f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts) or "true"
+
+
 class Source:
     """DuckDB over the live segments of a folder, looked at anew for every question."""
 
@@ -161,8 +166,7 @@ class Source:
             "SELECT attempt, min(step) FROM (SELECT attempt, step FROM all_tensors UNION ALL "
             "SELECT attempt, step FROM all_scalars) WHERE attempt > 0 GROUP BY attempt ORDER BY attempt"
         ).fetchall()
-        clauses = [f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts]
-        return " AND ".join(clauses) or "true"
+        return not_superseded(starts)
 
     def _resumed(self) -> bool:
         """Whether any rank was; a damaged or missing manifest leaves the question to the rows."""
