@@ -356,6 +356,29 @@ def test_a_long_query_draws_nothing_into_the_terminal(tmp_path):
 # -- two writers, resuming -----------------------------------------------------------------------
 
 
+def test_a_notebook_without_widgets_has_no_progress_bar_to_switch_off(tmp_path):
+    """DuckDB asks IPython where it runs, and refuses the setting where it could draw no bar."""
+    code = """
+    import sys, types
+    kernel = types.SimpleNamespace(config={"IPKernelApp": {}})
+    sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: kernel)
+    sys.modules["ipywidgets"] = None
+    import duckdb
+    try:
+        duckdb.connect().execute("SET enable_progress_bar = false")
+    except duckdb.Error as error:
+        print(str(error).partition("'")[2])
+    from narrowgauge.observe.store import RunWriter, open_run
+    with RunWriter(sys.argv[1]) as writer:
+        writer.add_scalars(1, loss=0.5)
+    print(open_run(sys.argv[1]).scalars("loss")["loss"].tolist())
+    """
+    done = run_python(code, tmp_path / "run")
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0].startswith("required package 'ipywidgets' is missing")  # as in a notebook
+    assert done.stdout.splitlines()[1] == "[0.5]"
+
+
 def test_a_second_run_does_not_mix_with_the_first(tmp_path):
     RunWriter(tmp_path).close()
     with pytest.raises(RunError, match=r"already holds a run. Choose another folder, remove it, or continue it"):

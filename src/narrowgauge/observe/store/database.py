@@ -18,8 +18,10 @@ def connect(spill: Path, *, threads: int | None = None, rereads: bool = True) ->
     if threads is not None:
         settings["threads"] = threads
     db = duckdb.connect(config=settings)
-    # Otherwise a query of more than two seconds draws a bar into the terminal of whatever program we live in.
-    db.execute("SET enable_progress_bar = false")
+    # Otherwise a query of more than two seconds draws a bar into the terminal of whatever program we live in; but
+    # DuckDB refuses to be told so in a notebook without ipywidgets, which has no bar.
+    with contextlib.suppress(duckdb.InvalidInputException):
+        db.execute("SET enable_progress_bar = false")
     if rereads:
         with contextlib.suppress(duckdb.Error):  # segments never change, so a footer that was parsed once stays true
             db.execute("SET parquet_metadata_cache = true")
