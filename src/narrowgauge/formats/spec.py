@@ -45,6 +45,9 @@ class Format:
     bias: int
     specials: Specials
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # the generated one takes longer than what it is asked for: a dtype in a dictionary
+
     def __repr__(self) -> str:
         return f"formats.{self.name}"
 

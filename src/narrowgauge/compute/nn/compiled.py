@@ -76,11 +76,11 @@ def linear_forward(
 ) -> Forward:
     """y [..., N] in `dtype`, and if `grad` what the backward pass needs, each empty where it does not.
 
-    That is: codes [K, M] of x; their scales in a row; the inv_scale [1] of x, where codes are left to the graph and it
-    cannot know it; the amax [1] of w, where that makes its scale.
+    That is: codes [K, M] of x; their scales in a row, or the only one; the inv_scale [] of x, where codes are left to
+    the graph and it cannot know it; the amax [] of w, where that makes its scale.
     """
     state: LayerState = layer_of(handle)
-    traced = Traced(whole, real)
+    saves, own_scale = whole[0], bool(whole[1])
     recomputed, captured = inside_backward(), capturing(x)
     state.calls += 1
     if not recomputed:
@@ -88,14 +88,15 @@ def linear_forward(
     mode: Mode = "read"
     if grad:
         mode = "note" if recomputed and state.waits else "write"  # notes are for a backward, and none will ask here
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    x_MK = matrix(x)
     if grad:
         state.rows_seen = x_MK.shape[0]
         state.kept_weight.begin()
     call = Call.begin(state, dtype, mode, captured)
-    codes, scale, inv_scale, amax_w = (x.new_empty(0) for _ in range(4))  # outputs may not share memory
+    codes: Tensor | None = None
+    scale, inv_scale, amax_w = codes, codes, codes
     with without_autocast(x.device.type):
-        q_x = quantize_operand(call, "input", x_MK, True, grad and traced.saves == CODES, amax)
+        q_x = quantize_operand(call, "input", x_MK, True, grad and saves == CODES, amax)
         q_w = quantize_operand(call, "weight", weight, True, False)
         assert q_x.plain is not None  # both plain copies are always asked for
         assert q_w.plain is not None
@@ -104,17 +105,19 @@ def linear_forward(
         if q_x.turned is not None:
             codes, scale = q_x.turned.codes.contiguous(), _flat(q_x.turned.scale)
         else:
-            scale = q_x.plain.scale.reshape(1)
-            inv_scale = inv_scale if traced.own_scale else q_x.inv_scale_used().reshape(1)
-        if traced.own_scale:
-            amax_w = _known(q_w.amax)
+            scale = q_x.plain.scale
+            inv_scale = None if own_scale else q_x.inv_scale_used()
+        if own_scale:
+            amax_w = q_w.amax
         if mode == "write":
             state.wait(1)
         state.clock.saw_data()
         if captured:
             state.clock.captured()
         _keep_samples(call, scale, gemms.keep_samples(call, x_MK, weight))
-    return y_MN.reshape(*x.shape[:-1], weight.shape[0]), codes, scale, inv_scale, amax_w
+    y = y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], weight.shape[0])
+    a, b, c, d = (x.new_empty(0) if t is None else t for t in (codes, scale, inv_scale, amax_w))
+    return y, a, b, c, d  # each of its own memory
 
 
 @shapes_of(linear_forward)
@@ -130,7 +133,7 @@ def _(
     real: list[float],
 ) -> Forward:
     traced = Traced(whole, real)
-    y, nothing, one = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype), x.new_empty(0), (1,)
+    y, nothing, one = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype), x.new_empty(0), ()
     if not grad:
         return y, nothing, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     amax_w = x.new_empty(one, dtype=torch.float32) if traced.own_scale else x.new_empty(0)
@@ -140,7 +143,8 @@ def _(
         return y, nothing, scale, inv_scale, amax_w
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
     codes = x.new_empty((K, M), dtype=traced.dtype)
-    scale = x.new_empty(math.prod(traced.granularity.scale_shape((K, M))), dtype=torch.float32)
+    shape = traced.granularity.scale_shape((K, M))
+    scale = x.new_empty(math.prod(shape) if shape else (), dtype=torch.float32)
     return y, codes, scale, x.new_empty(0), amax_w
 
 
@@ -165,25 +169,28 @@ def linear_backward(
     again = Call(state, dtype, "again", False, call.turn, None)
     state.wait(-1)
     samples = state.samples.pop((call.turn, scale_xT.data_ptr()), None)
-    dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
-    dx, dw, db = _nothing(dy, [0], x_dtype, weight, bias_dtype, [False] * 3)
+    dy_MN = matrix(dy)
+    dx = dw = db = None
     needs_dx, needs_dw, needs_db = needs
     with without_autocast(dy.device.type):
         q_dy, q_dyT, *_ = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
         if q_dy is not None:
-            q_w = quantize_operand(again, "weight", weight, False, True, amax_w.reshape(()) if amax_w.numel() else None)
+            q_w = quantize_operand(again, "weight", weight, False, True, amax_w if amax_w.numel() else None)
             assert q_w.turned is not None
-            dx = gemms.dgrad(call, q_dy, q_w.turned, x_dtype, dy_MN, samples).reshape(x_like)
+            dx = gemms.dgrad(call, q_dy, q_w.turned, x_dtype, dy_MN, samples)
+            dx = dx if len(x_like) == 2 else dx.view(x_like)
             del q_dy, q_w  # before dw takes room: here memory is at its peak
         if q_dyT is not None:
             rule = state.recipe.uses("input")[1]
             shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
-            q_xT = QTensor(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
+            q_xT = QTensor.unchecked(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
             dw = gemms.wgrad(call, q_dyT, q_xT, weight.dtype, dy_MN, samples)
         if needs_db and bias_dtype is not None:
             db = gemms.bias_gradient(dy_MN, bias_dtype)
     state.clock.saw_data()
-    return dx, dw, db
+    dx = dy.new_empty(0, dtype=x_dtype) if dx is None else dx
+    dw = dy.new_empty(0, dtype=weight.dtype) if dw is None else dw
+    return dx, dw, dy.new_empty(0, dtype=bias_dtype or dy.dtype) if db is None else db
 
 
 @shapes_of(linear_backward)
@@ -199,17 +206,6 @@ def _(
     scale_xT: Tensor,
     handle: Tensor,
     dtype: torch.dtype,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _nothing(dy, x_like, x_dtype, weight, bias_dtype, needs)
-
-
-def _nothing(
-    dy: Tensor,
-    x_like: list[int],
-    x_dtype: torch.dtype,
-    weight: Tensor,
-    bias_dtype: torch.dtype | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = dy.new_empty(x_like if needs[0] else 0, dtype=x_dtype)
@@ -233,7 +229,7 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs = [bool(ctx.needs_input_grad[i]) for i in (0, 2, 3)]
     if high and needs[1]:
         x, known = high
-        inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known.reshape(())
+        inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
         codes = codes_of(x.reshape(-1, x.shape[-1]), inv_scale, ctx.traced).t().contiguous()
     amax = amax_of(dy) if ctx.traced.own_scale else None
     weights = (weight, amax_w, ctx.bias_dtype)
@@ -247,6 +243,11 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 derivative_of(linear_forward, _differentiate, _save)
 
 
+def matrix(x: Tensor) -> Tensor:
+    """x [..., C] as [M, C]."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _keep_samples(call: Call, scale: Tensor, samples: Samples) -> None:
     """Until its backward pass, which will be given the same scale. What no backward came for goes with its step."""
     kept = call.state.samples
@@ -256,15 +257,10 @@ def _keep_samples(call: Call, scale: Tensor, samples: Samples) -> None:
         kept[call.turn, scale.data_ptr()] = samples
 
 
-def _known(amax: Tensor | None) -> Tensor:
-    assert amax is not None  # whoever makes a scale from it has it
-    return amax.reshape(1)
-
-
 def _flat(scale: Tensor) -> Tensor:
     """All scales in a row, in the order that block scales have in memory: no copy where a kernel of ours made them."""
-    return (scale.t() if scale.dim() == 2 else scale).reshape(-1)
+    return scale.t().reshape(-1) if scale.dim() == 2 else scale
 
 
 def _unflat(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return flat.view(shape[::-1]).t() if len(shape) == 2 else flat.view(shape)
+    return flat.view(shape[::-1]).t() if len(shape) == 2 else flat

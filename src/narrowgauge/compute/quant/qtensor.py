@@ -52,6 +52,13 @@ class QTensor:
         if self.scale.device != self.codes.device:
             raise ShapeError(f"codes are on {self.codes.device}, scale is on {self.scale.device}; move one.")
 
+    @classmethod
+    def unchecked(cls, codes: Tensor, scale: Tensor, fmt: Format, granularity: Granularity) -> QTensor:
+        """A QTensor by a kernel that makes what fits: on the way to a GPU, checking takes longer than launching."""
+        made = object.__new__(cls)
+        vars(made).update(codes=codes, scale=scale, fmt=fmt, granularity=granularity)
+        return made
+
     @property
     def shape(self) -> tuple[int, int]:
         """The matrix's shape (M, K)."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from narrowgauge.compute.quant import (
@@ -45,7 +46,7 @@ ALGORITHMS = ("max", "most_recent")
 INITIALS = ("current", "one")
 
 # Where each role is used: first the copy that the observer sees, then the transposed one.
-_USES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+_USES: dict[Role, tuple[tuple[str, str], tuple[str, str]]] = {
     "input": (("fprop", "a"), ("wgrad", "b")),
     "weight": (("fprop", "b"), ("dgrad", "b")),
     "grad_output": (("dgrad", "a"), ("wgrad", "a")),
@@ -154,14 +155,23 @@ class Recipe:
 
     def uses(self, role: Role) -> tuple[Operand, Operand]:
         """Return what `role` is quantized to: along its last axis, then transposed for the other gemm."""
-        (gemm_a, side_a), (gemm_b, side_b) = _USES[role]
-        return getattr(getattr(self, gemm_a), side_a), getattr(getattr(self, gemm_b), side_b)
+        return self._uses[role]
 
     def shares(self, role: Role) -> bool:
         """Return whether one quantized copy serves both gemms: the same rule, and scales that transpose."""
-        plain, transposed = self.uses(role)
-        square = isinstance(plain.granularity, Block) and plain.granularity.rows == plain.granularity.cols
-        return plain == transposed and (plain.granularity == PerTensor() or square)
+        return self._shares[role]
+
+    # Asked of every operand of every layer, on the way to a GPU that waits: answered once.
+    @cached_property
+    def _uses(self) -> dict[Role, tuple[Operand, Operand]]:
+        return {
+            role: (getattr(getattr(self, gemm_a), side_a), getattr(getattr(self, gemm_b), side_b))
+            for role, ((gemm_a, side_a), (gemm_b, side_b)) in _USES.items()
+        }
+
+    @cached_property
+    def _shares(self) -> dict[Role, bool]:
+        return {role: _shared(*uses) for role, uses in self._uses.items()}
 
     @property
     def keeps_high(self) -> bool:
@@ -236,6 +246,11 @@ def fake(recipe: Recipe) -> Recipe:
 def _check_word(field: str, value: str, options: tuple[str, ...]) -> None:
     if value not in options:
         raise RecipeError(f"{field} is {value!r}: {nearest(str(value), options)}")
+
+
+def _shared(plain: Operand, transposed: Operand) -> bool:
+    square = isinstance(plain.granularity, Block) and plain.granularity.rows == plain.granularity.cols
+    return plain == transposed and (plain.granularity == PerTensor() or square)
 
 
 def _as_format(value: Any) -> Format:

@@ -2,8 +2,7 @@
 
     amax = max |x|        as bits, so that a NaN wins over an Inf and an Inf over every number
 
-16-bit numbers are compared two at a time, as they lie in memory. As many programs are launched as run at once; each
-counts itself when it is done, and the last writes what all have found.
+16-bit numbers are compared two at a time, as they lie in memory. As many programs are launched as run at once.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.compute.kernels.fused.launch import launch
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, magnitude_bits, widen
 from narrowgauge.compute.kernels.fused.tile import ANY, high, larger_halves, low
 
@@ -23,7 +23,7 @@ PER_SM, REGISTERS = 4, 64  # programs of that many warps that run at once on a m
 
 
 @triton.jit
-def _amax(x_ptr, scratch_ptr, out_ptr, n, KIND: tl.constexpr, INTERPRET: tl.constexpr, BLOCK: tl.constexpr):
+def _amax(x_ptr, bits_ptr, n, KIND: tl.constexpr, INTERPRET: tl.constexpr, BLOCK: tl.constexpr):
     largest = tl.zeros((BLOCK,), tl.int32)
     if KIND != ANY:
         x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -45,25 +45,17 @@ def _amax(x_ptr, scratch_ptr, out_ptr, n, KIND: tl.constexpr, INTERPRET: tl.cons
     else:
         both = tl.reduce(largest, 0, larger_halves)
         bits = tl.maximum(magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND)))
-    tl.atomic_max(scratch_ptr, bits, sem="relaxed")
-    if tl.atomic_add(scratch_ptr + 1, 1, sem="release") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(scratch_ptr + 1, 0, sem="acquire")  # after what all others released
-        tl.store(out_ptr, tl.atomic_xchg(scratch_ptr, 0, sem="relaxed").to(tl.float32, bitcast=True))
+    tl.atomic_max(bits_ptr.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 
 
-def amax(x: Tensor, *, scratch: Tensor | None = None) -> Tensor:
-    """The largest magnitude of a contiguous tensor of any shape, [] float32; NaN if there is one; 0 of nothing.
-
-    `scratch`: int32 [2], zeros, which it holds again afterwards; calls on one stream may share it.
-    """
-    if scratch is None:
-        scratch = torch.zeros(2, dtype=torch.int32, device=x.device)
-    out = torch.empty((), device=x.device)
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a contiguous tensor of any shape, [] float32; NaN if there is one; 0 of nothing."""
+    out = torch.zeros((), device=x.device)
     n, kind = x.numel(), 0
     if x.element_size() == 2 and n % 2 == 0 and x.data_ptr() % 4 == 0:
         n, kind = n // 2, 2 if x.dtype == torch.bfloat16 else 3
-    programs = min(-(-n // BLOCK), PER_SM * _multiprocessors(x.device))
-    _amax[(max(1, programs),)](x, scratch, out, n, kind, INTERPRETED, BLOCK, num_warps=WARPS, maxnreg=REGISTERS)
+    programs = max(1, min(-(-n // BLOCK), PER_SM * _multiprocessors(x.device)))
+    launch(_amax, programs, (x, out), (n,), (kind, INTERPRETED, BLOCK), num_warps=WARPS, maxnreg=REGISTERS)
     return out
 
 

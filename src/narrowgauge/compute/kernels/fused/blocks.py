@@ -11,18 +11,20 @@ Legend: M = rows, K = columns, W = ceil(K / 2) words.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.launch import launch
+from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
     even,
-    grid,
     load,
     place,
     registers,
@@ -30,7 +32,7 @@ from narrowgauge.compute.kernels.fused.tile import (
     store_plain,
     store_turned,
     tile_amax,
-    words,
+    tiles,
 )
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
@@ -87,17 +89,12 @@ def cast_tiles(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes [M, K] with scales [M, K/128], codes [K, M] with scales [K, M/128]; each pair only if asked for."""
     M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
     scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
     scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
-    x = even(x_MK)
-    W, stride_m, stride_w, kind = words(x)
     if x_MK.numel() and (plain or turned):
-        _tiles[grid(M, W)](
-            x, codes_MK, scale_M, codes_KM, scale_K, M, K, W, stride_m, stride_w, kind,
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8, maxnreg=registers(kind, 64),
-        )  # fmt: skip
-    return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
+        _launch(_tiles, x_MK, (codes_MK, scale_M, codes_KM, scale_K), fmt, scaling, margin, plain, turned)
+    return codes_MK, scale_M, codes_KM, scale_K
 
 
 def cast_squares(
@@ -105,13 +102,21 @@ def cast_squares(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Codes [M, K] and [K, M], each only if asked for, and their scales [M/128, K/128]."""
     M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
     scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
-    x = even(x_MK)
-    W, stride_m, stride_w, kind = words(x)
     if x_MK.numel():
-        _squares[grid(M, W)](
-            x, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=8, maxnreg=registers(kind, 64),
-        )  # fmt: skip
-    return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt), scale
+        _launch(_squares, x_MK, (codes_MK, codes_KM, scale), fmt, scaling, margin, plain, turned)
+    return codes_MK, codes_KM, scale
+
+
+def _launch(
+    kernel: Any, x_MK: Tensor, outputs: tuple[Tensor | None, ...], fmt: Format, scaling: Scaling, margin: int,
+    plain: bool, turned: bool,
+) -> None:  # fmt: skip
+    x, W, stride_m, stride_w, kind = even(x_MK)
+    M, K = x_MK.shape
+    constants = (kind, *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE)
+    launch(
+        kernel, tiles(M, W), (x, *outputs), (M, K, W, stride_m, stride_w), constants,
+        num_warps=8, maxnreg=registers(kind, 64),
+    )  # fmt: skip

@@ -14,6 +14,7 @@ Legend: M = rows, K = columns, W = ceil(K / 2) words, L = looks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Look:
     end: tuple[int, int]  # chunk, and where in it the next look begins
     whole: bool  # one scale for the whole tensor
     turn: int = 0
+    asked: tuple[Any, ...] = ()  # shape, dtype and rule that it was opened for last
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,8 +61,8 @@ class Look:
     def numbers(self) -> tuple[int, ...]:
         """samples, errors, lines, segments; then first, stride and number of sampled rows; group and phase."""
         plan, turn = self.plan, self.turn
-        shape = (plan.samples, plan.errors, plan.lines, plan.segments)
-        return (*shape, turn % plan.stride, plan.stride, plan.sampled, plan.group, turn % plan.share)
+        samples, errors, lines, segments, stride, sampled, group, share = plan.numbers
+        return samples, errors, lines, segments, turn % stride, stride, sampled, group, turn % share
 
 
 @dataclass
@@ -82,14 +84,16 @@ class Looks:
 
     def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int) -> Look | None:
         """Room for one call's sums; None for what no watched kernel can do."""
-        if not _can(x_MK, rule):
-            return None
-        M, K = x_MK.shape
-        plan, order = Plan.of(M, K, WALKS[rule.granularity]), len(self._open)
-        whole = rule.granularity == PerTensor()
+        order, asked = len(self._open), (x_MK.shape, x_MK.dtype, rule)
         look = self._known[order] if order < len(self._known) else None
-        if look is None or look.plan != plan or look.whole != whole:
-            look = self._new(plan, order, whole)
+        if look is None or look.asked != asked:  # a step mostly asks as the one before did
+            if not _can(x_MK, rule):
+                return None
+            M, K = x_MK.shape
+            plan, whole = Plan.of(M, K, WALKS[rule.granularity]), rule.granularity == PerTensor()
+            if look is None or look.plan != plan or look.whole != whole:
+                look = self._new(plan, order, whole)
+            look.asked = asked
         look.site, look.turn = site, turn
         self._open.append(look)
         return look

@@ -141,3 +141,10 @@ class Plan:
     def sampled_rows(self, turn: int) -> Tensor:
         """Which rows the histograms come from in a turn, int64."""
         return turn % self.stride + self.stride * torch.arange(self.sampled)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """What a kernel is told: samples, errors, lines, segments, stride, sampled, group, share."""
+        return (
+            self.samples, self.errors, self.lines, self.segments, self.stride, self.sampled, self.group, self.share
+        )  # fmt: skip

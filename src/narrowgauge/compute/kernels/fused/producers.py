@@ -24,8 +24,8 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.both import Given
 from narrowgauge.compute.kernels.fused.constant import Constant
-from narrowgauge.compute.kernels.fused.room import as_codes
 from narrowgauge.compute.kernels.fused.tile import BF16, even, store_plain, store_turned
+from narrowgauge.compute.quant import torch_dtype
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
 
@@ -74,8 +74,9 @@ class Room:
         high: bool,
     ) -> None:
         device, self.rule = x.device, rule
-        self.plain = torch.empty(M, K, dtype=torch.uint8, device=device) if plain and given else None
-        self.turned = torch.empty(K, M, dtype=torch.uint8, device=device) if turned and given else None
+        dtype = None if rule is None else torch_dtype(rule.fmt)
+        self.plain = torch.empty(M, K, dtype=dtype, device=device) if plain and given else None
+        self.turned = torch.empty(K, M, dtype=dtype, device=device) if turned and given else None
         self.high = torch.empty(M, K, dtype=torch.bfloat16, device=device) if high else None
         self.out = torch.empty(2, device=device)  # amax, scale
         scratch = None if given is None else given.scratch
@@ -96,8 +97,7 @@ class Room:
         """What was written."""
         if self.rule is None:
             return Made(None, None, None, self.out[0], self.high)
-        plain, turned = as_codes(self.plain, self.rule.fmt), as_codes(self.turned, self.rule.fmt)
-        return Made(plain, turned, self.out[1], self.out[0], self.high)
+        return Made(self.plain, self.turned, self.out[1], self.out[0], self.high)
 
 
 def in_words(x_MK: Tensor, what: str, parts: int = 1) -> Tensor:
@@ -108,7 +108,7 @@ def in_words(x_MK: Tensor, what: str, parts: int = 1) -> Tensor:
             f"{what} is {x_MK.dtype} [{shape}]; it must be torch.bfloat16 with two dimensions, the last of them a "
             f"multiple of {2 * parts}: flatten leading dimensions, and quantize other tensors with the ordinary cast."
         )
-    return even(x_MK)
+    return even(x_MK)[0]
 
 
 @triton.jit

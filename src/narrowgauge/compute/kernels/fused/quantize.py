@@ -65,9 +65,8 @@ def quantize_both(
     by_tensor, by_block, by_row = PLAIN if look is None else WATCHED
     if rule.granularity == PerTensor():
         if given:
-            slot = None if given.slot is None else given.slot.view(torch.int32)
             codes, codes_T, scale, amax = by_tensor.cast_given(
-                x_MK, rule, given.scale, given.inv_scale, slot=slot, scratch=given.scratch, **wanted
+                x_MK, rule, given.scale, given.inv_scale, slot=given.slot, scratch=given.scratch, **wanted
             )
         else:
             if amax is None:
@@ -91,4 +90,4 @@ def _can(x_MK: Tensor, rule: Operand, plain: Operand | None, turned: Operand | N
 
 
 def _wrap(codes: Tensor | None, scale: Tensor | None, rule: Operand) -> QTensor | None:
-    return None if codes is None or scale is None else QTensor(codes, scale, rule.fmt, rule.granularity)
+    return None if codes is None or scale is None else QTensor.unchecked(codes, scale, rule.fmt, rule.granularity)

@@ -1,4 +1,4 @@
-"""Where kernels write codes: bytes while they do, float8 afterwards.
+"""Where kernels write codes, and what they need to know of a format.
 
 Legend: M = rows, K = columns.
 """
@@ -12,16 +12,11 @@ from narrowgauge.compute.quant import Scaling, torch_dtype
 from narrowgauge.formats import Format
 
 
-def room(x_MK: Tensor, plain: bool, turned: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Bytes for codes [M, K] and [K, M], each only if asked for."""
-    M, K = x_MK.shape
-    codes_MK = torch.empty(M, K, dtype=torch.uint8, device=x_MK.device) if plain else None
-    return codes_MK, torch.empty(K, M, dtype=torch.uint8, device=x_MK.device) if turned else None
-
-
-def as_codes(room: Tensor | None, fmt: Format) -> Tensor | None:
-    """The bytes as the format's dtype."""
-    return None if room is None else room.view(torch_dtype(fmt))
+def room(x_MK: Tensor, fmt: Format, plain: bool, turned: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Room for codes [M, K] and [K, M], each only if asked for."""
+    (M, K), dtype, device = x_MK.shape, torch_dtype(fmt), x_MK.device
+    codes_MK = torch.empty(M, K, dtype=dtype, device=device) if plain else None
+    return codes_MK, torch.empty(K, M, dtype=dtype, device=device) if turned else None
 
 
 def facts(fmt: Format, scaling: Scaling, margin: int) -> tuple[int, float, float, bool, float]:

@@ -16,19 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.launch import launch
+from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
     even,
-    grid,
     load,
     place,
     registers,
     row_amaxes,
     store_plain,
     store_turned,
+    tiles,
     words,
 )
 from narrowgauge.compute.quant import Scaling
@@ -86,9 +87,8 @@ def amaxes(x: Tensor, plain: bool, turned: bool) -> Tensor:
     bits = torch.zeros(M + K, dtype=torch.int32, device=x.device)
     W, stride_m, stride_w, kind = words(x)
     if x.numel() and (plain or turned):
-        _amaxes[grid(M, W)](
-            x, bits, bits[M:], M, K, W, stride_m, stride_w, kind, plain, turned, INTERPRETED, SIDE, num_warps=4
-        )
+        sizes, constants = (M, K, W, stride_m, stride_w), (kind, plain, turned, INTERPRETED, SIDE)
+        launch(_amaxes, tiles(M, W), (x, bits, bits[M:]), sizes, constants, num_warps=4)
     return bits
 
 
@@ -97,15 +97,16 @@ def cast_rows(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes [M, K] with scales [M, 1], codes [K, M] with scales [K, 1]; each pair only if asked for."""
     M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
     scale = torch.empty(M + K, device=x_MK.device)
-    x = even(x_MK)
-    W, stride_m, stride_w, kind = words(x)
+    x, W, stride_m, stride_w, kind = even(x_MK)
     bits = amaxes(x, plain, turned)
     if x_MK.numel() and (plain or turned):
-        _rows[grid(M, W)](
-            x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], M, K, W, stride_m, stride_w, kind,
-            *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE, num_warps=4, maxnreg=registers(kind, 128),
+        tensors = (x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:])
+        constants = (kind, *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE)
+        launch(
+            _rows, tiles(M, W), tensors, (M, K, W, stride_m, stride_w), constants,
+            num_warps=4, maxnreg=registers(kind, 128),
         )  # fmt: skip
     scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
-    return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
+    return codes_MK, scale_M, codes_KM, scale_K

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.grains import SQUARES
+from narrowgauge.compute.kernels.fused.launch import launch
 from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.kernels.fused.moments import FIELDS
 from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, SEGMENT
@@ -51,8 +52,10 @@ def square_errors(x: Tensor, fmt: Format, look: Look, scale: Tensor) -> None:
     """
     _, stride_m, stride_w, kind = words(x)
     plan = look.plan
-    _watched_square_errors[(plan.errors,)](
-        x, scale, *look.pointers[:3], *x.shape, stride_m, stride_w, plan.programs, *look.numbers,
-        kind, fmt.mantissa_bits, fmt.max, INTERPRETED, SEGMENT // 2, plan.error_lines, RECOUNTED, EVERY, FIELDS,
-        num_warps=4, maxnreg=registers(kind, REGISTERS),
+    constants = (
+        kind, fmt.mantissa_bits, fmt.max, INTERPRETED, SEGMENT // 2, plan.error_lines, RECOUNTED, EVERY, FIELDS
+    )  # fmt: skip
+    launch(
+        _watched_square_errors, plan.errors, (x, scale, *look.pointers[:3]), (*x.shape, stride_m, stride_w), constants,
+        (plan.programs, *look.numbers), num_warps=4, maxnreg=registers(kind, REGISTERS),
     )  # fmt: skip

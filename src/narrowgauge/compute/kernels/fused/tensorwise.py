@@ -21,21 +21,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.launch import launch
+from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     even,
-    grid,
     load,
     place,
     registers,
     store_plain,
     store_turned,
     tile_amax,
-    words,
+    tiles,
 )
 from narrowgauge.compute.recipes import Operand
+
+# Where in its table a row lies is no reason to compile again.
+ROWS_OF_A_TABLE = ["given_ptr", "inv_scale_ptr", "scale_ptr", "amax_ptr", "slot_ptr", "scratch_ptr"]
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def _cast(
         store_turned(turned_ptr, a, b, inv, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_A_TABLE)
 def _cast_given(
     x_ptr, given_ptr, inv_scale_ptr, plain_ptr, turned_ptr, scale_ptr, amax_ptr, slot_ptr, scratch_ptr,
     M, K, W, stride_m, stride_w, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr,
@@ -65,6 +68,8 @@ def _cast_given(
 ):  # fmt: skip
     m, w, _, _ = place(W, SIDE, BACKWARDS=True)
     a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    if SLOT:
+        slot_ptr = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     given = tl.load(given_ptr)
     usable = (given > 0) & (given < float("inf"))
     inv_scale = tl.where(usable, tl.load(inv_scale_ptr), 1.0)
@@ -91,16 +96,14 @@ def cast(
 
     x_MK may have any strides and any float dtype of 32 bits or fewer.
     """
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, rule.fmt, plain, turned)
     scale = torch.empty((), device=x_MK.device)
-    x = even(x_MK)
-    W, stride_m, stride_w, kind = words(x)
+    x, W, stride_m, stride_w, kind = even(x_MK)
     M, K = x_MK.shape
-    _cast[grid(M, W)](
-        x, amax, codes_MK, codes_KM, scale, M, K, W, stride_m, stride_w, kind,
-        *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE, num_warps=8,
-    )  # fmt: skip
-    return as_codes(codes_MK, rule.fmt), as_codes(codes_KM, rule.fmt), scale
+    constants = (kind, *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE)
+    tensors = (x, amax, codes_MK, codes_KM, scale)
+    launch(_cast, tiles(M, W), tensors, (M, K, W, stride_m, stride_w), constants, num_warps=8)
+    return codes_MK, codes_KM, scale
 
 
 def cast_given(
@@ -121,23 +124,23 @@ def cast_given(
         rule: its format counts.
         scale, inv_scale: [] float32 each. Codes are made with inv_scale, or with 1 where scale is no positive number.
         plain, turned: which layouts to write.
-        slot: int32 [1] (or the bits of a float32), at first negative: raised to the bits of amax, if that is finite.
+        slot: float32 [1] (or int32), at first negative: raised to the bits of amax, if that is finite.
         scratch: int32 [2], zeros, which it holds again afterwards; calls on one stream may share it.
 
     Returns:
         Codes [M, K]; codes [K, M]; scale [], NaN where amax is not finite or the given one no positive number; amax [].
     """
-    codes_MK, codes_KM = room(x_MK, plain, turned)
-    out = torch.empty(2, device=x_MK.device)
+    codes_MK, codes_KM = room(x_MK, rule.fmt, plain, turned)
+    own, amax = torch.empty(2, device=x_MK.device).unbind()
     if scratch is None:
         scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
     seen = slot is not None and x_MK.numel() > 0  # nothing leaves no trace
-    x = even(x_MK)
-    W, stride_m, stride_w, kind = words(x)
+    x, W, stride_m, stride_w, kind = even(x_MK)
     M, K = x_MK.shape
-    _cast_given[grid(M, W)](
-        x, scale, inv_scale, codes_MK, codes_KM, out, out[1:], slot, scratch, M, K, W, stride_m, stride_w, kind,
-        rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE,
+    constants = (kind, rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE)
+    tensors = (x, scale, inv_scale, codes_MK, codes_KM, own, amax, slot, scratch)
+    launch(
+        _cast_given, tiles(M, W), tensors, (M, K, W, stride_m, stride_w), constants,
         num_warps=4 if plain and turned else 8, maxnreg=registers(kind, 128 if plain and turned else 64),
     )  # fmt: skip
-    return as_codes(codes_MK, rule.fmt), as_codes(codes_KM, rule.fmt), out[0], out[1]
+    return codes_MK, codes_KM, own, amax

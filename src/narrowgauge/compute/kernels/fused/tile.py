@@ -28,11 +28,16 @@ _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 SIDE = 128  # rows and columns of a tile: a block's, and four warps' or eight's worth of registers
 
 
-def even(x_MK: Tensor) -> Tensor:
-    """x_MK, copied if it does not lie in words in memory though it could: two more passes, instead of single bytes."""
-    if x_MK.shape[1] % 2 or words(x_MK)[3]:
-        return x_MK
-    return x_MK.clone(memory_format=torch.contiguous_format)
+def even(x_MK: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """x_MK, copied if it does not lie in words in memory though it could, and its `words`.
+
+    The copy is two more passes, instead of single bytes.
+    """
+    found = words(x_MK)
+    if x_MK.shape[1] % 2 or found[3]:
+        return x_MK, *found
+    x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+    return x_MK, *words(x_MK)
 
 
 def words(x_MK: Tensor) -> tuple[int, int, int, int]:
@@ -50,9 +55,9 @@ def registers(kind: int, most: int) -> int | None:
     return most if kind >= _KINDS[torch.bfloat16] else None
 
 
-def grid(M: int, W: int) -> tuple[int]:
+def tiles(M: int, W: int) -> int:
     """One program per tile; one even of nothing, for someone has to write the scale."""
-    return (max(1, -(-M // SIDE) * -(-2 * W // SIDE)),)
+    return max(1, -(-M // SIDE) * -(-2 * W // SIDE))
 
 
 @triton.jit
@@ -165,6 +170,7 @@ def store_plain(
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Codes of the tile into [M, K]; inv_scale [tile_M, 1] or [1, 1]."""
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     pairs = to_code_pairs(low(a, KIND) * inv_scale, high(b, KIND) * inv_scale, MANTISSA, MAX, INTERPRET)
     inside = (m[:, None] < M) & (w[None, :] < W)
     if KIND == ANY:  # K may be odd, and a row begin anywhere
@@ -188,6 +194,7 @@ def store_turned(
     3.6 also stores the transpose of an 8-bit tile wrongly where the tile itself is stored; here no layout's codes are
     made of the other's.
     """
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     a, b = tl.trans(a), tl.trans(b)
     if KIND >= BF16:
         a = a.to(tl.int64)

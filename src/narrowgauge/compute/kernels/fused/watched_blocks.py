@@ -31,6 +31,7 @@ from narrowgauge.compute.kernels.fused.grains import (
     no_scales,
     turned_scales,
 )
+from narrowgauge.compute.kernels.fused.launch import launch
 from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.kernels.fused.moments import (
     FIELDS,
@@ -42,7 +43,7 @@ from narrowgauge.compute.kernels.fused.moments import (
     recount,
 )
 from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
-from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.sampling import (
     COUNTS,
@@ -65,7 +66,6 @@ from narrowgauge.compute.kernels.fused.tile import (
     store_plain,
     store_turned,
     tile_amax,
-    words,
 )
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
@@ -192,21 +192,26 @@ def _watched_blocks(
 
 
 def _launch(
-    x: Tensor, fmt: Format, scaling: Scaling, margin: int, look: Look, grain: int, codes_MK: Tensor | None,
+    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int, look: Look, grain: int, codes_MK: Tensor | None,
     scale: Tensor | None, codes_KM: Tensor | None, scale_K: Tensor | None,
-) -> None:  # fmt: skip
-    W, stride_m, stride_w, kind = words(x)
+) -> Tensor:  # fmt: skip
+    x, W, stride_m, stride_w, kind = even(x_MK)
     M, K = x.shape
     plan = look.plan
     mantissa, largest, goal, pow2, floor = facts(fmt, scaling, margin)
     half = 2.0 ** (1 - fmt.bias - mantissa) / 2
     others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
-    _watched_blocks[(others + plan.programs,)](
-        x, codes_MK, scale, codes_KM, scale_K, *look.pointers, M, K, W, stride_m, stride_w, *x.stride(), *look.numbers,
+    constants = (
         grain, kind, mantissa, largest, goal, pow2, floor, half, codes_MK is not None, codes_KM is not None,
         INTERPRETED, SIDE, PIECE, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP,
-        SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+        SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
     )  # fmt: skip
+    launch(
+        _watched_blocks, others + plan.programs, (x, codes_MK, scale, codes_KM, scale_K, *look.pointers),
+        (M, K, W, stride_m, stride_w, *x.stride()), constants, look.numbers,
+        num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+    )  # fmt: skip
+    return x
 
 
 def cast_tiles(
@@ -214,11 +219,11 @@ def cast_tiles(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `blocks.cast_tiles`, filling `look`."""
     M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
     scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
     scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
-    _launch(even(x_MK), fmt, scaling, margin, look, TILES.value, codes_MK, scale_M, codes_KM, scale_K)
-    return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
+    _launch(x_MK, fmt, scaling, margin, look, TILES.value, codes_MK, scale_M, codes_KM, scale_K)
+    return codes_MK, scale_M, codes_KM, scale_K
 
 
 def cast_squares(
@@ -226,9 +231,8 @@ def cast_squares(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """As `blocks.cast_squares`, filling `look`."""
     M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
     scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
-    x = even(x_MK)
-    _launch(x, fmt, scaling, margin, look, SQUARES.value, codes_MK, scale, codes_KM, None)
+    x = _launch(x_MK, fmt, scaling, margin, look, SQUARES.value, codes_MK, scale, codes_KM, None)
     square_errors(x, fmt, look, scale)
-    return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt), scale
+    return codes_MK, codes_KM, scale

@@ -28,6 +28,7 @@ from narrowgauge.compute.kernels.fused.grains import (
     no_scales,
     turned_scales,
 )
+from narrowgauge.compute.kernels.fused.launch import launch
 from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.kernels.fused.moments import (
     FIELDS,
@@ -39,7 +40,7 @@ from narrowgauge.compute.kernels.fused.moments import (
     recount,
 )
 from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
-from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rows import amaxes
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.sampling import (
@@ -58,7 +59,6 @@ from narrowgauge.compute.kernels.fused.tile import (
     registers,
     store_plain,
     store_turned,
-    words,
 )
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format
@@ -163,19 +163,22 @@ def cast_rows(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `rows.cast_rows`, filling `look`."""
     M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
     scale = torch.empty(M + K, device=x_MK.device)
-    x = even(x_MK)
-    W, stride_m, stride_w, kind = words(x)
+    x, W, stride_m, stride_w, kind = even(x_MK)
     bits = amaxes(x, True, turned)
     plan = look.plan
     mantissa, largest, goal, pow2, floor = facts(fmt, scaling, margin)
     half = 2.0 ** (1 - fmt.bias - mantissa) / 2
-    _watched_rows[(plan.samples + plan.errors + plan.programs,)](
-        x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], *look.pointers,
-        M, K, W, stride_m, stride_w, *x.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
-        plain, turned, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS,
-        ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+    tensors = (x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], *look.pointers)
+    constants = (
+        kind, mantissa, largest, goal, pow2, floor, half, plain, turned, INTERPRETED, plan.walk.rows, WORDS, plan.steps,
+        RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
+    )  # fmt: skip
+    launch(
+        _watched_rows, plan.samples + plan.errors + plan.programs, tensors,
+        (M, K, W, stride_m, stride_w, *x.stride()), constants, look.numbers,
+        num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
     )  # fmt: skip
     scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
-    return as_codes(codes_MK, fmt), scale_M, as_codes(codes_KM, fmt), scale_K
+    return codes_MK, scale_M, codes_KM, scale_K

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.grains import WHOLE
+from narrowgauge.compute.kernels.fused.launch import launch
 from narrowgauge.compute.kernels.fused.looks import Look
 from narrowgauge.compute.kernels.fused.moments import (
     AMAX,
@@ -41,7 +42,7 @@ from narrowgauge.compute.kernels.fused.moments import (
     recount,
 )
 from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT
-from narrowgauge.compute.kernels.fused.room import as_codes, facts, room
+from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.sampling import (
     COUNTS,
@@ -51,14 +52,15 @@ from narrowgauge.compute.kernels.fused.sampling import (
     look_at_errors,
     look_at_sample,
 )
-from narrowgauge.compute.kernels.fused.tile import BF16, high, load, low, store_plain, store_turned, words
+from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
+from narrowgauge.compute.kernels.fused.tile import high, load, low, registers, store_plain, store_turned, words
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
 
 
-@triton.jit(do_not_specialize=LATE)
+@triton.jit(do_not_specialize=LATE, do_not_specialize_on_alignment=ROWS_OF_A_TABLE)
 def _watched(
     x_ptr, amax_ptr, given_ptr, inv_scale_ptr, plain_ptr, turned_ptr, scale_ptr, slot_ptr, scratch_ptr,
     room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
@@ -71,6 +73,8 @@ def _watched(
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
+    if SLOT:
+        slot_ptr = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if GIVEN:
         given = tl.load(given_ptr)
         usable = (given > 0) & (given < float("inf"))
@@ -167,20 +171,24 @@ def _launch(
     x_MK: Tensor, rule: Operand, look: Look, plain: bool, turned: bool, amax: Tensor, given: Tensor | None,
     inv_scale: Tensor | None, scale: Tensor, slot: Tensor | None, scratch: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    codes_MK, codes_KM = room(x_MK, plain, turned)
+    codes_MK, codes_KM = room(x_MK, rule.fmt, plain, turned)
     W, stride_m, stride_w, kind = words(x_MK)
     M, K = x_MK.shape
     plan, fmt = look.plan, rule.fmt
     mantissa, largest, goal, pow2, floor = facts(fmt, rule.scaling, rule.margin)
     half = 2.0 ** (1 - fmt.bias - mantissa) / 2
-    _watched[(plan.samples + plan.errors + plan.programs,)](
-        x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers,
-        M, K, W, stride_m, stride_w, *x_MK.stride(), *look.numbers, kind, mantissa, largest, goal, pow2, floor, half,
-        plain, turned, given is not None, slot is not None, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN,
-        plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS, num_warps=4,
-        maxnreg=REGISTERS if kind >= BF16.value else None,
+    tensors = (x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers)
+    constants = (
+        kind, mantissa, largest, goal, pow2, floor, half, plain, turned, given is not None, slot is not None,
+        INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP,
+        SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
     )  # fmt: skip
-    return as_codes(codes_MK, fmt), as_codes(codes_KM, fmt)
+    launch(
+        _watched, plan.samples + plan.errors + plan.programs, tensors,
+        (M, K, W, stride_m, stride_w, *x_MK.stride()), constants, look.numbers,
+        num_warps=4, maxnreg=registers(kind, REGISTERS),
+    )  # fmt: skip
+    return codes_MK, codes_KM
 
 
 def cast(
@@ -204,8 +212,8 @@ def cast_given(
     scratch: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """As `tensorwise.cast_given`, filling `look`."""
-    out = torch.empty(2, device=x_MK.device)
+    own, found = torch.empty(2, device=x_MK.device).unbind()
     if scratch is None:
         scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
-    codes = _launch(x_MK, rule, look, plain, turned, out[1:], scale, inv_scale, out, slot, scratch)
-    return *codes, out[0], out[1]
+    codes = _launch(x_MK, rule, look, plain, turned, found, scale, inv_scale, own, slot, scratch)
+    return *codes, own, found

@@ -1,0 +1,120 @@
+"""A kernel that is launched again is the one that Triton would choose, and gets the arguments that it would get."""
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from narrowgauge.compute.kernels.fused import amax, blocks, launch, rows, tensorwise
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, PerTensor
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.formats import E4M3FN, E5M2
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+class Kernel:
+    """Stands for a `triton.jit` function: tells how it was launched, and compiles a kernel that does too."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.told.append(("compiled", grid, args, options))
+            return Compiled(self.told)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, told):
+        self.told = told
+
+    def __getitem__(self, grid):
+        return lambda *args, stream: self.told.append(("ready", grid, args, stream))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_READY", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    return Kernel()
+
+
+def test_the_second_launch_gets_addresses_and_the_stream(kernel):
+    x, y = torch.zeros(64), torch.zeros(64)
+    for late in (5, 16):
+        launch.launch(kernel, 3, (x, None, y), (64, 1), (True, 2.0), (late,), num_warps=4)
+    assert kernel.told == [
+        ("compiled", (3,), (x, None, y, 64, 1, 5, True, 2.0), {"num_warps": 4}),
+        ("ready", (3, 1, 1), (x.data_ptr(), None, y.data_ptr(), 64, 1, 16, True, 2.0), 77),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"programs": 4},
+        {"sizes": (32,)},
+        {"constants": (False,)},
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"x": torch.zeros(65)[1:]},
+        {"x": None},
+        {"device": 1},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_triton_compiles_by_is_asked_anew(kernel, changed, monkeypatch):
+    usual = {"programs": 3, "x": torch.zeros(64), "sizes": (64,), "constants": (True,)}
+
+    def run(programs, x, sizes, constants, device=0):
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device)
+        launch.launch(kernel, programs, (x,), sizes, constants)
+
+    for what in (usual, usual | changed, usual):
+        run(**what)
+    assert [how for how, *_ in kernel.told] == ["compiled", "compiled", "ready"]
+
+
+def test_shapes_that_never_come_back_do_not_pile_up(kernel, monkeypatch):
+    monkeypatch.setattr(launch, "MOST", 10)
+    for n in range(100):
+        launch.launch(kernel, 1, (torch.zeros(1),), (n,), ())
+    assert len(launch._READY) <= 10
+
+
+@cuda
+@pytest.mark.gpu
+def test_triton_would_choose_the_same(monkeypatch):
+    chosen = {}
+
+    class Asked(dict):
+        def get(self, key):
+            return None  # so that Triton chooses each time
+
+        def __setitem__(self, key, ready):
+            compiled = inspect.getclosurevars(ready).nonlocals["self"]
+            assert chosen.setdefault(key, compiled) is compiled
+
+    monkeypatch.setattr(launch, "_READY", Asked())
+    table = torch.ones(64, device="cuda")
+    calls = 0
+    for M, K in ((256, 512), (256, 514), (130, 77), (1, 16), (16, 1), (128, 128)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for offset in (0, 1, 8):
+                for row in (0, 1, 4):
+                    x = torch.randn(M * K + offset, device="cuda").to(dtype)[offset:].view(M, K)
+                    for fmt in (E4M3FN, E5M2):
+                        rule = Operand(fmt, PerTensor(), CURRENT)
+                        tensorwise.cast(x, rule, amax.amax(x))
+                        tensorwise.cast_given(x, rule, table[row], table[row + 1], slot=table[row + 2 : row + 3])
+                        blocks.cast_tiles(x, fmt, CURRENT_POW2)
+                        blocks.cast_squares(x, fmt, CURRENT_POW2)
+                        rows.cast_rows(x, fmt, ROWWISE)
+                        calls += 7
+    assert 50 < len(chosen) < calls
