@@ -95,3 +95,16 @@ def test_help_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(verb in done.stdout for verb in VERBS)
+
+
+def test_a_run_s_launcher_loads_no_torch(tmp_path):
+    """The program loads it; loading it beside the program would double its start, and hold memory while it trains."""
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    code = (
+        "import sys; from narrowgauge.cli.main import main\n"
+        "try: main(['run', '--steps', '3', '--every', '2', '--', 'train.py'])\n"
+        "except SystemExit: pass\nassert not {'torch', 'numba', 'bokeh'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ran\n"

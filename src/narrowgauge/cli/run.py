@@ -28,7 +28,6 @@ def run_command(
 ) -> None:
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
     from narrowgauge.cli.compare import default_folder
-    from narrowgauge.compute.recipes import by_name
     from narrowgauge.observe.export import check
     from narrowgauge.session.command import arguments, short_name
     from narrowgauge.session.config import load
@@ -42,6 +41,8 @@ def run_command(
     check(settings.for_plan()["export"])
     folder = out or default_folder(short_name(command))
     if recipe is not None:
+        from narrowgauge.compute.recipes import by_name  # torch loads here, for those who convert
+
         by_name(recipe)
     prepare(folder)
     plan = Plan(

@@ -6,9 +6,12 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.plan import STATUS_FILE, Plan
+
+if TYPE_CHECKING:  # it loads torch, which the process that only reads a status has no need of
+    from narrowgauge.session.ledger import Ledger
 
 INTERVAL = 0.2  # seconds; a write costs some 50 microseconds
 _last_write = [0.0]
