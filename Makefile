@@ -19,7 +19,7 @@ demo: $(READY)  ## train a small Llama in BF16 and in three kinds of FP8, then o
 	@echo "The report is $(CURDIR)/demo/report.html: one file, opens offline."
 
 test: lint  ## lint, then run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/integrations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations  # a module's programs run once
 
 lint: $(READY)  ## ruff, mypy and the import contracts
