@@ -9,6 +9,7 @@ from tests.session.test_watch import PLAIN, run
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.compute.kernels.reference import Reference
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter, open_run
@@ -98,6 +99,41 @@ def test_errors_are_those_of_the_recipe(tmp_path):
     row = table["site"].tolist().index("0:input")
     assert table["sqnr_db"][row] == pytest.approx(want["sqnr_db"], rel=1e-6)
     assert table["gain"][row] == pytest.approx(want["gain"], rel=1e-6)
+
+
+def test_a_tensor_with_a_nan_is_recorded_and_nothing_is_quantized_for_others(tmp_path, monkeypatch):
+    layer, x = nn.Linear(16, 32), torch.randn(8, 16)
+    writer = RunWriter(tmp_path / "run", {})
+    collector = Collector(writer)
+    sites = PlainSites("current", eager=True, training=lambda: True)
+    sites.add(nn.Sequential(layer), collector)
+    quantized = []
+    real = Reference.quantize_both
+    monkeypatch.setattr(
+        Reference, "quantize_both", staticmethod(lambda x, *a, **k: quantized.append(x) or real(x, *a, **k))
+    )
+    for step in range(2):
+        collector.begin_step(step)
+        sites.begin()
+        layer(x).sum().backward()
+        sites.end()
+        if step == 0:
+            assert quantized == []
+            x[2, 3] = torch.nan
+    collector.flush()
+    writer.close()
+    assert sites.notes == []
+    assert len(quantized) == 1  # the input; weight and gradient are what they were
+    table = open_run(tmp_path / "run").tensors(columns=["nan_count", "numel"])
+    rows = {
+        (step, site): (nan, n)
+        for step, site, nan, n in zip(*(table[c].tolist() for c in ("step", "site", "nan_count", "numel")), strict=True)
+    }
+    assert rows == {
+        (step, f"0:{role}"): (int(step == 1 and role == "input"), numel)
+        for step in range(2)
+        for role, numel in (("input", 128), ("weight", 512), ("grad_output", 256))
+    }
 
 
 def test_steps_that_are_not_recorded_have_no_hooks():

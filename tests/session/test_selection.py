@@ -33,16 +33,16 @@ def test_what_is_recorded_is_the_same_with_and_without_a_selection(tmp_path):
         np.testing.assert_array_equal(whole, chosen[name])
 
 
-def test_a_plain_tensor_that_is_not_selected_is_not_quantized(tmp_path, monkeypatch):
-    quantized = []
-    original = plain_sites.quantize_operand
+def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypatch):
+    looked = []
+    original = plain_sites._judged
     monkeypatch.setattr(
         plain_sites,
-        "quantize_operand",
-        lambda call, role, *rest: quantized.append(f"{call.state.name}:{role}") or original(call, role, *rest),
+        "_judged",
+        lambda state, role, *rest: looked.append(f"{state.name}:{role}") or original(state, role, *rest),
     )
     follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
-    assert quantized == ["2:input"] * 2  # microbatches
+    assert looked == ["2:input"] * 2  # microbatches
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scale_table import amax_ratio
 from narrowgauge.compute.quant import PerTensor
-from narrowgauge.compute.recipes import Recipe, by_name
+from narrowgauge.compute.recipes import Operand, Recipe, by_name
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
 from narrowgauge.session.sites import Census, Kind, Own, Part, Products, kind_of
 from narrowgauge.session.sites.census import plain_name
@@ -264,25 +264,24 @@ class PlainSites:
             first = held.first if held.first is not None else first
             if first is not None:
                 self.copies[f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"] = first
-            call = Call.begin(state, x.dtype, "write")
-            if call.watched:
-                with torch.no_grad(), _plain_math(x.device.type):
-                    self._look(call, role, turn(x), own)
+            if state.observer is not None and state.observer.wants(state.name):
+                with torch.no_grad():
+                    self._look(state, role, turn(x), own)
         except Exception as error:
             self._failed(f"{state.name}:{role}", error)
 
-    def _look(self, call: Call, role: OperandRole, x: Tensor, own: Own | None) -> None:
-        state = call.state
-        if own is not None:
-            rule = own(role, x)
-            if isinstance(rule, str):
-                self._say(rule)
-            elif x.numel():
-                _look_by(state, role, x, rule)
-        elif x.dim() == 2:
-            quantize_operand(call, role, x, True, False)
-        elif state.observer is not None:
-            state.observer.operand(state.name, role, x, quantize_experts(x, state.recipe.uses(role)[0]))
+    def _look(self, state: LayerState, role: OperandRole, x: Tensor, own: Own | None) -> None:
+        rule: Rule | str = Rule(state.recipe.uses(role)[0]) if own is None else own(role, x)
+        if isinstance(rule, str):
+            self._say(rule)
+        elif x.numel() and not (x.dim() == 2 and rule.given is None and _judged(state, role, x, rule.operand)):
+            with _plain_math(x.device.type):
+                if own is not None:
+                    _look_by(state, role, x, rule)
+                elif x.dim() == 2:
+                    quantize_operand(Call.begin(state, x.dtype, "write"), role, x, True, False)
+                elif state.observer is not None:
+                    state.observer.operand(state.name, role, x, quantize_experts(x, rule.operand))
 
     def _say(self, note: str) -> None:
         self._said.setdefault(note)
@@ -304,6 +303,12 @@ def _plain_math(device_type: str) -> Iterator[None]:
     finally:
         if was:
             torch.set_autocast_enabled(device_type, True)
+
+
+def _judged(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Operand) -> bool:
+    """Whether the observer counted what the rule would make of x: nothing had to be quantized for it."""
+    judge = getattr(state.observer, "judge", None)
+    return judge is not None and judge(state.name, role, x_MK, rule)
 
 
 def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:

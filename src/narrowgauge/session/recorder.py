@@ -94,6 +94,14 @@ class Recorder:
             return None  # nor what it quantized
         return self.collector.look(module, role, x, rule) if self._records(module, role) else None
 
+    def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """Pass on what is selected, where nobody wants the codes themselves."""
+        if self.dumper is not None and self.dumper.selects(module, role):
+            return False
+        if self.what_if is not None and self.what_if.wants():
+            return False
+        return self._records(module, role) and self.collector.judge(module, role, x, rule)
+
     def operand(
         self,
         module: str,

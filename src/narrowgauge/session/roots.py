@@ -55,6 +55,11 @@ class Renamed:
         """Pass it on."""
         return self.observer.look(self.prefix + module, role, x, rule)
 
+    def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """Pass it on, if the observer counts without codes."""
+        judge = getattr(self.observer, "judge", None)
+        return judge is not None and judge(self.prefix + module, role, x, rule)
+
     def operand(
         self,
         module: str,

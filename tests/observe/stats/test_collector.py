@@ -12,7 +12,7 @@ from narrowgauge.compute.quant import quantize
 from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED
 from narrowgauge.formats import E4M3FN
 from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, finalize
-from narrowgauge.observe.stats import Collector, measure, moments
+from narrowgauge.observe.stats import Collector, host, measure, moments
 from narrowgauge.observe.store import RunWriter, open_run
 
 
@@ -82,6 +82,62 @@ def test_microbatches_of_a_step_are_one_row(book):
         assert book.rows[0, "m:input"][name] == pytest.approx(np.array(wanted[name]), rel=1e-4, abs=1e-7), name
     assert book.rows[0, "m:output"]["numel"] == whole.numel()
     assert len(book.rows) == 2
+
+
+def test_a_microbatch_with_a_nan_and_one_without_are_one_row(book):
+    collector = Collector(book)
+    collector.begin_step(0)
+    good, bad = torch.randn(2, 40, 64)
+    bad[3, 5] = torch.nan
+    for part in (good, bad, good):
+        show(collector, part)
+    collector.end_step()
+    row = book.rows[0, "m:input"]
+    assert (row["numel"], row["nan_count"]) == (3 * 2560, 1)
+    whole = torch.cat((good, bad, good))
+    assert row["amax"] == whole[whole.isfinite()].abs().max()
+    assert row["sqnr_db"] == pytest.approx(
+        measure(good, quantize(good, E4M3FN))["sqnr_db"], abs=1e-6
+    )  # bad has no scale
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKWISE], ids=lambda recipe: recipe.name)
+def test_what_is_judged_is_what_is_quantized_and_shown(recipe, book):
+    rule, x, w = recipe.uses("input")[0], torch.randn(2, 130, 96), torch.randn(32, 96)
+    for step, shown in enumerate((True, False)):
+        collector = Collector(book)
+        collector.begin_step(step)
+        for part in x:
+            if shown:
+                q = quantize(part, rule.fmt, rule.granularity, scaling=rule.scaling)
+                collector.operand("m", "input", part, q)
+            else:
+                assert collector.judge("m", "input", part, rule)
+        for _ in range(2):
+            if shown:
+                collector.operand("m", "weight", w, quantize(w, rule.fmt, rule.granularity, scaling=rule.scaling))
+            else:
+                assert collector.judge("m", "weight", w, rule)
+        collector.end_step()
+        assert collector.failures == 0
+    for site in ("m:input", "m:weight"):
+        for name in OPERAND_COLUMNS:
+            want, found = book.rows[0, site][name], book.rows[1, site][name]
+            assert found == pytest.approx(want, rel=1e-12, nan_ok=True), (site, name)
+    assert book.rows[1, "m:weight"]["numel"] == w.numel()
+
+
+def test_what_cannot_be_judged_is_left_to_be_shown(book, monkeypatch):
+    collector, rule = Collector(book), CURRENT.uses("input")[0]
+    x = torch.randn(4, 16)
+    assert not collector.judge("m", "input", x, rule)  # no step is open
+    collector.begin_step(0)
+    assert not collector.judge("m", "input", torch.full((4, 16), torch.inf), rule)
+    assert not collector.judge("m", "input", x.to("meta"), rule)
+    monkeypatch.setattr(host, "ready", lambda: False)
+    assert not collector.judge("m", "input", x, rule)
+    collector.end_step()
+    assert (book.rows, collector.failures) == ({}, 0)
 
 
 def test_a_weight_is_looked_at_once_a_step(book):

@@ -31,7 +31,7 @@ from narrowgauge.compute.quant import QTensor
 from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.guard import Guard, Marks
-from narrowgauge.observe.stats.moments import tallies_of
+from narrowgauge.observe.stats.moments import judged, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
 from narrowgauge.observe.stats.transfer import Packed, Transfer
@@ -159,6 +159,27 @@ class Collector:
             counted = tallies_of(x, q, self._turn)
             with self._lock:
                 held.operands.add(site, counted, amax_ratio)
+
+    def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """See x [M, K] of a layer that is not converted, and what `rule` would make of it, without making that.
+
+        False where somebody has to: then it is to be quantized and shown to `operand`.
+        """
+        if not self._open or x.device.type != "cpu" or not x.numel():
+            return False
+        held = self._held_on(x.device)
+        with self._guarded(f"{module}:{role}", x.device, held):
+            site = _address(module, role)
+            if role == "weight" and site in held.weights:
+                return True
+            counted = judged(x, rule, self._turn)
+            if counted is None:
+                return False
+            with self._lock:
+                held.operands.add(site, (counted,))
+                if role == "weight":
+                    held.weights.add(site)
+        return True
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""

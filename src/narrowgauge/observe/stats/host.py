@@ -1,6 +1,7 @@
 """The usual case on the CPU, fast: what `tally` counts in sixty passes, counted in one compiled walk.
 
-    x, q  ->  Counted: the packed vector without its columns, and the sums along columns
+    count    x, q     ->  Counted: the packed vector without its columns, and the sums along columns
+    judge    x, rule  ->  the same, of the codes that x would become by the rule
 
 The same numbers as `tally`, in float64 throughout (see host_kernel); what is not all finite is left to it. The first
 call of a process loads the compiled walk, the first ever compiles it; neither is what watching costs, so `ready` does
@@ -13,24 +14,27 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from narrowgauge.compute.quant import Block, PerColumn, PerRow, PerTensor, QTensor, torch_dtype
+from narrowgauge.compute.quant import Block, Granularity, PerColumn, PerRow, PerTensor, QTensor, Scaling
+from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import E4M3FN, Format
 from narrowgauge.metrics import MOMENTS
 
 Array = npt.NDArray[Any]
+Share = tuple[int, int]  # first and stride of some rows
 
 _log = logging.getLogger("narrowgauge.stats")
 
+E8M0 = (None, "up", "ocp")
 MARGIN = 1 + 2.0**-20  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
 
 
@@ -43,12 +47,12 @@ class Counted:
         columns: [2, K] float64, sums of x^2 and e^2 along columns.
     """
 
-    vector: Tensor
-    columns: Tensor
+    vector: Array
+    columns: Array
 
     def note(self, slot: str, value: Tensor) -> None:
         """Fill a slot that the walk knows nothing of."""
-        self.vector[MOMENTS.offsets[slot]] = value
+        self.vector[MOMENTS.offsets[slot]] = float(value)
 
 
 @cache
@@ -63,15 +67,15 @@ def kernel() -> ModuleType | None:
 
 @cache
 def ready() -> bool:
-    """Load the compiled walk for the dtypes of training, or compile it; whether there is one."""
+    """Load the compiled walk, or compile it; whether there is one."""
     if kernel() is None:
         return False
     x = torch.ones(2, 2)
     codes = QTensor(x.to(torch.float8_e4m3fn), torch.tensor(1.0), E4M3FN, PerTensor())
     try:
-        for dtype in (torch.float32, torch.bfloat16):
-            count(x.to(dtype), codes, (0, 1), (0, 1))
-            count_result(x.to(dtype), (x, x))
+        count(x, codes, (0, 1), (0, 1))
+        count_result(x, (x, x))
+        count_columns(np.ones((2, 2)), MOMENTS.empty())
     except Exception as error:  # a compiler has many ways to fail, and training is not to feel any
         cause = " ".join(str(error).split())[:200]
         _log.warning("narrowgauge: the watch's fast walk cannot be compiled (%s); slower passes take its place.", cause)
@@ -79,33 +83,50 @@ def ready() -> bool:
     return True
 
 
-def count(x_MK: Tensor, q: QTensor, sampled: tuple[int, int], summed: tuple[int, int]) -> Counted | None:
+def count(x_MK: Tensor, q: QTensor, sampled: Share, summed: Share) -> Counted | None:
     """Count everything of a CPU tensor and of what became of it; None unless x, codes and scales are all finite.
 
     Args:
-        x_MK: [M, K] of any float dtype (rounded to float32), detached, not empty.
+        x_MK: [M, K] of any float dtype (rounded to float32), not empty.
         q: its codes and scale, of the same shape.
         sampled: first and stride of the rows that histograms and the higher moments are taken from.
         summed: the same of the rows that the sums along columns are over.
     """
-    M, K = x_MK.shape
-    bits, shift = _bits(x_MK)
-    codes = q.codes.contiguous().view(torch.uint8).numpy()
-    rows, cols = _granule(q)
-    scale_RC = q.scale.reshape(-(-M // rows), -(-K // cols)).contiguous().numpy()
-    vector, columns = MOMENTS.empty(), np.zeros((2, K))
-    facts = np.array((*sampled, *summed, rows, cols))
-    places, starts = _layout()
-    if not _host().operand(
-        bits, shift, codes, *_format(q.fmt), scale_RC, facts[4:], facts[:4], places, starts, vector, columns
-    ):
+    codes, scale = q.codes.contiguous(), q.scale.contiguous()
+    return _walk(x_MK, _numbers(q.fmt), q.granularity, sampled, summed, codes.data_ptr(), scale.data_ptr())
+
+
+def judge(x_MK: Tensor, rule: Operand, sampled: Share, summed: Share) -> Counted | None:
+    """Count what `quantize` would make of a CPU tensor by a rule, and make nothing; None unless x is all finite."""
+    return _walk(x_MK, _numbers(rule.fmt, rule.scaling, rule.margin), rule.granularity, sampled, summed)
+
+
+def _walk(
+    x_MK: Tensor,
+    numbers: tuple[Array, Array],
+    granularity: Granularity,
+    sampled: Share,
+    summed: Share,
+    codes_at: int = 0,
+    scale_at: int = 0,
+) -> Counted | None:
+    x = _readable(x_MK)
+    if x is None:
         return None
-    vector[MOMENTS.offsets["numel"]] = x_MK.numel()
-    return Counted(torch.from_numpy(vector), torch.from_numpy(columns))
+    M, K = x.shape
+    vector, columns = MOMENTS.empty(), np.zeros((2, K))
+    whole = _host().operand(
+        x.data_ptr(), _shift(x), M, K, x.stride(0), codes_at, scale_at, *_granule(granularity, M, K), *numbers,
+        *sampled, *summed, *_layout(), vector, columns,
+    )  # fmt: skip
+    if not whole:
+        return None
+    vector[_NUMEL] = M * K
+    return Counted(vector, columns)
 
 
 def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
-    """The head of the packed vector of a gemm's result [M, N] of any float dtype, detached; None unless finite.
+    """The head of the packed vector of a gemm's result [M, N] of any float dtype; None unless finite.
 
     Args:
         y_MN: the result.
@@ -114,19 +135,33 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Te
     Raises:
         ShapeError: the two parts have different shapes.
     """
-    host = _host()
-    head = MOMENTS.empty()[: MOMENTS.head_width]
-    bits, shift = _bits(y_MN)
-    if not host.result(bits, shift, _layout()[0], head):
+    y = _readable(y_MN)
+    if y is None:
         return None
-    head[MOMENTS["numel"]] = y_MN.numel()
+    got = want = None
     if check is not None:
-        got, want = check
-        if got.shape != want.shape:
-            raise ShapeError(f"a check compares equal shapes, found {list(got.shape)} beside {list(want.shape)}")
-        parts = (_numpy(t.detach().float().contiguous().view(-1)) for t in (got, want))
-        host.check(*parts, _check_places(), head)
+        if check[0].shape != check[1].shape:
+            raise ShapeError(
+                f"a check compares equal shapes, found {list(check[0].shape)} beside {list(check[1].shape)}"
+            )
+        got, want = (t.float().contiguous() for t in check)
+    head = MOMENTS.empty()[: MOMENTS.head_width]
+    if not _host().result(
+        y.data_ptr(), _shift(y), *y.shape, y.stride(0),
+        *((0, 0, 0) if got is None or want is None else (got.data_ptr(), want.data_ptr(), got.numel())),
+        _layout()[0], _check_places(), head,
+    ):  # fmt: skip
+        return None
+    head[_NUMEL] = y.numel()
     return torch.from_numpy(head)
+
+
+def count_columns(columns: Array, vector: Array) -> None:
+    """Put into a packed vector what the sums along all of a tensor's columns say."""
+    _host().count_columns(columns, vector[MOMENTS["col_sqnr"]])
+
+
+_NUMEL = MOMENTS.offsets["numel"]
 
 
 def _host() -> ModuleType:
@@ -135,28 +170,24 @@ def _host() -> ModuleType:
     return host
 
 
-def _bits(x: Tensor) -> tuple[Array, int]:
-    """The bits of a matrix without gradients, and how far left they go to be float32's."""
-    if not x.is_contiguous():
-        x = x.contiguous()
-    if x.dtype == torch.bfloat16:
-        return _numpy(x.view(torch.uint16)), 16
-    return _numpy((x if x.dtype == torch.float32 else x.to(torch.float32)).view(torch.int32)), 0
+def _readable(x: Tensor) -> Tensor | None:
+    """A matrix as float32 or bfloat16 with rows in one piece; None for one that is no plain memory."""
+    if type(x) not in (Tensor, nn.Parameter) or x.is_neg():
+        return None
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.detach().to(torch.float32)
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        x = x.detach().contiguous()
+    return x if x.data_ptr() else None  # its owner has freed it
 
 
-def _numpy(x: Tensor) -> Array:
-    """The same memory as an array, through a storage of its own.
-
-    What `Tensor.numpy` was called on can never be resized again. FSDP2 frees a gathered weight by resizing it, and
-    these tensors are the program's.
-    """
-    return np.asarray(torch.from_dlpack(x).numpy())  # type: ignore[attr-defined]
+def _shift(x: Tensor) -> int:
+    return 16 if x.dtype == torch.bfloat16 else 0
 
 
-def _granule(q: QTensor) -> tuple[int, int]:
+def _granule(granularity: Granularity, M: int, K: int) -> tuple[int, int]:
     """Rows and columns of a granule."""
-    M, K = q.shape
-    match q.granularity:
+    match granularity:
         case PerRow():
             return 1, K
         case PerColumn():
@@ -166,11 +197,16 @@ def _granule(q: QTensor) -> tuple[int, int]:
     return M, K
 
 
-@cache
-def _format(fmt: Format) -> tuple[Array, np.float32]:
-    """What each code means, and the magnitude before rounding above which a number is saturated."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch_dtype(fmt))
-    return codes.float().numpy(), np.float32(fmt.max * MARGIN)
+@lru_cache(64)
+def _numbers(fmt: Format, scaling: Scaling = Scaling("none"), margin: int = 0) -> tuple[Array, Array]:  # noqa: B008
+    """A format and a rule as the walk wants them: FACTS and LIMITS."""
+    if fmt.has_negative_zero:
+        nan = 0, 0x7F, fmt.max_code + 1
+    else:  # 0x80 is no zero but the NaN; a turn makes it the last code
+        nan = 0x7F, 0xFF, 0xFF
+    facts = (fmt.mantissa_bits, fmt.bias, *nan, scaling.power_of_two, E8M0.index(scaling.e8m0), fmt.emax, margin)
+    limits = (fmt.max, fmt.max * MARGIN, fmt.max * 2.0**-margin, scaling.amax_floor)
+    return np.array(facts, np.int64), np.array(limits, np.float32)
 
 
 @cache

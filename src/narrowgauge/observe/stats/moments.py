@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from narrowgauge.compute.quant import Block, PerColumn, PerTensor, QTensor
+from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.merging import empty
@@ -52,31 +53,44 @@ def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
 
 def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally | host.Counted]:
     """What was counted of all runs of rows of a tensor; nothing of an empty one. Arguments as for `moments`."""
-    x_MK = x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros((0, x.shape[-1] if x.dim() else 0))
-    if x_MK.numel() == 0:
+    if not x.numel():
         return []
+    x_MK = x if x.dim() == 2 else x.detach().reshape(-1, x.shape[-1])
     if tuple(x_MK.shape) != tuple(q.shape):
         raise ShapeError(
             f"the tensor is {list(x.shape)}, as rows {list(x_MK.shape)}, but its codes are {list(q.shape)};"
             " give the tensor that was quantized"
         )
     if x.device.type == "cpu" and host.ready():
-        counted = host.count(x_MK, q, _share(x_MK, SAMPLE, offset), _share(x_MK, COLUMN_SAMPLE, offset))
+        counted = host.count(x_MK, q, *_shares(x_MK, offset))
         if counted is not None:
             return [counted]
     return [
-        tally(part, codes, *(slice(first, None, stride) for first, stride in shares))
+        tally(part, codes, *(slice(first, None, stride) for first, stride in _shares(part, offset)))
         for part, codes in _runs(x_MK, q)
-        for shares in [[_share(part, least, offset) for least in (SAMPLE, COLUMN_SAMPLE)]]
     ]
 
 
-def _share(x_MK: Tensor, least: dict[bool, int], offset: int | None) -> tuple[int, int]:
-    """The first and the stride of rows that hold at least so many elements; which ones turns with `offset`."""
+def judged(x_MK: Tensor, rule: Operand, offset: int | None) -> host.Counted | None:
+    """The same of the codes that x would become by a rule, which are not made; None where they have to be.
+
+    That is on any device but the CPU, and where not all of x is finite. `x_MK` [M, K] is not empty.
+    """
+    if x_MK.device.type != "cpu" or not host.ready():
+        return None
+    return host.judge(x_MK, rule, *_shares(x_MK, offset))
+
+
+def _shares(x_MK: Tensor, offset: int | None) -> tuple[host.Share, host.Share]:
+    """First and stride of the rows that histograms are taken from, and of those that columns are summed over.
+
+    They hold at least SAMPLE and COLUMN_SAMPLE elements; which ones they are turns with `offset`.
+    """
     if offset is None:
-        return 0, 1
-    stride = max(1, min(len(x_MK), x_MK.numel() // least[x_MK.device.type == "cpu"]))
-    return offset % stride, stride
+        return (0, 1), (0, 1)
+    (M, K), cpu = x_MK.shape, x_MK.device.type == "cpu"
+    sampled, summed = (max(1, min(M, M * K // least[cpu])) for least in (SAMPLE, COLUMN_SAMPLE))
+    return (offset % sampled, sampled), (offset % summed, summed)
 
 
 def _runs(x_MK: Tensor, q: QTensor) -> Iterator[tuple[Tensor, QTensor]]:

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.centering import Number
 from narrowgauge.observe.stats.counting import count_sqnr, fold_exponents, fold_ranges
-from narrowgauge.observe.stats.host import Counted
+from narrowgauge.observe.stats.host import Counted, count_columns
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.observe.stats.tally import Tally
 
@@ -91,9 +92,10 @@ class Packer:
     _folded: dict[str, list[Tensor]] = field(default_factory=dict)
     _tables: list[tuple[list[str], Tensor]] = field(default_factory=list)
     _columns: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _counted: dict[str, Counted] = field(default_factory=dict)  # of sites that nothing else is known of
 
     def __bool__(self) -> bool:
-        return bool(self._pending or self._folded or self._tables)
+        return bool(self._pending or self._folded or self._tables or self._counted)
 
     def add(self, site: str, parts: Sequence[Tally | Counted], amax_ratio: Tensor | None = None) -> None:
         """Take what was counted of one tensor, which may have been seen before (another microbatch)."""
@@ -101,8 +103,11 @@ class Packer:
             if amax_ratio is not None:
                 part.note("amax_ratio", amax_ratio.detach())
             if isinstance(part, Counted):
-                self.add_packed(site, part.vector)
-                self._add_columns(site, part.columns)
+                first = self._counted.pop(site, None)
+                if first is None and site not in self._folded:
+                    self._counted[site] = part
+                else:
+                    self._hand_over(site, *(each for each in (first, part) if each is not None))
             else:
                 self._pending.setdefault(site, []).append(part)
                 self._count += 1
@@ -122,6 +127,11 @@ class Packer:
 
     def pack(self) -> tuple[list[str], Tensor]:
         """The sites and their packed moments [S, width]; at least one site must have been added."""
+        if not (self._pending or self._folded or self._tables):
+            return list(self._counted), self._pack_counted()
+        for site, part in self._counted.items():
+            self._hand_over(site, part)
+        self._counted = {}
         self._fold()
         if len(self._tables) == 1 and not self._folded:
             return self._tables[0]
@@ -135,6 +145,18 @@ class Packer:
             lines = [(index[site], *sums) for (site, _), sums in self._columns.items()]
             packed[:, MOMENTS["col_sqnr"]] += _sqnr(lines, len(sites))
         return sites, packed
+
+    def _pack_counted(self) -> Tensor:
+        """The usual step on the CPU: every site was seen once, and nothing but counted."""
+        for part in self._counted.values():
+            count_columns(part.columns, part.vector)
+        return torch.from_numpy(np.stack([part.vector for part in self._counted.values()]))
+
+    def _hand_over(self, site: str, *parts: Counted) -> None:
+        """Take what was counted like what others packed."""
+        for part in parts:
+            self.add_packed(site, torch.from_numpy(part.vector))
+            self._add_columns(site, torch.from_numpy(part.columns))
 
     def _fold(self) -> None:
         """Turn what is pending into one vector per site, without its columns, and add their sums to the rest."""

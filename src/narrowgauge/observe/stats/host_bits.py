@@ -1,0 +1,93 @@
+"""What the compiled walks on the CPU are made of: floats and their bits, memory by its address, runs of rows.
+
+    float32       s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm        |x| as an integer is ordered as |x| is
+    bfloat16      s eeeeeeee mmmmmmm                        the upper half of one
+
+Matrices come as addresses: making an array of a tensor costs more than counting a small one. Rows are contiguous.
+
+numba keeps compiled code by the file of the function that was called from Python, and does not see that another file
+which that one is made of has changed. `host_kernel.PARTS` makes it see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+Array = npt.NDArray[Any]
+Number = Any  # a machine number of the width that the code says
+
+MAGNITUDE: Number = np.int32(0x7FFFFFFF)
+INFINITY: Number = np.int32(0x7F800000)
+DIGITS: Number = np.int32(23)
+BIAS = 127
+ONE: Number = np.float32(1)
+NONE: Number = np.float32(0)
+TOGETHER = 1 << 11  # elements of short rows that are taken at once
+
+# Sums may be taken in any order and multiplications fused; NaN and Inf keep their meaning, and a division is one.
+compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+# What rounds is done as it is written. (Left out, the caller's freedom would hold here too.)
+exact = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
+
+
+def _bitcast(source: Any, target: Any) -> Any:
+    """What is the same bits as another type."""
+
+    def typed(typing: Any, value: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), build
+
+    return intrinsic(typed)
+
+
+as_float: Any = _bitcast(types.int32, types.float32)
+as_bits: Any = _bitcast(types.float32, types.int32)
+
+
+def _pointer(typing: Any, address: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), build
+
+
+pointer: Any = intrinsic(_pointer)
+
+
+@compiled
+def load(x_at: Number, shift: int, start: int, bits: Array) -> None:
+    """Elements of float32, or of bfloat16 (shift 16), from `start` on, as float32 bits."""
+    if shift:
+        narrow = carray(pointer(x_at + 2 * start), bits.size, np.uint16)
+        for j in range(bits.size):
+            bits[j] = np.int32(narrow[j]) << np.int32(16)
+    else:
+        wide = carray(pointer(x_at + 4 * start), bits.size, np.int32)
+        for j in range(bits.size):
+            bits[j] = wide[j]
+
+
+@compiled
+def extremes(bits: Array) -> tuple[Number, Number]:
+    """Bits of the largest magnitude, and of the smallest that is not zero; infinity's without one."""
+    largest, smallest = np.int32(0), np.uint32(0xFFFFFFFF)
+    for j in range(bits.size):
+        magnitude = bits[j] & MAGNITUDE
+        largest = max(largest, magnitude)
+        smallest = min(smallest, np.uint32(magnitude - np.int32(1)))  # a zero wraps around and is the largest
+    return largest, np.int32(smallest) + np.int32(1) if largest else INFINITY
+
+
+@compiled
+def together(K: int, stride: int, granules: int) -> int:
+    """How many rows are one run of memory under one scale; short rows are not worth a loop of their own."""
+    return max(1, TOGETHER // K) if granules == 1 and stride == K else 1

@@ -1,0 +1,152 @@
+"""The compiled walk is a twin of the quantizer: what it says of codes that nobody made is said of those codes."""
+
+import itertools
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.observe.stats.test_oracle import FORMATS, GRANULARITIES, HARD, assert_agrees, hard
+
+from narrowgauge.compute.quant import (
+    CURRENT,
+    CURRENT_POW2,
+    E8M0_OCP,
+    E8M0_UP,
+    ROWWISE,
+    ROWWISE_POW2,
+    PerRow,
+    PerTensor,
+    inv_scale_from_amax,
+    quantize,
+)
+from narrowgauge.compute.quant.dtypes import torch_dtype
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.formats import E4M3FN, E5M2
+from narrowgauge.metrics import MOMENTS, finalize
+from narrowgauge.observe.stats import host, host_kernel, host_rounding
+from narrowgauge.observe.stats.packing import Packer
+
+SCALINGS = [CURRENT, CURRENT_POW2, ROWWISE, ROWWISE_POW2, E8M0_UP, E8M0_OCP]
+ALL = (0, 1), (0, 1)
+FLUSHED_XX = MOMENTS.offsets["flushed_xx"]
+
+
+def assert_judged_as_quantized(x, rule, *shares):
+    shares = shares or ALL
+    x_MK = x.reshape(-1, x.shape[-1])
+    q = quantize(x_MK, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin)
+    found, want = host.judge(x_MK, rule, *shares), host.count(x_MK, q, *shares)
+    assert found.vector[FLUSHED_XX] == pytest.approx(want.vector[FLUSHED_XX], rel=1e-12)  # added in another order
+    np.testing.assert_array_equal(np.delete(found.vector, FLUSHED_XX), np.delete(want.vector, FLUSHED_XX))
+    np.testing.assert_array_equal(found.columns, want.columns)
+    return found, q
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_every_rule_bit_by_bit(fmt, granularity):
+    x = torch.randn(150, 133, generator=torch.Generator().manual_seed(0))
+    for scaling, margin in itertools.product(SCALINGS, (0, 3, -2)):
+        assert_judged_as_quantized(x, Operand(fmt, granularity, scaling, margin))
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
+@pytest.mark.parametrize("name", HARD)
+def test_hard_numbers_bit_by_bit(name, granularity):
+    for scaling in SCALINGS:
+        assert_judged_as_quantized(hard(name), Operand(E4M3FN, granularity, scaling))
+
+
+def test_what_is_judged_agrees_with_the_oracle():
+    found, q = assert_judged_as_quantized(hard("sparse bfloat16"), Operand(E4M3FN, PerTensor(), CURRENT))
+    packer = Packer()
+    packer.add("", [found])
+    assert_agrees(finalize(packer.pack()[1].numpy()), hard("sparse bfloat16"), q, rel=1e-9)
+
+
+def test_rows_that_do_not_lie_next_to_each_other():
+    wide = torch.randn(40, 300)
+    assert_judged_as_quantized(wide[:, 7:200], Operand(E5M2, PerTensor(), CURRENT), (1, 4), (0, 2))
+    assert_judged_as_quantized(torch.randn(5).expand(9, 5), Operand(E4M3FN, PerTensor(), CURRENT))
+    assert_judged_as_quantized(torch.randn(30, 20).T, Operand(E4M3FN, PerRow(), ROWWISE))
+
+
+def every_bfloat16():
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    return x[x.isfinite()]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_numbers_round_as_they_are_cast(fmt):
+    halfway = torch.arange(256, dtype=torch.uint8).view(torch_dtype(fmt)).float()
+    halfway = halfway[halfway.isfinite()].sort().values
+    ties = (halfway[1:] + halfway[:-1]) / 2
+    near = [torch.nextafter(ties, torch.tensor(end)) for end in (torch.inf, -torch.inf)]
+    x = torch.cat((every_bfloat16(), ties, *near))
+    d, one = np.empty(len(x), np.float32), np.ones(len(x), np.float32)
+    facts, limits = host._numbers(fmt)
+    most, least, up = host_rounding.steps_of(facts, limits)
+    zeros = host_rounding.round_row(x.numpy(), one, one, (np.float32(most), np.int32(least), np.int32(up)), d)
+    want = x.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt)).float().numpy()
+    np.testing.assert_array_equal(d, want)
+    assert zeros == (want == 0).sum()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_every_code_is_read_as_torch_reads_it(fmt):
+    codes = np.arange(256, dtype=np.uint8)
+    want = torch.from_numpy(codes).view(torch_dtype(fmt)).float().numpy()
+    d, one = np.empty(1, np.float32), np.ones(1, np.float32)
+    for code in range(256):
+        zeros = host_rounding.decode_row(codes[code : code + 1], host._numbers(fmt)[0], one, d)
+        if np.isfinite(want[code]):
+            assert d[0] == want[code]
+            assert zeros == (want[code] == 0)
+        else:
+            assert zeros == -1
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.name)
+def test_scales_are_the_quantizers(scaling):
+    amax = every_bfloat16().abs().unique()
+    amax = torch.cat((amax, torch.nextafter(amax, torch.tensor(torch.inf)), torch.tensor([448.0, 1e-12])))
+    amax = amax[amax.isfinite()]
+    for fmt, margin in itertools.product((E4M3FN, E5M2), (0, 4, -3)):
+        facts, limits = host._numbers(fmt, scaling, margin)
+        found = [host_rounding.inv_scale_of(value, facts, limits) for value in amax.numpy()]
+        np.testing.assert_array_equal(found, inv_scale_from_amax(amax, fmt, scaling, margin).numpy())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_what_is_not_all_finite_is_given_back(granularity, value):
+    for at in ((0, 0), (39, 49)):
+        x = torch.randn(40, 50)
+        x[at] = value
+        assert host.judge(x, Operand(E4M3FN, granularity, CURRENT), *ALL) is None
+        assert host.count(x, quantize(x, E4M3FN, granularity), *ALL) is None
+        assert host.count_result(x) is None
+
+
+def test_what_is_no_plain_memory_is_given_back():
+    class Strange(torch.Tensor):
+        pass
+
+    x = torch.randn(4, 8)
+    rule = Operand(E4M3FN, PerTensor(), CURRENT)
+    freed = torch.randn(4, 8)
+    freed.untyped_storage().resize_(0)
+    turned = torch._neg_view(x)
+    for odd in (x.as_subclass(Strange), freed, turned):
+        assert host.judge(odd, rule, *ALL) is None
+        assert host.count_result(odd) is None
+    assert host.judge(torch.nn.Parameter(x), rule, *ALL) is not None
+
+
+def test_the_cache_sees_that_a_part_has_changed():
+    # numba asks the file of the function alone whether what it compiled is still true.
+    folder = Path(host_kernel.__file__).parent
+    parts = b"".join((folder / f"host_{name}.py").read_bytes() for name in ("bits", "rounding", "sample"))
+    assert zlib.crc32(parts) == host_kernel.PARTS, f"write PARTS = {zlib.crc32(parts)}"
