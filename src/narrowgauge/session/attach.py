@@ -65,7 +65,13 @@ class Session:
         self.optimizers = Trained()
         self.optimizers_made = 0
         self.recorder = Recorder(plan, writer)
-        self.plain = PlainSites(plan.judge, eager=plan.recipe is None, training=lambda: self.calls.training)
+        self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
+        self.plain = PlainSites(
+            plan.judge,
+            eager=plan.recipe is None,
+            training=lambda: self.calls.training,
+            compiles=lambda: self._compiled is not None and self._compiled.any(),
+        )
         self.roots = Roots(plan, self.recorder, self.plain, family)
         self.ranks = Ranks(plan, writer, self.recorder.collector, self._copies, lambda: self.roots.taken)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
@@ -74,7 +80,6 @@ class Session:
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         self.graphs = Graphs(self.steps, self.updates, self.hearing)
         self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
-        self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
         if self._compiled is not None:
             self._compiled.listener = self.calls
         self.steps.evals.watch(self.seams)

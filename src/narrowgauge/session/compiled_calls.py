@@ -10,6 +10,7 @@ While a graph is traced nothing is told. Without a listener, before there is one
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,10 +27,12 @@ class CompiledCalls:
 
     def __init__(self) -> None:
         self.listener: Any = None
+        self._heard = False  # somebody compiled something
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
         @functools.wraps(self._compile)
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._heard = True
             if model is None:
                 return lambda function: compile_(function, *args, **kwargs)
             compiled: Any = self._compile(model, *args, **kwargs)
@@ -37,6 +40,7 @@ class CompiledCalls:
 
         @functools.wraps(self._compile_in_place)
         def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._heard = True
             self._compile_in_place(module, *args, **kwargs)
             module._compiled_call_impl = self._followed(module, module._compiled_call_impl)  # type: ignore[arg-type]
 
@@ -46,9 +50,15 @@ class CompiledCalls:
         warnings.filterwarnings("ignore", message=_WARNING)
         self._filter = warnings.filters[0]
 
+    def any(self) -> bool:
+        """Whether the program compiles: it has asked for it, or something was compiled before we listened."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # which we load as well
+        return self._heard or (dynamo is not None and bool(dynamo.counters.get("stats")))
+
     def adopt(self, module: nn.Module) -> None:
-        """Follow a module that was compiled in place before."""
+        """Know of a module that was compiled before, and follow it if that was in place."""
         call = module._compiled_call_impl
+        self._heard |= call is not None or type(module).__name__ == "OptimizedModule"
         if call is not None and not hasattr(call, "followed"):
             module._compiled_call_impl = self._followed(module, call)
 

@@ -13,7 +13,6 @@ one uses the graphs again as they are.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -73,11 +72,19 @@ class PlainSites:
         recipe: the name of the one that they are judged by, which keeps no state; without one, none is looked at.
         eager: whether a recorded step runs uncompiled.
         training: whether a training forward is running, asked at each layer's call.
+        compiles: whether the program has compiled anything, asked at each recorded step.
     """
 
-    def __init__(self, recipe: str, *, eager: bool, training: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        recipe: str,
+        *,
+        eager: bool,
+        training: Callable[[], bool],
+        compiles: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._recipe = by_name(recipe) if recipe else None
-        self._eager, self._training = eager, training
+        self._eager, self._training, self._compiles = eager, training, compiles
         self._clock = StepClock()
         self._layers: list[Layer] = []
         self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
@@ -145,7 +152,7 @@ class PlainSites:
                 module.register_forward_hook(called, prepend=True, with_kwargs=True, always_call=True),
             ):
                 self._open.callback(handle.remove)
-        compiles = "torch._dynamo" in sys.modules  # a program that compiles has imported it
+        compiles = self._compiles()
         self._deaf = compiles and not self._eager  # a graph would be made anew for functions that come and go
         if not self._deaf:
             self._products.open()
