@@ -34,6 +34,31 @@ print("finished")
 dist.destroy_process_group()
 """
 
+# Processes that know their ranks from nowhere but their process group.
+SPAWNS = """
+import sys, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+def train(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        with model.no_sync():
+            (model(torch.full((4, 32), 1.0 + rank)).square().mean() / 2).backward()
+        (model(torch.full((4, 32), 3.0 + rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(train, (int(sys.argv[1]),), nprocs=2)
+    print("finished")
+"""
+
 # Libraries that only ask for torch, before anything imports it, are not to be taken for its import.
 LOADER = """
 from importlib.util import find_spec
@@ -117,6 +142,20 @@ def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path):
     rows = dict(zip(table["site"].tolist(), table["numel"].tolist(), strict=True))
     assert (rows["0:input"], rows["0:weight"]) == (2 * 16 * 32, 32 * 64)  # two batches, one weight
     assert (tmp_path / "out" / "run.rank1.json").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_a_program_spawns_are_its_ranks(tmp_path, free_port):
+    done = run(tmp_path, "train.py", str(free_port), options=("--every", "1"), script=SPAWNS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "finished\n", "narrowgauge: the run is in out\n")
+    found = open_run(tmp_path / "out")
+    assert (found.status, found.meta["ranks"]["merged_steps"]) == ("complete", 3)
+    assert found.scalars("microbatches")["microbatches"].tolist() == [2, 2, 2]
+    table = found.tensors(["numel", "amax", "ranks"], sites=[":input"])
+    assert table["step"].tolist() == [1, 2, 3]
+    assert set(table["numel"].tolist()) == {2 * 2 * 4 * 32}  # two ranks, two microbatches
+    assert set(table["amax"].tolist()) == {4.0}
+    assert set(table["ranks"].tolist()) == {2}
 
 
 def test_data_loader_workers_open_no_run(tmp_path):
