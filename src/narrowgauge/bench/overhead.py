@@ -87,9 +87,10 @@ def _recipe(size_name: str, device: torch.device, recipe: str, mode: str, rounds
         calls: dict[str, Callable[[], None]] = {}
         peaks: dict[str, float | None] = {}
         watched: dict[int, Watched] = {}
+        step: Stepper | None = None
         for every in (None, *EVERY):
             before = allocated(device)
-            step = Stepper(variant, size, device, mode)
+            step = Stepper(variant, size, device, mode, like=step)
             name = "unwatched" if every is None else f"every_{every}"
             calls[name] = step
             if every is not None:

@@ -61,6 +61,7 @@ def bench_step(
     mode: str = "compiled",
     rounds: int = 6,
     samples: int = 5,
+    brief: bool = False,
     tell: Callable[[str], None] = lambda line: None,
     keep: Callable[[Result], None] = lambda result: None,
 ) -> Result:
@@ -68,7 +69,7 @@ def bench_step(
 
     `rounds` turns per variant of `samples` steps each; compiling takes longer than that, and `tell` gets a line about
     each variant. `keep` gets what there is once all have taken their turns, and again after each one's energy
-    and phases. Raises UsageError for a peer that is not there.
+    and phases, which `brief` leaves out. Raises UsageError for a peer that is not there.
     """
     if peer is not None:
         check_peer(peer)
@@ -86,7 +87,7 @@ def bench_step(
 
     with many_graphs():
         rows = _all(
-            variants, size_name, device, mode, rounds, samples, meter, ceilings, tell,
+            variants, size_name, device, mode, rounds, samples, None if brief else meter, ceilings, tell,
             lambda found: keep(result(found).so_far()),
         )  # fmt: skip
     return result(rows)
@@ -99,7 +100,7 @@ def _all(
     mode: str,
     rounds: int,
     samples: int,
-    meter: EnergyMeter,
+    meter: EnergyMeter | None,
     ceilings: Ceilings,
     tell: Callable[[str], None],
     keep: Callable[[dict[str, Row]], None],
@@ -155,12 +156,15 @@ def _measure(
     group: Sequence[_Built],
     rounds: int,
     samples: int,
-    meter: EnergyMeter,
+    meter: EnergyMeter | None,
     ceilings: Ceilings,
     rows: dict[str, Row],
     keep: Callable[[dict[str, Row]], None],
 ) -> None:
-    """Add the group's rows to `rows`, and hand them to `keep`; a variant that another group has measured is left."""
+    """Add the group's rows to `rows`, and hand them to `keep`; a variant that another group has measured is left.
+
+    Without a meter, neither energy nor phases.
+    """
     device = group[0].stepper.device
     steppers = {built.stepper.variant.name: built.stepper for built in group}
     timings = interleave(steppers, device, rounds=rounds, samples=samples, lead=LEAD)
@@ -169,8 +173,9 @@ def _measure(
         measured = _Measured(timings[built.stepper.variant.name], timings["bf16"], None)
         rows[built.stepper.variant.name] = _row(built, measured, ceilings)
     keep(rows)
-    for built in new:
+    for built in new if meter is not None else ():
         name = built.stepper.variant.name
+        assert meter is not None
         joules = joules_per_call(meter, built.stepper, device, timings[name].median)
         extra = phases.profile(built.stepper, device) if device.type == "cuda" else {}
         rows[name] = _row(built, _Measured(timings[name], timings["bf16"], joules, extra), ceilings)

@@ -75,6 +75,7 @@ class Stepper:
         size: the model and its batch.
         device: where.
         mode: "compiled", "eager" or "cuda-graphs".
+        like: one of the same variant and mode, whose graph serves this one as well: it is not compiled again.
 
     Attributes:
         model: the converted model.
@@ -82,7 +83,14 @@ class Stepper:
         note: what a reader of the row should know, "" if nothing.
     """
 
-    def __init__(self, variant: Variant, size: gpt.Size, device: torch.device, mode: str = "compiled") -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        size: gpt.Size,
+        device: torch.device,
+        mode: str = "compiled",
+        like: Stepper | None = None,
+    ) -> None:
         self.variant, self.device, self.mode, self.size = variant, device, mode, size
         self.note = ""
         self.loss: Tensor = torch.zeros(())
@@ -101,7 +109,8 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 group["eps"] = 1e-4
         self._generator = torch.Generator(device).manual_seed(0)
-        self._loss_of = _compiled(variant.name, mode)
+        compiled_already = like is not None and mode != "cuda-graphs"  # these hold addresses
+        self._loss_of = like._loss_of if like is not None and compiled_already else _compiled(variant.name, mode)
 
     def __call__(self) -> None:
         """One training step; returns without waiting for the device."""

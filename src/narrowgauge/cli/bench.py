@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from narrowgauge.bench.result import Result
 
+_STARTED = time.perf_counter()
 SIZES = ("1b", "8b-slice", "tiny", "small", "medium", "large")
 RECIPES = "current,delayed,rowwise,blockwise"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -94,7 +96,7 @@ def keeper(out: Path | None) -> Callable[[Result], None]:
 
 def tell(line: str) -> None:
     """How far a benchmark is, for who waits; on stderr, so that stdout is the result alone."""
-    click.echo(f"narrowgauge: {line}", err=True)
+    click.echo(f"narrowgauge: {time.perf_counter() - _STARTED:4.0f} s: {line}", err=True)
 
 
 def nothing(benchmark: str, reason: str) -> Result:
@@ -207,6 +209,7 @@ def gemm_command(
 @recipes_option
 @click.option("--precisions", default="", metavar="LIST", help="Also measure fp32, tf32, fp16, comma-separated.")
 @peer_option
+@click.option("--brief", is_flag=True, help="Leave out energy and phases, which take longer than the steps.")
 @mode_options
 @rounds_option
 @shared_options
@@ -215,6 +218,7 @@ def step_command(
     recipes: str,
     precisions: str,
     peer: str | None,
+    brief: bool,
     mode: str | None,
     rounds: int | None,
     device: str,
@@ -235,6 +239,7 @@ def step_command(
         precisions=words(precisions),
         peer=peer,
         mode=mode or "compiled",
+        brief=brief,
         tell=tell,
         keep=keeper(out),
         **rounds_of(rounds),
