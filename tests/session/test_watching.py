@@ -115,6 +115,15 @@ def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, kept):
     assert (found["status"], found["meta"]["error"], found["meta"]["steps"]) == ("failed", kept, 2)
 
 
+def test_the_revision_is_the_one_that_the_program_began_with(tmp_path, monkeypatch):
+    found = iter(["1234567", "89abcde+changes"])  # edited and committed while it trains
+    monkeypatch.setattr("narrowgauge.session.machine.git_revision", lambda folder: next(found))
+    model, optimizer = trained()
+    with ng.watch(model, out=tmp_path / "a"):
+        train(model, optimizer, 1)
+    assert meta(tmp_path / "a")["meta"]["git_revision"] == "1234567"
+
+
 def test_two_at_a_time_are_refused_and_the_first_goes_on(tmp_path):
     model, optimizer = trained()
     with ng.watch(model, out=tmp_path / "a"):

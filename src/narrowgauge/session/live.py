@@ -21,7 +21,7 @@ from weakref import ref
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.attach import Session
-from narrowgauge.session.machine import machine_facts
+from narrowgauge.session.machine import device_facts, machine_facts
 from narrowgauge.session.plan import Plan
 
 PATIENCE = 5.0  # seconds
@@ -41,15 +41,15 @@ class Live:
 
     def __init__(self, plan: Plan, *, rank: int = 0, aside: bool = False, **session: Any) -> None:
         meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
-        self._machine = partial(machine_facts, wake=False)
+        meta |= machine_facts(wake=False)
         self.folder = plan.folder
         try:
-            self.writer = RunWriter(self.folder, meta | self._machine(), rank=rank)
+            self.writer = RunWriter(self.folder, meta, rank=rank)
         except RunError:
             if not aside:
                 raise
             self.folder = plan.folder / f"process-{os.getpid()}"
-            self.writer = RunWriter(self.folder, meta | self._machine(), rank=rank)
+            self.writer = RunWriter(self.folder, meta, rank=rank)
         self.session = Session(plan, self.writer, **session)
         self.error = ""
         self.ending = ExitStack()  # what else has to be closed, after the run
@@ -78,7 +78,7 @@ class Live:
             atexit.unregister(self.close)
             try:
                 self.session.finish()
-                facts = self._machine() | self.session.facts()  # a GPU may have been woken since
+                facts = device_facts(wake=False) | self.session.facts()  # a GPU may have been woken since
             except Exception as raised:
                 facts = {"notes": [f"closing the run failed: {raised!r}"]}
             self.session.abandon()  # whatever failed, the program has no hook of ours any more

@@ -14,18 +14,18 @@ PACKAGES = ("narrowgauge", "torch", "numpy", "duckdb", "triton", "transformers",
 
 
 def machine_facts(*, wake: bool = True) -> dict[str, Any]:
-    """Hardware, versions and the git revision of the working directory.
+    """Hardware, versions and the git revision of the working directory, as they are when a program begins."""
+    return {**device_facts(wake=wake), "versions": versions(), "git_revision": git_revision(Path.cwd())}
+
+
+def device_facts(*, wake: bool = True) -> dict[str, Any]:
+    """What the program runs on.
 
     To ask for a GPU's name wakes it, and a process that forks afterwards has spoilt it for its children. Unless `wake`,
     only one that the program has woken is asked.
     """
     awake = wake or torch.cuda.is_initialized()
-    return {
-        "hardware": hardware() if awake else cpu(),
-        "versions": versions(),
-        "git_revision": git_revision(Path.cwd()),
-        "emulated": not (awake and native_fp8()),
-    }
+    return {"hardware": hardware() if awake else cpu(), "emulated": not (awake and native_fp8())}
 
 
 def native_fp8() -> bool:
