@@ -20,7 +20,7 @@ class Deaf:
 
 @pytest.fixture
 def evals():
-    seams = Seams(Deaf(), Deaf(), Deaf())
+    seams = Seams(Deaf(), Deaf(), Deaf(), Deaf())
     found = EvalLosses()
     found.watch(seams)
     yield found
@@ -79,7 +79,7 @@ def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
 
 def test_closing_the_seams_leaves_torch_as_it_was():
     before = (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__)
-    seams = Seams(Deaf(), Deaf(), Deaf())
+    seams = Seams(Deaf(), Deaf(), Deaf(), Deaf())
     EvalLosses().watch(seams)
     assert F.cross_entropy is not before[0]
     seams.close()

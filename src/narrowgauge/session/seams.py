@@ -125,15 +125,14 @@ class Seams:
         making: HearsMaking,
         calls: HearsCalls,
         updates: HearsUpdates,
-        graphs: HearsGraphs | None = None,
+        graphs: HearsGraphs,
         *,
         compiling: bool = False,
     ) -> None:
         self._undo = ExitStack()
         self._telling = True
-        self._open(making, calls, updates, compiling)
-        if graphs is not None:
-            self._open_graphs(graphs)
+        self._open(making, calls, updates, graphs, compiling)
+        self._open_graphs(graphs)
 
     def close(self) -> None:
         """Undo every replacement and hook, in reverse order; what the program has wrapped stays, and tells nobody."""
@@ -156,7 +155,9 @@ class Seams:
         setattr(owner, name, seam)
         self._undo.callback(undo)
 
-    def _open(self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, compiling: bool) -> None:
+    def _open(
+        self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, graphs: HearsGraphs, compiling: bool
+    ) -> None:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
             def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
                 original(self, *args, **kwargs)
@@ -167,6 +168,10 @@ class Seams:
         def backward(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
                 if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
+                    original(tensors, *args, **kwargs)
+                    return
+                if capturing():
+                    graphs.backward_captured(tensors)
                     original(tensors, *args, **kwargs)
                     return
                 plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
@@ -199,7 +204,7 @@ class Seams:
         def clip(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 norm = original(*args, **kwargs)
-                updates.gradients_clipped(norm, _order(args, kwargs))
+                (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, _order(args, kwargs))
                 return norm
 
             return run
@@ -244,7 +249,7 @@ class Seams:
 
         def step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not torch.compiler.is_compiling():
-                updates.step_ended(optimizer)
+                (graphs.step_captured if capturing() else updates.step_ended)(optimizer)
 
         self.replace(Optimizer, "__init__", made)
         self.replace(torch.autograd, "backward", backward)
@@ -290,33 +295,9 @@ class Seams:
 
             return run
 
-        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-                if capturing() and not inside_backward():
-                    graphs.backward_captured(tensors)
-                original(tensors, *args, **kwargs)
-
-            return run
-
-        def clip(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                norm = original(*args, **kwargs)
-                if capturing():
-                    graphs.clip_captured(norm, _order(args, kwargs))
-                return norm
-
-            return run
-
-        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if capturing():
-                graphs.step_captured(optimizer)
-
         self.replace(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
         self.replace(torch.cuda.CUDAGraph, "capture_end", capture_end)
         self.replace(torch.cuda.CUDAGraph, "replay", replay)
-        self.replace(torch.autograd, "backward", backward)
-        self.replace(torch.nn.utils, "clip_grad_norm_", clip)
-        self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
