@@ -516,6 +516,27 @@ def test_another_thread_is_told_while_the_first_is_in_its_backward_pass(tmp_path
     assert session.hearing.notes == ["Several threads of the program train; only the first is followed."]
 
 
+def test_losses_of_another_thread_are_no_evaluation_of_this_one(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer = sgd(model)
+
+        def validate():
+            with torch.no_grad():
+                nn.functional.mse_loss(X, X + 3)
+
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+            thread = threading.Thread(target=validate)
+            thread.start()
+            thread.join()
+            with torch.no_grad():
+                nn.functional.mse_loss(X, X + 1)
+    assert list(writer.column("eval_loss").values()) == pytest.approx([1.0, 1.0], rel=1e-6)
+    assert session.facts()["steps"] == 2
+
+
 def test_a_thread_that_trains_when_the_first_has_ended_is_followed(tmp_path):
     with followed(tmp_path) as (session, _):
 

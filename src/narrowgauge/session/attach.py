@@ -82,7 +82,7 @@ class Session:
         self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
         if self._compiled is not None:
             self._compiled.listener = self.calls
-        self.steps.evals.watch(self.seams)
+        self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
 
     @property
     def ledger(self) -> Ledger:

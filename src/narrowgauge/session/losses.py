@@ -49,18 +49,20 @@ class EvalLosses:
     """Collects one evaluation at a time; `take()` gives its mean and starts the next."""
 
     def __init__(self) -> None:
+        self._mine: Callable[[], bool] = lambda: True
         self._losses: list[Tensor] = []
         self._mark: int | None = None
 
-    def watch(self, seams: Seams) -> None:
-        """Listen to torch's loss functions."""
+    def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
+        """Listen to torch's loss functions, where the calling thread is `mine`."""
+        self._mine = mine
         for name in LOSSES:
             seams.replace(F, name, self._listen)
 
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             loss = original(*args, **kwargs)
-            if not torch.is_grad_enabled() and not inside_backward() and not capturing():
+            if not torch.is_grad_enabled() and not inside_backward() and not capturing() and self._mine():
                 self._add(loss)
             return loss
 
