@@ -110,7 +110,9 @@ class Stepper:
                 group["eps"] = 1e-4
         self._generator = torch.Generator(device).manual_seed(0)
         compiled_already = like is not None and mode != "cuda-graphs"  # these hold addresses
-        self._loss_of = like._loss_of if like is not None and compiled_already else _compiled(variant.name, mode)
+        self._loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = (
+            like._loss_of if like is not None and compiled_already else _compiled(variant.name, mode)
+        )
 
     def __call__(self) -> None:
         """One training step; returns without waiting for the device."""
