@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from narrowgauge.session import fingerprint
 from narrowgauge.session.fingerprint import chain, digest, stored, weights_hash
 
 
@@ -15,6 +16,20 @@ def test_one_changed_element_changes_the_digest(dtype):
     y[3, 2] = 1
     assert digest(x) == digest(x.clone())
     assert digest(x) != digest(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+def test_the_compiled_walk_gives_what_the_passes_give(dtype, monkeypatch):
+    assert fingerprint.kernel() is not None
+    x = (100 * torch.randn(3, 101)).to(dtype)
+    passes = digest(x)
+    walked = []
+    monkeypatch.setattr(fingerprint, "LARGE", 1)
+    walk = fingerprint.kernel()
+    monkeypatch.setattr(fingerprint, "kernel", lambda: lambda *args: walked.append(args) or walk(*args))
+    assert digest(x) == passes
+    assert digest(x.T) == digest(x.T.contiguous()) != passes
+    assert len(walked) == 3
 
 
 @given(st.permutations(list(range(6))))

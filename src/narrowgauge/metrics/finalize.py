@@ -10,31 +10,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.metrics.bins import sqnr_percentile
-from narrowgauge.metrics.catalog import COLUMNS
+from narrowgauge.metrics.catalog import COLUMNS, RESULT_COLUMNS
 from narrowgauge.metrics.layout import MOMENTS, Layout
 
 Array = npt.NDArray[Any]
 
+HEAD_ALONE = frozenset(RESULT_COLUMNS)  # metrics that need nothing of the vector's tail
 
-def finalize(moments: Array, layout: Layout = MOMENTS) -> dict[str, Array]:
+
+def finalize(moments: Array, layout: Layout = MOMENTS, columns: Sequence[str] = COLUMNS) -> dict[str, Array]:
     """Every metric of every site.
 
     Args:
         moments: [S, width] packed moments, or [S, head_width] for results: their histograms count nothing.
         layout: what the slots are.
+        columns: which metrics; all of them unless told.
 
     Returns:
-        column name -> [S] float64 (counts: int64; histograms: [S, bins] int64), ordered as `COLUMNS`.
+        column name -> [S] float64 (counts: int64; histograms: [S, bins] int64), in the order of `columns`.
         A metric that does not apply to a site, or is 0/0, is NaN.
     """
     moments = np.asarray(moments, dtype=np.float64)
-    if moments.shape[-1] < layout.width:
+    if moments.shape[-1] < layout.width and not HEAD_ALONE.issuperset(columns):
         moments = np.concatenate([moments, layout.empty(len(moments))[:, moments.shape[-1] :]], axis=-1)
 
     def slot(name: str) -> Array:
@@ -43,37 +47,37 @@ def finalize(moments: Array, layout: Layout = MOMENTS) -> dict[str, Array]:
     n, m2, s_m2 = slot("n"), slot("m2"), slot("sample_m2")
     xx, xd, dd = slot("xx"), slot("xd"), slot("dd")
     scale_n, ww = slot("scale_n"), slot("gemm_ww")
-    values: dict[str, Array] = {
-        "numel": _count(slot("numel")),
-        "amax": _extreme(slot("amax")),
-        "amin": _extreme(slot("amin")),
-        "mean": np.where(n > 0, slot("mean"), np.nan),
-        "std": np.sqrt(_ratio(m2, n)),
-        "l2": np.where(n > 0, np.sqrt(m2 + n * slot("mean") ** 2), np.nan),
-        "nan_count": _count(slot("nan_count")),
-        "inf_count": _count(slot("inf_count")),
-        "underflow_pct": 100 * _ratio(slot("flushed"), slot("scaled")),
-        "saturation_pct": 100 * _ratio(slot("saturated"), slot("scaled")),
-        "mse": _ratio(slot("ee"), slot("compared")),
-        "sqnr_db": _decibel(xx, slot("ee")),
-        "cosine": _cosine(xd, xx, dd),
-        "gain": _ratio(xd, xx),
+    values: dict[str, Callable[[], Array]] = {
+        "numel": lambda: _count(slot("numel")),
+        "amax": lambda: _extreme(slot("amax")),
+        "amin": lambda: _extreme(slot("amin")),
+        "mean": lambda: np.where(n > 0, slot("mean"), np.nan),
+        "std": lambda: np.sqrt(_ratio(m2, n)),
+        "l2": lambda: np.where(n > 0, np.sqrt(m2 + n * slot("mean") ** 2), np.nan),
+        "nan_count": lambda: _count(slot("nan_count")),
+        "inf_count": lambda: _count(slot("inf_count")),
+        "underflow_pct": lambda: 100 * _ratio(slot("flushed"), slot("scaled")),
+        "saturation_pct": lambda: 100 * _ratio(slot("saturated"), slot("scaled")),
+        "mse": lambda: _ratio(slot("ee"), slot("compared")),
+        "sqnr_db": lambda: _decibel(xx, slot("ee")),
+        "cosine": lambda: _cosine(xd, xx, dd),
+        "gain": lambda: _ratio(xd, xx),
         # Two float32 sums of the same squares may differ in their last digit.
-        "lost_energy_pct": np.minimum(100 * _ratio(slot("flushed_xx"), slot("scaled_xx")), 100.0),
-        "p5_row_sqnr_db": sqnr_percentile(slot("row_sqnr"), 5),
-        "p5_col_sqnr_db": sqnr_percentile(slot("col_sqnr"), 5),
-        "kurtosis": _ratio(slot("sample_n") * slot("sample_m4"), s_m2**2),
-        "exponent_histogram": _count(slot("exponents")),
-        "block_range_histogram": _count(slot("block_range")),
-        "scale_min": _extreme(slot("scale_min")),
-        "scale_max": _extreme(slot("scale_max")),
-        "scale_std": np.sqrt(_ratio(slot("scale_m2"), scale_n)),
-        "amax_ratio": _extreme(slot("amax_ratio"), keep_inf=np.inf),
-        "gemm_gain": _ratio(slot("gemm_wg"), ww),
-        "gemm_cosine": _cosine(slot("gemm_wg"), ww, slot("gemm_gg")),
-        "gemm_sqnr_db": _decibel(ww, slot("gemm_ee")),
+        "lost_energy_pct": lambda: np.minimum(100 * _ratio(slot("flushed_xx"), slot("scaled_xx")), 100.0),
+        "p5_row_sqnr_db": lambda: sqnr_percentile(slot("row_sqnr"), 5),
+        "p5_col_sqnr_db": lambda: sqnr_percentile(slot("col_sqnr"), 5),
+        "kurtosis": lambda: _ratio(slot("sample_n") * slot("sample_m4"), s_m2**2),
+        "exponent_histogram": lambda: _count(slot("exponents")),
+        "block_range_histogram": lambda: _count(slot("block_range")),
+        "scale_min": lambda: _extreme(slot("scale_min")),
+        "scale_max": lambda: _extreme(slot("scale_max")),
+        "scale_std": lambda: np.sqrt(_ratio(slot("scale_m2"), scale_n)),
+        "amax_ratio": lambda: _extreme(slot("amax_ratio"), keep_inf=np.inf),
+        "gemm_gain": lambda: _ratio(slot("gemm_wg"), ww),
+        "gemm_cosine": lambda: _cosine(slot("gemm_wg"), ww, slot("gemm_gg")),
+        "gemm_sqnr_db": lambda: _decibel(ww, slot("gemm_ee")),
     }
-    return {column: values[column] for column in COLUMNS}
+    return {column: values[column]() for column in columns}
 
 
 def _count(x: Array) -> Array:

@@ -11,7 +11,8 @@ swapped without changing the sum. This detects accidents, not attacks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,21 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
 # A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
 STORED_BITS = 52
+LARGE = 1 << 16  # elements; below that, passes take less than loading what is compiled
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@cache
+def kernel() -> Callable[[int, int, int], int] | None:
+    """The compiled walk, None where there is none to be had."""
+    try:
+        from narrowgauge.session import fingerprint_kernel
+
+        fingerprint_kernel.digest(0, 0, 8)
+    except Exception:  # a compiler has many ways to fail; the passes give the same
+        return None
+    walk: Callable[[int, int, int], int] = fingerprint_kernel.digest
+    return walk
 
 
 def digest(x: Tensor) -> Tensor:
@@ -32,6 +47,10 @@ def digest(x: Tensor) -> Tensor:
     flat = x.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
+    if flat.device.type == "cpu" and flat.numel() >= LARGE and type(flat) is Tensor and not flat.is_neg():
+        walk = kernel()
+        if walk is not None and flat.data_ptr():
+            return torch.tensor(walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64)
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     mixed = bits + torch.arange(bits.numel(), device=bits.device, dtype=torch.int64).mul_(GOLDEN)
     for _ in range(2):

@@ -272,8 +272,7 @@ class PlainSites:
             if first is not None:
                 self.copies[f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"] = first
             if state.observer is not None and state.observer.wants(state.name):
-                with torch.no_grad():
-                    self._look(state, role, turn(x), own)
+                self._look(state, role, turn(x), own)
         except Exception as error:
             self._failed(f"{state.name}:{role}", error)
 
@@ -282,7 +281,7 @@ class PlainSites:
         if isinstance(rule, str):
             self._say(rule)
         elif x.numel() and not (x.dim() == 2 and rule.given is None and _judged(state, role, x, rule.operand)):
-            with _plain_math(x.device.type):
+            with torch.no_grad(), _plain_math(x.device.type):
                 if own is not None:
                     _look_by(state, role, x, rule)
                 elif x.dim() == 2:

@@ -255,11 +255,13 @@ class Collector:
                 )
             ):
                 if sites:
-                    metrics = finalize(table)
                     further = {name: both[kind] for name, both in transfer.columns.items()}
-                    writer.add_tensors(transfer.step, sites, {name: metrics[name] for name in columns} | further)
+                    writer.add_tensors(transfer.step, sites, finalize(table, columns=columns) | further)
 
     def _held_on(self, device: torch.device) -> _Held:
+        held = self._held.get(device)
+        if held is not None:
+            return held
         if device.type == "cpu":
             host.ready()  # out here, because compiling is not what watching costs
         self._on_gpu |= device.type == "cuda"

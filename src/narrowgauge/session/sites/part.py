@@ -37,7 +37,7 @@ Own = Callable[[OperandRole, Tensor], Rule | str]
 
 def rows(x: Tensor) -> Tensor:
     """[..., K] as [M, K]."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
