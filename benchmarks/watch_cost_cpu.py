@@ -1,16 +1,23 @@
-"""What watching a program costs on this CPU: a plain Llama of the packaged script, nothing converted.
+"""What watching a program costs on this CPU, beside the same program unwatched.
 
-    alone       the training step without narrowgauge
-    unwatched   followed, in steps that are not recorded: loss, norms, learning rate, tokens, time
-    recorded    every tensor of every linear layer judged by the recipe `current`, weights and update measured
+    alone                  the training step as it is
+    unwatched              followed, in steps that are not recorded: loss, norms, learning rate, tokens, time
+    recorded               each tensor of every linear layer judged by the recipe `current`, weights and update measured
+    converted              the step with its linear layers in FP8, emulated
+    converted, recorded    the same, operands, results and gemm checks recorded, weights and update measured
 
-Limits that the project set itself: an unwatched step costs nothing measurable, a recorded one at most 30% more.
+Limits that the project set itself: an unwatched step costs nothing measurable, watching is at most 30% of a recorded
+one.
 
-The three take turns in blocks of one process, over the same model and optimizer; a ratio is taken within each round,
-and the median over rounds is told with the quartiles. Wall time is what a user waits for; the process's CPU time does
-not depend on what else the machine does, and counts the thread that writes.
+    tiny              the packaged script's smallest Llama, BF16 autocast
+    layers-N          three linear layers N x N with a GELU behind each, N tokens, BF16 autocast
+    layers-N-float32  the same without autocast
 
-    python benchmarks/watch_cost_cpu.py [--rounds 9] [--steps 5] [--sizes tiny small]
+All take turns in blocks of one process, over the same model and optimizer; a ratio is taken within each round, and the
+median over rounds is told with the quartiles. Wall time is what a user waits for; the process's CPU time does not
+depend on what else the machine does, and counts the thread that writes.
+
+    python -m benchmarks.watch_cost_cpu [--rounds 9] [--steps 5] [--sizes tiny layers-512 ...]
 """
 
 from __future__ import annotations
@@ -19,27 +26,69 @@ import argparse
 import statistics
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.record import record
-from torch import nn
+from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.compute.nn import set_observer
 from narrowgauge.scripts import gpt
+from narrowgauge.session.live import Live
 
 WARM = 2  # steps of each block that are not counted: opening a run reads all weights once
 NEVER = 1_000_000_000
+BESIDE = {
+    "alone": "alone",
+    "unwatched": "alone",
+    "recorded": "alone",
+    "converted": "converted",
+    "converted, recorded": "converted",
+}  # kind of step -> what it is compared with
+SIZES = ("tiny", "layers-512", "layers-1024", "layers-512-float32")
+
+Loss = Callable[[], Tensor]
 
 
-def block(kind: str, train: Any, steps: int, folder: Path) -> tuple[float, float]:
+def program(name: str) -> tuple[nn.Module, Loss, int]:
+    """A model, its loss on new data, and the tokens of a step."""
+    generator = torch.Generator().manual_seed(0)
+    if name in gpt.SIZES:
+        size = gpt.SIZES[name]
+        llama = gpt.Llama(size)
+
+        def next_byte() -> Tensor:
+            tokens, targets = torch.randint(256, (2, size.batch, size.seq), generator=generator)
+            return gpt.next_byte_loss(llama, tokens, targets)
+
+        return llama, next_byte, size.batch * size.seq
+    N = int(name.split("-")[1])
+    stack = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(N, N), nn.GELU())))
+
+    def square() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not name.endswith("float32")):
+            y = stack(torch.randn(N, N, generator=generator))
+        return y.float().square().mean()
+
+    return stack, square, N
+
+
+def block(kind: str, model: nn.Module, train: Callable[[], None], steps: int, folder: Path) -> tuple[float, float]:
     """Seconds per step, of the wall's clock and of the process's."""
-    every = {"unwatched": NEVER, "recorded": 1}.get(kind)
-    watch: AbstractContextManager[Any] = nullcontext() if every is None else ng.watch(out=folder, every=every)
+    every = {"unwatched": NEVER, "recorded": 1, "converted, recorded": 1}.get(kind)
     wall, own = [], []
-    with watch:
+    with ExitStack() as around:
+        if kind.startswith("converted"):
+            ng.convert(model, "current")
+            around.callback(ng.revert, model)
+        if every is not None:
+            around.enter_context(ng.watch(out=folder, every=every))
+        if kind == "converted, recorded" and Live.current is not None:  # as `narrowgauge run --convert` does it
+            set_observer(model, Live.current.session.recorder)
         for number in range(WARM + steps):
             began, own_began = time.perf_counter(), time.process_time()
             train()
@@ -50,37 +99,35 @@ def block(kind: str, train: Any, steps: int, folder: Path) -> tuple[float, float
 
 
 def compare(name: str, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """One row for each kind of step, of one size of the model."""
+    """One row for each kind of step, of one program."""
     torch.manual_seed(0)
-    size = gpt.SIZES[name]
-    model = gpt.Llama(size)
-    optimizer = gpt.make_optimizer(model, size.lr, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
+    model, loss, tokens = program(name)
+    optimizer = gpt.make_optimizer(model, 1e-3, torch.device("cpu"))
 
     def train() -> None:
-        tokens, targets = torch.randint(256, (2, size.batch, size.seq), generator=generator)
-        gpt.next_byte_loss(model, tokens, targets).backward()
+        loss().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    kinds = ["alone", "unwatched", "recorded"]
+    kinds = list(BESIDE)
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
-            for kind in kinds[number % 3 :] + kinds[: number % 3]:
-                found = block(kind, train, steps, Path(folder) / f"{kind}{number}")
+            for at, kind in enumerate(kinds[number % 5 :] + kinds[: number % 5]):
+                found = block(kind, model, train, steps, Path(folder) / f"{number}-{at}")
                 if number:  # the first round compiles and imports
                     times[kind].append(found)
     rows = []
     for kind in kinds:
-        row: dict[str, Any] = {"size": name, "step": kind}
+        row: dict[str, Any] = {"program": name, "step": kind, "beside": BESIDE[kind]}
         row["ms"] = round(1000 * statistics.median(t[0] for t in times[kind]), 1)
         for which, clock in enumerate(("wall", "cpu")):
-            ratios = [a[which] / b[which] for a, b in zip(times[kind], times["alone"], strict=True)]
+            ratios = [a[which] / b[which] for a, b in zip(times[kind], times[BESIDE[kind]], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
-            row |= {f"{clock} / alone": round(middle, 3), f"{clock} quartiles": f"{low:.3f} to {high:.3f}"}
-        rows.append(row | {"tokens": size.batch * size.seq, "parameters": sum(p.numel() for p in model.parameters())})
+            row |= {f"{clock} ratio": round(middle, 3), f"{clock} quartiles": f"{low:.3f} to {high:.3f}"}
+        row["watching, % of the step's cpu"] = round(100 * (1 - 1 / row["cpu ratio"]), 1)
+        rows.append(row | {"tokens": tokens, "parameters": sum(p.numel() for p in model.parameters())})
     return rows
 
 
@@ -88,12 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "small"], choices=("tiny", "small"))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     args = parser.parse_args()
-    rows = []
-    for name in args.sizes:
-        slow = name != "tiny"  # a second and more for each step
-        rows += compare(name, 3 if slow else args.rounds, 2 if slow else args.steps)
+    rows = [row for name in args.sizes for row in compare(name, args.rounds, args.steps)]
     record("watch_cost", {"threads": torch.get_num_threads(), "rounds": args.rounds, "steps": args.steps}, rows)
 
 
