@@ -1,11 +1,10 @@
 """Plain linear layers in a watched program: counted as the same tensors are by hand, in recorded steps alone."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
-from tests.session.test_watch import PLAIN, run
+from tests.session.test_watch import run
 from torch import nn
 
 import narrowgauge as ng
@@ -65,8 +64,9 @@ def by_hand(step):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_program_that_converts_nothing_shows_what_fp8_would_do(tmp_path, reentrant):
-    done = run(tmp_path, "train.py", options=("--every", "3"), script=PROGRAM.replace("REENTRANT", str(reentrant)))
+def test_a_program_that_converts_nothing_shows_what_fp8_would_do(warm_python, tmp_path, reentrant):
+    script = PROGRAM.replace("REENTRANT", str(reentrant))
+    done = run(tmp_path, "train.py", options=("--every", "3"), script=script, warm=warm_python)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
     table = open_run(tmp_path / "out").tensors()
     columns = (table[name] for name in ("step", "numel", "amax", "std"))
@@ -147,8 +147,9 @@ def test_steps_that_are_not_recorded_have_no_hooks():
     assert not model[0]._forward_hooks
 
 
-def test_losses_are_the_same_to_the_last_bit(tmp_path):
+def test_losses_are_the_same_to_the_last_bit(warm_python, tmp_path):
     script = PROGRAM.replace("REENTRANT", "False") + "print([p.sum().item() for p in model.parameters()])\n"
-    done = run(tmp_path, "train.py", options=("--every", "1"), script=script)
-    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN, capture_output=True, text=True)
+    done = run(tmp_path, "train.py", options=("--every", "1"), script=script, warm=warm_python)
+    plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path)
+    assert plain.stdout
     assert done.stdout == plain.stdout

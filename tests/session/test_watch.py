@@ -93,17 +93,27 @@ train(1)
 """
 
 
-def run(folder, *words, options=(), script=None, env=PLAIN):
-    """`narrowgauge run --out out OPTIONS -- WORDS` in `folder`; its script is train.py."""
+def run(folder, *words, options=(), script=None, env=PLAIN, warm=None):
+    """`narrowgauge run --out out OPTIONS -- WORDS` in `folder`; its script is train.py. `warm` starts it if given."""
     if script is not None:
         (folder / "train.py").write_text(script)
-    command = [*NARROWGAUGE, "run", "--out", "out", *options, "--", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    command = ["run", "--out", "out", *options, "--", *words]
+    if warm is not None:
+        return warm.narrowgauge(command, cwd=folder, env=env)
+    return subprocess.run([*NARROWGAUGE, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
 def with_path(folder):
     """The environment with a folder before the path that programs have anyway."""
     return {**PLAIN, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)])}
+
+
+@pytest.fixture(scope="module")
+def basic_alone(tmp_path_factory):
+    """What BASIC prints unwatched."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(programs.BASIC)
+    return subprocess.run([sys.executable, "train.py"], cwd=folder, env=PLAIN, capture_output=True, text=True).stdout
 
 
 def steps(folder):
@@ -117,11 +127,10 @@ def test_programs_of_these_tests_run_what_the_tests_import():
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["python", "train.py"], ["python", "-m", "train"], ["sh", "train.sh"]])
-def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, words):
+def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, basic_alone, words):
     (tmp_path / "train.sh").write_text(f"exec {sys.executable} train.py\n")
     done = run(tmp_path, *words, script=programs.BASIC)
-    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, plain.stdout)
+    assert (done.returncode, done.stdout) == (0, basic_alone)
     assert done.stderr == "narrowgauge: the run is in out\n"
     found = open_run(tmp_path / "out")
     assert found.status == "complete"
@@ -167,10 +176,10 @@ def test_data_loader_workers_open_no_run(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_forked_child_trains_unwatched(tmp_path, compiled):
+def test_a_forked_child_trains_unwatched(warm_python, tmp_path, compiled):
     made = "model.compile(backend='eager')\noptimizer =" if compiled else "optimizer ="
     options = ("--every", "1", "--steps", "3")  # what is still watched would be ended after three steps
-    done = run(tmp_path, "train.py", options=options, script=FORKS.replace("optimizer =", made, 1))
+    done = run(tmp_path, "train.py", options=options, script=FORKS.replace("optimizer =", made, 1), warm=warm_python)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
     assert done.stdout == "hooks in the child: 0\nthe child made 5 steps\n"
     assert steps(tmp_path / "out") == 3
@@ -192,8 +201,8 @@ def test_an_error_looks_as_without_us(tmp_path):
     assert (found["status"], found["meta"]["error"]) == ("failed", "ValueError: the loader is empty")
 
 
-def test_steps_end_it_cleanly(tmp_path):
-    done = run(tmp_path, "train.py", options=("--steps", "3"), script=programs.BASIC)
+def test_steps_end_it_cleanly(warm_python, tmp_path):
+    done = run(tmp_path, "train.py", options=("--steps", "3"), script=programs.BASIC, warm=warm_python)
     assert done.returncode == 0
     assert "finished" not in done.stdout
     assert "Traceback" not in done.stderr
@@ -228,9 +237,9 @@ def test_no_such_program_is_one_message(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_watch_that_cannot_write_leaves_the_program_alone(tmp_path):
+def test_the_watch_that_cannot_write_leaves_the_program_alone(warm_python, tmp_path):
     script = "import shutil\nshutil.rmtree('out')\nopen('out', 'w').close()\n" + programs.BASIC
-    done = run(tmp_path, "train.py", script=script)
+    done = run(tmp_path, "train.py", script=script, warm=warm_python)
     assert done.returncode == 0
     assert done.stdout.endswith("finished\n")
     assert "narrowgauge: this process is not watched:" in done.stderr
@@ -269,14 +278,15 @@ print(counters["stats"]["unique_graphs"], "graphs", sum(counters["graph_break"].
 
 @pytest.mark.parametrize("when", ["early", "late"])  # before the optimizer is made, or after
 @pytest.mark.parametrize("how", ["module", "in place", "function", "blocks"])
-def test_what_is_compiled_stays_one_graph_watched_or_converted(tmp_path, how, when):
+def test_what_is_compiled_stays_one_graph_watched_or_converted(warm_python, tmp_path, how, when):
     (tmp_path / "train.py").write_text(COMPILED)
-    done = run(tmp_path, "train.py", how, when)
+    warm = None if (how, when) == ("module", "late") else warm_python  # one that starts as programs do
+    done = run(tmp_path, "train.py", how, when, warm=warm)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
     assert done.stdout.endswith("0 breaks\n")
     assert steps(tmp_path / "out") == 6
     (tmp_path / "out").rename(tmp_path / "watched")
-    done = run(tmp_path, "train.py", how, when, options=("--convert", "current", "--every", "2"))
+    done = run(tmp_path, "train.py", how, when, options=("--convert", "current", "--every", "2"), warm=warm)
     assert (done.returncode, done.stdout.endswith("0 breaks\n"), done.stderr) == (
         0,
         True,
@@ -352,9 +362,9 @@ sites = ["0:weight", "fc9"]
 """
 
 
-def test_a_settings_file_travels_to_the_program_and_what_it_asks_in_vain_is_told(tmp_path):
+def test_a_settings_file_travels_to_the_program_and_what_it_asks_in_vain_is_told(warm_python, tmp_path):
     (tmp_path / "ng.toml").write_text(SETTINGS)
-    done = run(tmp_path, "train.py", options=("--config", "ng.toml"), script=programs.BASIC)
+    done = run(tmp_path, "train.py", options=("--config", "ng.toml"), script=programs.BASIC, warm=warm_python)
     assert done.returncode == 0, done.stderr
     said = "watch.sites: 'fc9' matched nothing in this program; there is: '0', '2', '4'."
     assert done.stderr == f"narrowgauge: ng.toml: {said}\nnarrowgauge: the run is in out\n"
