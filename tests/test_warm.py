@@ -1,7 +1,10 @@
 """A fork of the warm process is to its program what a process of its own is."""
 
+import os
 import subprocess
 import sys
+
+from tests.warm import READ_ONCE
 
 PROGRAM = """
 import atexit, os, sys
@@ -18,12 +21,19 @@ sys.exit(7)
 EARLY = "import sys\nprint('torch' in sys.modules, __name__)\n"
 
 
+def warm_environment():
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_ONCE)}
+
+
 def both(warm_python, folder, program):
     (folder / "train.py").write_text(program)
     (folder / "path").mkdir()
     (folder / "path" / "sitecustomize.py").write_text("print('at the start')\n")
     (folder / "early.py").write_text(EARLY)
-    words, env = [sys.executable, "train.py", "--lr", "1"], {"OWN": "1", "PYTHONPATH": str(folder / "path")}
+    words, env = (
+        [sys.executable, "train.py", "--lr", "1"],
+        warm_environment() | {"OWN": "1", "PYTHONPATH": str(folder / "path")},
+    )
     real = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
     found = warm_python.run(words, cwd=folder, env=env)
     assert (found.returncode, found.stdout, found.stderr) == (real.returncode, real.stdout, real.stderr)
@@ -54,3 +64,11 @@ def test_numbers_that_nobody_seeded_are_others_every_time(warm_python, tmp_path)
     (tmp_path / "train.py").write_text(program)
     said = [warm_python.run([sys.executable, "train.py"], cwd=tmp_path).stdout.split() for _ in range(2)]
     assert len({*said[0], *said[1]}) == 6
+
+
+def test_what_is_set_up_otherwise_is_a_process_of_its_own(warm_python, tmp_path):
+    (tmp_path / "train.py").write_text("import os, sys\nprint(os.getppid(), 'numpy' in sys.modules)\n")
+    words = [sys.executable, "train.py"]
+    assert warm_python.run(words, cwd=tmp_path).stdout == f"{warm_python.pid} True\n"
+    found = warm_python.run(words, cwd=tmp_path, env={**os.environ, "TORCHDYNAMO_DISABLE": "1"})
+    assert found.stdout == f"{os.getpid()} False\n"

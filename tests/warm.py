@@ -24,9 +24,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 LOADED = (
-    *("torch", "torch._dynamo", "torch.distributed", "numba", "duckdb", "narrowgauge.observe.stats.host_kernel"),
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.profiler"),
+    *("numba", "duckdb", "narrowgauge.observe.stats.host_kernel"),
     *("narrowgauge.session.armed", "narrowgauge.session.live", "narrowgauge.session.same_weights"),
 )
+READ_ONCE = ("TORCH", "TRITON", "NUMBA", "CUDA")  # begin the names of variables that count while those are loaded
 LARGEST = 1 << 20  # bytes of a request
 
 
@@ -38,31 +40,32 @@ class Warm:
         hidden = ("PYTHONPATH", "NARROWGAUGE_PLAN")
         words = [sys.executable, __file__, str(theirs.fileno()), str(source)]
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        self._server = subprocess.Popen(words, env=environment, pass_fds=[theirs.fileno()])
+        self._loaded_with = read_once(environment)
+        no_workers = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # they do not survive a fork
+        self._server = subprocess.Popen(words, env=environment | no_workers, pass_fds=[theirs.fileno()])
         theirs.close()
-        self._standard = (0, 1, 2)
+        self.pid, self._standard = self._server.pid, (0, 1, 2)
 
     def close(self):
         self._ours.close()
         self._server.wait()
 
     def popen(self, words, *, cwd=None, env=None, stdin=None, stdout=None, stderr=None):
-        """A program's process; a real one where the words are not plainly `python FILE` or `python -m MODULE`."""
+        """A program's process; a real one if it is no plain `python FILE` or `python -m MODULE`, or is set up anew."""
         words = [os.fspath(word) for word in words]
-        plain = len(words) > 1 and Path(words[0]).name.startswith("python") and words[1].endswith(".py")
-        if not plain and words[1:2] != ["-m"]:
-            return subprocess.Popen(words, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr)
-        with contextlib.ExitStack() as stack:
-            nothing = stack.enter_context(open(os.devnull, "r+b"))
-            asked = [
-                usual if file is None else file
-                for file, usual in zip((stdin, stdout, stderr), self._standard, strict=True)
-            ]
-            places = [nothing if file == subprocess.DEVNULL else file for file in asked]
+        environment = dict(os.environ if env is None else env)
+        files = [
+            usual if file is None else file for file, usual in zip((stdin, stdout, stderr), self._standard, strict=True)
+        ]
+        python = len(words) > 1 and Path(words[0]).name.startswith("python")
+        plain = python and (words[1] == "-m" or words[1].endswith(".py"))
+        if not plain or read_once(environment) != self._loaded_with:
+            return subprocess.Popen(words, None, None, *files, cwd=cwd, env=environment)
+        with open(os.devnull, "r+b") as nothing:
+            places = [nothing if file == subprocess.DEVNULL else file for file in files]
             if stderr == subprocess.STDOUT:
                 places[2] = places[1]
             fds = [file if isinstance(file, int) else file.fileno() for file in places]
-            environment = dict(os.environ if env is None else env)
             request = {"words": words[1:], "cwd": os.fspath(cwd or os.getcwd()), "env": environment}
             socket.send_fds(self._ours, [json.dumps(request).encode()], fds)
         return Child(self._ours, words, int(self._ours.recv(LARGEST)))
@@ -114,6 +117,10 @@ class Warm:
         """Whatever `session.launch` starts is a fork from now on."""
         kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
         monkeypatch.setattr("narrowgauge.session.launch.subprocess", types.SimpleNamespace(Popen=self.popen, **kept))
+
+
+def read_once(environment):
+    return {name: value for name, value in environment.items() if name.startswith(READ_ONCE)}
 
 
 class Child:

@@ -27,11 +27,19 @@ def ends_with(argv, capsys):
     return stop.value.code, said.out + said.err
 
 
+@pytest.fixture
+def warm(warm_python, monkeypatch):
+    """Runs are forks of a process that has torch loaded; without it they are processes of their own."""
+    warm_python.instead(monkeypatch)
+
+
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compared(warm_python, tmp_path_factory):
     """One small comparison of two recipes; its folder."""
     folder = tmp_path_factory.mktemp("compared")
-    main(command(folder, programs.COMPILED, "--recipes", "current,rowwise", args=("24",)))
+    with pytest.MonkeyPatch.context() as patch:
+        warm_python.instead(patch)
+        main(command(folder, programs.COMPILED, "--recipes", "current,rowwise", args=("24",)))
     return folder / "out"
 
 
@@ -91,6 +99,7 @@ def test_a_run_s_exit_code_is_the_program_s(tmp_path, capfd):
     assert code == 7
 
 
+@pytest.mark.usefixtures("warm")
 def test_nothing_to_convert_is_one_message(tmp_path, capsys):
     code, text = ends_with(command(tmp_path, programs.NO_LINEAR, "--recipes", "current"), capsys)
     assert code == 2
@@ -99,6 +108,7 @@ def test_nothing_to_convert_is_one_message(tmp_path, capsys):
     assert "no linear layer to convert" in text
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_model_called_by_its_parts_is_measured_as_it_is_trained(tmp_path):
     main(command(tmp_path, programs.METHOD, "--recipes", "current"))
     verdict = Verdict.from_dict(json.loads((tmp_path / "out" / "verdict.json").read_text()))
@@ -108,6 +118,7 @@ def test_a_model_called_by_its_parts_is_measured_as_it_is_trained(tmp_path):
     assert 0 < variant.flop_share_pct < 50  # up, 32 x 32, not lm_head, 32 x 64
 
 
+@pytest.mark.usefixtures("warm")
 def test_other_data_in_every_run_is_not_judged(tmp_path):
     main(command(tmp_path, programs.UNSEEDED_DATA, "--recipes", "current"))
     verdict = Verdict.from_dict(json.loads((tmp_path / "out" / "verdict.json").read_text()))
@@ -139,6 +150,7 @@ def test_trackers_can_tell_the_runs_of_a_comparison_apart(tmp_path, monkeypatch)
     assert all(plan.export["mlflow"] is not None for plan in plans)
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("program", [programs.NO_MODEL, programs.NO_OPTIMIZER, programs.ODD_SHAPES])
 def test_nothing_to_compare_is_one_message_after_one_run(tmp_path, capsys, program):
     code, text = ends_with(command(tmp_path, program), capsys)
