@@ -1,7 +1,7 @@
 """Scalars that live on the device until the device is done with them: read late, so that no step ever waits.
 
 A step's scalars are stacked into one tensor, copied to pinned memory without waiting, and picked up by a later call
-once the copy's event has passed. On the CPU they are simply there.
+once the copy's event has passed. Those on the host are simply there; taken to the device, they would make it wait.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Deferred:
 
     def put(self, scalars: Mapping[str, float | Tensor], sink: Sink) -> None:
         """Queue one dictionary; tensors must be scalars (0-d), any device and dtype; of a sharded one, what is here."""
-        known = {k: float(v) for k, v in scalars.items() if not isinstance(v, Tensor)}
-        on_device = {k: here(v.detach()) for k, v in scalars.items() if isinstance(v, Tensor)}
+        found = {k: here(v.detach()) if isinstance(v, Tensor) else v for k, v in scalars.items()}
+        on_device = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
+        known = {k: float(v) for k, v in found.items() if k not in on_device}
         names = list(on_device)
         if not names:
             self._waiting.append(([], known, None, None, sink))
         else:
-            home = next((v.device for v in on_device.values() if v.device.type != "cpu"), torch.device("cpu"))
-            stacked = torch.stack([v.detach().to(home, torch.float64).reshape(()) for v in on_device.values()])
+            home = next(iter(on_device.values())).device
+            stacked = torch.stack([v.to(home, torch.float64).reshape(()) for v in on_device.values()])
             event = None
             if home.type == "cuda":
                 host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
