@@ -7,6 +7,7 @@ layers -> Recorder -> selected -> Collector -> selected columns -> the run
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +24,14 @@ from narrowgauge.session.what_if import WhatIf
 
 
 class Recorder:
-    """An Observer for all layers of a program, and the beginnings and ends of its steps."""
+    """An Observer for all layers of a program, and the beginnings and ends of its steps.
+
+    `prefix` stands in front of every name that it is told: two models may both have a layer "0".
+    """
 
     def __init__(self, plan: Plan, writer: RunWriter) -> None:
+        self.prefix = ""
+        self._views = {"": self}
         self.selection = Selection(plan.watch, plan.every)
         self.collector = Collector(Columns(writer, self.selection), every=plan.every, due=self.selection.due)
         self.dumper: Dumper | None = None
@@ -39,6 +45,13 @@ class Recorder:
         self.what_if: WhatIf | None = None
         if plan.what_if:
             self.what_if = WhatIf(plan.what_if, writer, self.selection)
+
+    def under(self, prefix: str) -> Recorder:
+        """The same for the layers of another model, whose names get `prefix` in front."""
+        if prefix not in self._views:
+            self._views[prefix] = view = copy(self)
+            view.prefix = prefix
+        return self._views[prefix]
 
     def begin_step(self, step: int) -> bool:
         """Open a step; True if anything is looked at in it."""
@@ -79,15 +92,18 @@ class Recorder:
 
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
+        module = self.prefix + module
         return self._records(module, role) or (self.dumper is not None and self.dumper.selects(module, role))
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
+        module = self.prefix + module
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
         return recorded or (self.dumper is not None and self.dumper.wants(module))
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
         """Room for what a kernel counts of an operand that is selected."""
+        module = self.prefix + module
         if self.dumper is not None and self.dumper.selects(module, role):
             return None  # a kernel that counts shows no codes
         if self.what_if is not None and self.what_if.wants():
@@ -96,6 +112,7 @@ class Recorder:
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
         """Pass on what is selected, where nobody wants the codes themselves."""
+        module = self.prefix + module
         if self.dumper is not None and self.dumper.selects(module, role):
             return False
         if self.what_if is not None and self.what_if.wants():
@@ -112,6 +129,7 @@ class Recorder:
         amax_ratio: Tensor | None = None,
     ) -> None:
         """Pass on what is selected: x [M, K], or the weights [E, N, K] of experts with the codes of their rows."""
+        module = self.prefix + module
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
             if self.what_if is not None:
@@ -121,6 +139,7 @@ class Recorder:
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """Pass on what is selected."""
+        module = self.prefix + module
         if self._records(module, role):
             self.collector.result(module, role, y, check)
 

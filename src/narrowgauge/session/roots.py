@@ -13,7 +13,6 @@ names of the last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -21,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
-from narrowgauge.compute.nn.observer import GemmSample, Observer, selects
-from narrowgauge.compute.quant import QTensor
-from narrowgauge.compute.recipes import Operand, by_name
+from narrowgauge.compute.recipes import by_name
 from narrowgauge.errors import ConversionError
 from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import weights_hash
@@ -31,50 +28,10 @@ from narrowgauge.session.machine import native_fp8
 from narrowgauge.session.perturb import perturb
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.root import AUTOCAST, Root
 from narrowgauge.session.sharded import class_name, copied_by
 from narrowgauge.session.trained import Trained
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """An observer that hears of one model's layers with a prefix: two models may both have a layer "0"."""
-
-    observer: Observer
-    prefix: str
-
-    def wants(self, module: str) -> bool:
-        """As the observer does."""
-        return self.observer.wants(self.prefix + module)
-
-    def selects(self, module: str, role: str) -> bool:
-        """As the observer does."""
-        return selects(self.observer, self.prefix + module, role)
-
-    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
-        """Pass it on."""
-        return self.observer.look(self.prefix + module, role, x, rule)
-
-    def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
-        """Pass it on, if the observer counts without codes."""
-        judge = getattr(self.observer, "judge", None)
-        return judge is not None and judge(self.prefix + module, role, x, rule)
-
-    def operand(
-        self,
-        module: str,
-        role: str,
-        x: Tensor,
-        q: QTensor,
-        moments: Tensor | None = None,
-        amax_ratio: Tensor | None = None,
-    ) -> None:
-        """Pass it on."""
-        self.observer.operand(self.prefix + module, role, x, q, moments, amax_ratio)
-
-    def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
-        """Pass it on."""
-        self.observer.result(self.prefix + module, role, y, check)
 
 
 class Model:
@@ -94,8 +51,8 @@ class Model:
 class Roots:
     """All models of the program, and the roots through which they are called."""
 
-    def __init__(self, plan: Plan, observer: Observer, plain: PlainSites, family: Family | None = None) -> None:
-        self._plan, self._observer, self._plain = plan, observer, plain
+    def __init__(self, plan: Plan, recorder: Recorder, plain: PlainSites, family: Family | None = None) -> None:
+        self._plan, self._recorder, self._plain = plan, recorder, plain
         self.family = family or Family()
         self._roots: dict[int, Root] = {}
         self._models: list[Model] = []  # those that live
@@ -155,7 +112,7 @@ class Roots:
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
         self._copied[prefix] = copied_by((module, *model.modules()))
         self._convert(model, trained, prefix)
-        self._plain.add(model, Renamed(self._observer, prefix) if prefix else self._observer)
+        self._plain.add(model, self._recorder.under(prefix))
         return root
 
     def _root(self, module: nn.Module) -> Root:
@@ -195,7 +152,7 @@ class Roots:
             return
         self._reports[prefix] = report
         if self._plan.recipe is not None:
-            set_observer(model, Renamed(self._observer, prefix) if prefix else self._observer)
+            set_observer(model, self._recorder.under(prefix))
 
     def _converted(self, model: nn.Module) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
