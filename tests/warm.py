@@ -16,6 +16,7 @@ import json
 import os
 import random
 import runpy
+import select
 import socket
 import subprocess
 import sys
@@ -67,8 +68,10 @@ class Warm:
                 places[2] = places[1]
             fds = [file if isinstance(file, int) else file.fileno() for file in places]
             request = {"words": words[1:], "cwd": os.fspath(cwd or os.getcwd()), "env": environment}
-            socket.send_fds(self._ours, [json.dumps(request).encode()], fds)
-        return Child(self._ours, words, int(self._ours.recv(LARGEST)))
+            answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                socket.send_fds(self._ours, [json.dumps(request).encode()], [*fds, theirs.fileno()])
+        return Child(answers, words)
 
     def run(self, words, *, cwd, env=None):
         """A program's whole life, and what it said."""
@@ -124,10 +127,11 @@ def read_once(environment):
 
 
 class Child:
-    """A program's process; the server has one at a time."""
+    """A program's process: over its connection come its number, and when it has ended its exit code."""
 
-    def __init__(self, connection, words, pid):
-        self._connection, self.args, self.pid, self.returncode = connection, words, pid, None
+    def __init__(self, connection, words):
+        self._connection, self.args, self.returncode = connection, words, None
+        self.pid = int(connection.recv(LARGEST))
 
     def wait(self, timeout=None):
         if self.returncode is None:
@@ -136,8 +140,7 @@ class Child:
                 self.returncode = int(self._connection.recv(LARGEST))
             except TimeoutError:
                 raise subprocess.TimeoutExpired(self.args, timeout) from None
-            finally:
-                self._connection.settimeout(None)
+            self._connection.close()
         return self.returncode
 
     def send_signal(self, number):
@@ -158,23 +161,31 @@ def serve(connection, source):
     from narrowgauge.observe.stats import host
 
     host.ready()
+    answers = {}
     while True:
-        data, fds, _, _ = socket.recv_fds(connection, LARGEST, 3)
+        if answers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                with contextlib.suppress(BrokenPipeError), answers.pop(pid) as answer:
+                    answer.send(str(os.waitstatus_to_exitcode(status)).encode())
+            if not select.select([connection], [], [], 0.02)[0]:
+                continue
+        data, fds, _, _ = socket.recv_fds(connection, LARGEST, 4)
         if not data:
             return None
         child = os.fork()
         if not child:
-            connection.close()
-            for number, fd in enumerate(fds):
+            for kept in (connection, *answers.values()):
+                kept.close()
+            for number, fd in enumerate(fds[:3]):
                 os.dup2(fd, number)
+            for fd in fds:
                 os.close(fd)
             return json.loads(data)
-        for fd in fds:
+        for fd in fds[:3]:
             os.close(fd)
-        connection.send(str(child).encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        with contextlib.suppress(BrokenPipeError):
-            connection.send(str(code).encode())
+        answers[child] = socket.socket(fileno=fds[3])
+        answers[child].send(str(child).encode())
 
 
 class Aside:
