@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
+WATCHED := .venv/.watched
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Those that need a GPU are run by hand; record.py is what the others share; the soak has a target of its own.
@@ -18,7 +19,7 @@ demo: $(READY)  ## train a small Llama in BF16 and in three kinds of FP8, then o
 	$(BIN)/narrowgauge compare --out demo
 	@echo "The report is $(CURDIR)/demo/report.html: one file, opens offline."
 
-test: lint  ## lint, then run every test
+test: lint $(WATCHED)  ## lint, then run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations  # a module's programs run once
 
@@ -42,13 +43,19 @@ clean:  ## remove what demo, tests and tools leave behind; .venv stays
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # The environment is built once, and again whenever what it is built from changes. torch comes first and by its exact
-# version: whatever build of it lies ready on this machine is then taken as it is, and nothing later replaces it.
+# version: whatever build of it lies ready on this machine is then taken as it is, and nothing later replaces it. Nothing
+# is compiled beforehand: of 20,000 modules few are ever imported, and those are compiled then.
+INSTALL := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[integrations]" || \
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) -e ".[dev]"
+	@touch $@
+
+# What only tests/integrations needs, half a gigabyte.
+$(WATCHED): $(READY)
+	$(INSTALL) -e ".[integrations]" || \
 	  echo "make: what tests/integrations watches cannot be installed here; those tests are skipped"
 	@touch $@
