@@ -16,7 +16,7 @@ FLAGS = {
     "bench quantize": {"--recipes", "--shape", "--rounds", "--device", "--json", "--out"},
     "bench gemm": {"--shape", "--sweep", "--recipes", "--rounds", "--device", "--json", "--out"},
     "bench step": {
-        "--size", "--recipes", "--precisions", "--peer", "--eager", "--cuda-graphs", "--rounds",
+        "--size", "--recipes", "--precisions", "--peer", "--brief", "--eager", "--cuda-graphs", "--rounds",
         "--device", "--json", "--out",
     },
     "bench overhead": {
