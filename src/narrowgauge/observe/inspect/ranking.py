@@ -3,8 +3,8 @@
     badness = the furthest of the verdict's signs beyond its limit, in multiples of it (verdict.worst)
     trouble: badness above 1        without trouble tensors are ordered by SQNR, lowest first
 
-The best recipe is the simplest, in the catalog's order, of those without trouble that come within `NEAR` dB of the
-highest SQNR: a tenth of a decibel is no reason for more scales. If every one is in trouble, the one in least.
+The best recipe is the simplest, in the catalog's order, of those without trouble that come near the highest SQNR
+(`verdict.choice`). If every one is in trouble, the one in least.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.observe.verdict.choice import simplest
 from narrowgauge.observe.verdict.worst import SIGNS, Sign
 
-NEAR = 1.0  # dB
 # Of the verdict's signs those that a recipe causes: a NaN in the tensor is listed apart, and nothing is multiplied.
 WHY = {
     "gain": "what comes back is {value:.4f} times what went in",
@@ -73,5 +73,4 @@ def best(judged: Mapping[str, Judgement], numbers: Mapping[str, Mapping[str, Any
     healthy = {name: value for name, value in sqnr.items() if judged[name].sign is None}
     if not healthy:
         return min(sqnr, key=lambda name: judged[name].badness)
-    highest = max(healthy.values())
-    return next(name for name, value in healthy.items() if value >= highest - NEAR)
+    return simplest(healthy)

@@ -4,8 +4,8 @@
     RUN/what_if/NAME/       by the others
 
 A site is in trouble under a recipe if one of the verdict's signs says so (`verdict.worst`), over the second half of the
-recorded steps. `best` is the first recipe, in the order in which they were asked, without trouble and within `NEAR` dB
-of the best of these: a tenth of a decibel is no reason for more scales.
+recorded steps. `best` is the first recipe, in the order in which they were asked, without trouble that comes near
+the best of these (`verdict.choice`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.text import Text
 
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import Run, open_run
+from narrowgauge.observe.verdict.choice import simplest
 from narrowgauge.observe.verdict.types import WorstTensor
 from narrowgauge.observe.verdict.worst import NOTHING, worst_tensors
 
 FOLDER = "what_if"
-NEAR = 1.0  # dB
 EVERYTHING = 1 << 30
 
 
@@ -160,7 +160,4 @@ def _asked(name: str, ranked: tuple[WorstTensor, ...], sqnr: dict[str, float]) -
 
 def _best(sqnr: Mapping[str, float], trouble: Mapping[str, str]) -> str:
     healthy = {name: value for name, value in sqnr.items() if not trouble[name]}
-    if not healthy:
-        return "none"
-    highest = max(healthy.values())
-    return next(name for name, value in healthy.items() if value >= highest - NEAR or value == highest)
+    return simplest(healthy) if healthy else "none"
