@@ -10,17 +10,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+_SHAPES: dict[Any, Callable[..., Any]] = {}
 
 
-def operator(function: Callable[..., Any]) -> Any:
+def operator(function: Callable[..., Any], name: str = "") -> Any:
     """Register `function`, which changes none of its arguments and returns new tensors, under its own name."""
-    name = function.__name__
+    name = name or function.__name__
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
-    return getattr(torch.ops.narrowgauge, name).default
+    made = getattr(torch.ops.narrowgauge, name).default
+    _FUNCTIONS[made] = function
+    return made
 
 
 def shapes_of(made: Any) -> Callable[[Function], Function]:
@@ -28,11 +33,24 @@ def shapes_of(made: Any) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         torch.library.register_fake(made, function, lib=_LIBRARY)
+        _SHAPES[made] = function
         return function
 
     return register
 
 
 def derivative_of(made: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Tell autograd what to do in the backward pass of `made`, and what to keep for it."""
+    """Tell autograd what to do in the backward pass of `made`, and what to keep for it.
+
+    A graph whose backward pass was traced calls a twin without it: asking in each call whether somebody might want to
+    differentiate takes as long as all the rest of a dispatch.
+    """
     torch.library.register_autograd(made, backward, setup_context=setup_context, lib=_LIBRARY)
+    twin = operator(_FUNCTIONS[made], f"{_FUNCTIONS[made].__name__}_traced")
+    shapes_of(twin)(_SHAPES[made])
+
+    def trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with mode:
+            return twin(*args, **(kwargs or {}))
+
+    torch.library.register_torch_dispatch(made, FunctionalTensorMode, trace, lib=_LIBRARY)
