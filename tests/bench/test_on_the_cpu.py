@@ -1,5 +1,7 @@
 """Every benchmark runs on tiny shapes: what it returns is complete, whatever the figures are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,8 +15,16 @@ from narrowgauge.bench.sweep import bench_sweep
 from narrowgauge.compute.kernels import BACKENDS
 from narrowgauge.compute.nn.speed_map import SpeedMap
 from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED, ROWWISE
+from narrowgauge.scripts import gpt
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _micro(monkeypatch):
+    """What trains here is smaller than tiny."""
+    micro = replace(gpt.SIZES["tiny"], dim=64, ffn=128, heads=2, kv_heads=1, layers=2, batch=2, seq=32)
+    monkeypatch.setitem(gpt.SIZES, "tiny", micro)
 
 
 def test_quantize_has_a_row_per_operand_of_every_recipe():
