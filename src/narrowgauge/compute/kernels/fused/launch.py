@@ -1,7 +1,7 @@
 """Launching a kernel again: what Triton found out about its arguments the first time is not found out again.
 
-    kernel[(programs,)](...)       inspects all arguments and every global that the kernel names, 20 to 60 microseconds
-    launch(kernel, programs, ...)  the first time the same; from then on a look into a dictionary, 5 to 10
+    kernel[(programs,)](...)       inspects all arguments and every global that the kernel names
+    launch(kernel, programs, ...)  the first time the same; from then on a look into a dictionary
 
 A compiled kernel serves all arguments of which Triton would say the same: dtypes, whether an address is a multiple of
 16, whether an integer is 1 or a multiple of 16, constants. What is looked up by here is finer: the integers themselves.

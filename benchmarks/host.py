@@ -1,0 +1,152 @@
+"""What a converted layer costs the host of a compiled step, in microseconds of this CPU; no GPU is used.
+
+    launch        a kernel's: inspected by Triton each time, or looked up
+    dispatch      of an operator that does nothing: with a derivative, or without
+    forward, backward    a layer's operators, all of their Python, with kernels and products that do nothing
+
+What a GPU's driver adds, some microseconds per launch, is not in here. CPU time of the thread, the least of some
+rounds: other work on the machine does not count.
+
+    python -m benchmarks.host
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from benchmarks.record import record
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.compute.kernels.fused import launch, tensorwise
+from narrowgauge.compute.kernels.fused.backend import Fused
+from narrowgauge.compute.nn import compiled
+from narrowgauge.compute.nn.operator import derivative_of, operator, shapes_of
+
+SIDE, ROUNDS, CALLS = 256, 7, 1000
+RECIPES = ("current", "delayed", "rowwise", "blockwise")
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """CPU time of one call."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        for _ in range(CALLS):
+            call()
+        best = min(best, (time.thread_time() - began) / CALLS)
+    return round(1e6 * best, 1)
+
+
+class Nowhere(dict[Any, Any]):
+    """Knows every kernel, each of which does nothing."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        super().get(key)  # hashed, as a kernel that is there would be
+        return lambda *places, stream: None
+
+
+def pretend_gpu() -> None:
+    """A GPU of Hopper's kind for Triton to compile for, and a stream for launches; nothing ever runs on it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+            get_current_target=lambda: target,
+        )
+    )
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    launch.INTERPRETED, launch._READY = False, Nowhere()
+
+
+def launches() -> list[dict[str, Any]]:
+    """One cast's launch."""
+    x = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
+    codes, number = torch.zeros(SIDE, SIDE, dtype=torch.uint8), torch.zeros(())
+    tensors, sizes = (x, number, codes, None, number), (SIDE, SIDE, SIDE // 2, SIDE // 2, 1)
+    constants = (2, 3, 448.0, 448.0, False, 0.0, True, False, False, 128)
+
+    def inspected() -> None:
+        tensorwise._cast.warmup(*tensors, *sizes, *constants, grid=(4,), num_warps=8)
+
+    inspected()  # compiles it
+    return [
+        {"what": "launch, inspected", "us": microseconds(inspected)},
+        {
+            "what": "launch, looked up",
+            "us": microseconds(lambda: launch.launch(tensorwise._cast, 4, tensors, sizes, constants, num_warps=8)),
+        },
+    ]
+
+
+def dispatches() -> list[dict[str, Any]]:
+    """An operator's, with the arguments of a layer's."""
+    nothing = torch.zeros(0)
+
+    def idle(x: Tensor, w: Tensor, b: Tensor | None, handle: Tensor, whole: list[int], real: list[float]) -> Tensor:
+        return nothing
+
+    def call(made: Any) -> Callable[[], object]:
+        x, w = torch.zeros(4, 4), nn.Parameter(torch.zeros(4, 4))
+        return lambda: made(x, w, None, x, [1, 2, 3, 4, 5, 6], [1.0, 2.0])
+
+    made, plain = operator(idle, "benchmark_differentiable"), operator(idle, "benchmark_plain")
+    shapes_of(made)(idle)
+    derivative_of(made, lambda ctx, dy: None, lambda ctx, inputs, output: None)
+    with torch.no_grad():
+        return [
+            {"what": "dispatch, with a derivative", "us": microseconds(call(made))},
+            {"what": "dispatch, without", "us": microseconds(call(plain))},
+        ]
+
+
+def layers(recipe: str) -> list[dict[str, Any]]:
+    """Both operators of a layer, as a traced graph calls them."""
+    layer = nn.Linear(SIDE, SIDE, bias=False).bfloat16()
+    model, _ = ng.convert(nn.Sequential(layer), recipe=recipe, backend="reference")
+    state, weight = model[0]._fp8, model[0].weight
+    state.backend = Fused()
+    if state.table is not None:
+        state.table._waiting.clear()
+    x, traced = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16), state.traced
+    amax = torch.ones(()) if traced.own_scale else None
+    forward = torch.ops.narrowgauge.linear_forward_traced.default
+    numbers = (state.handle, torch.bfloat16, True, *traced.numbers)
+    with torch.no_grad():
+        _, codes, scale, _, amax_w = forward(x, amax, weight, None, *numbers)
+        if not codes.numel():
+            codes = torch.zeros(SIDE, SIDE, dtype=torch.float8_e4m3fn)
+        saved = ([SIDE, SIDE], torch.bfloat16, weight, amax_w, None, codes, scale, state.handle, torch.bfloat16)
+        needs = [True, True, False]
+        return [
+            {"what": f"{recipe}, forward", "us": microseconds(lambda: forward(x, amax, weight, None, *numbers))},
+            {
+                "what": f"{recipe}, backward",
+                "us": microseconds(lambda: compiled.linear_backward(x, amax, *saved, needs)),
+            },
+        ]
+
+
+def main() -> None:
+    """Measure and record."""
+    pretend_gpu()
+    y = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
+    torch._scaled_mm = lambda *operands, **options: y
+    nn.functional.scaled_mm = lambda *operands, **options: y
+    rows = launches() + dispatches()
+    for recipe in RECIPES:
+        rows += layers(recipe)
+    record("host", {"side": SIDE, "rounds": ROUNDS, "calls": CALLS}, rows)
+
+
+if __name__ == "__main__":
+    main()
