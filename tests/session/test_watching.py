@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.compute.nn import set_observer
 from narrowgauge.errors import RunError, UsageError
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.live import Live
@@ -44,6 +45,38 @@ def train(model, optimizer, steps=4):
 
 def meta(folder):
     return json.loads((folder / "run.json").read_text())
+
+
+def test_layers_that_the_program_converted_itself_are_watched(tmp_path):
+    model, optimizer = trained()
+    ng.convert(model, "current")
+    with ng.watch(model, out=tmp_path / "a", every=2) as watching:
+        train(model, optimizer)
+    table = ng.open_run(watching.folder).tensors(columns=["numel"])
+    rows = dict(
+        zip(zip(table["step"].tolist(), table["site"].tolist(), strict=True), table["numel"].tolist(), strict=True)
+    )
+    roles = ("input", "weight", "grad_output", "output", "grad_weight")
+    assert set(rows) == {(s, f"{m}:{role}") for s in (2, 4) for m in "02" for role in roles} | {
+        (s, "2:grad_input") for s in (2, 4)
+    }
+    assert rows[2, "0:weight"] == 64 * 32
+    assert all(layer._fp8.observer is None for layer in (model[0], model[2]))
+
+
+def test_an_observer_of_the_programs_own_stays(tmp_path):
+    class Own:
+        def wants(self, module):
+            return False
+
+    model, optimizer = trained()
+    ng.convert(model, "current")
+    own = Own()
+    set_observer(model, own)
+    with ng.watch(model, out=tmp_path / "a", every=1) as watching:
+        train(model, optimizer)
+    assert model[0]._fp8.observer is own
+    assert any("an observer of its own" in note for note in ng.open_run(watching.folder).meta["notes"])
 
 
 def test_what_was_made_before_is_watched_as_long_as_the_block(tmp_path):

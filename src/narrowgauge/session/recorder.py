@@ -115,9 +115,11 @@ class Recorder:
         module = self.prefix + module
         if self.dumper is not None and self.dumper.selects(module, role):
             return False
-        if self.what_if is not None and self.what_if.wants():
+        if not self._records(module, role) or not self.collector.judge(module, role, x, rule):
             return False
-        return self._records(module, role) and self.collector.judge(module, role, x, rule)
+        if self.what_if is not None:
+            self.what_if.operand(module, role, x)
+        return True
 
     def operand(
         self,

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.errors import ConversionError
 from narrowgauge.session.family import Family
@@ -138,6 +140,7 @@ class Roots:
 
     def _convert(self, model: nn.Module, trained: set[int], prefix: str) -> None:
         if self._plan.recipe is None and not self._plan.rehearse:
+            self._hear(model, prefix)
             return
         try:
             report = self._converted(model)
@@ -152,6 +155,17 @@ class Roots:
             return
         self._reports[prefix] = report
         if self._plan.recipe is not None:
+            set_observer(model, self._recorder.under(prefix))
+
+    def _hear(self, model: nn.Module, prefix: str) -> None:
+        """Look at the layers that the program itself converted, unless somebody does already."""
+        observers = [module._fp8.observer for module in model.modules() if isinstance(module, Fp8Linear)]
+        if any(observer is not None for observer in observers):
+            self.notes.append(
+                "The program watches the layers that it converted by an observer of its own; their tensors are not "
+                "recorded here."
+            )
+        elif observers:
             set_observer(model, self._recorder.under(prefix))
 
     def _converted(self, model: nn.Module) -> ConversionReport:
@@ -179,8 +193,12 @@ class Roots:
             root.leave()
         for known in list(self._models):
             model = known.module()
-            if model is not None:
-                set_observer(model, None)
+            for module in () if model is None else model.modules():
+                if isinstance(module, Fp8Linear) and self._is_ours(module._fp8.observer):
+                    module._fp8.observer = None
+
+    def _is_ours(self, observer: Observer | None) -> bool:
+        return isinstance(observer, Recorder) and observer.collector is self._recorder.collector
 
     def copies(self, site: str) -> int | None:
         """The lowest rank with the same values at a site, if that is a weight which a wrapper keeps the same."""
