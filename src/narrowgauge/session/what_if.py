@@ -60,6 +60,12 @@ class Judge:
                 history.append(amax)
         self.now.clear()
 
+    def counted(self, module: str, role: str, x: Tensor) -> bool:
+        """Whether x [M, K] was counted as it is: scales of its own, and a device on which that needs no codes."""
+        if self.recipe.state != "none" or x.dim() != 2:
+            return False
+        return self.collector.judge(module, role, x, self.recipe.uses(role)[0])  # type: ignore[arg-type]
+
     def quantized(self, site: str, role: str, x: Tensor) -> tuple[QTensor, Tensor | None]:
         """The codes of x [M, K] or [E, N, K], and its amax over the one that the recipe assumed (experts: the most)."""
         rule = self.recipe.uses(role)[0]  # type: ignore[arg-type]
@@ -125,8 +131,9 @@ class WhatIf:
             self._weights.add(site)
         try:
             for judge in self._judges:
-                codes, ratio = judge.quantized(site, role, x)
-                judge.collector.operand(module, role, x, codes, amax_ratio=ratio)
+                if not judge.counted(module, role, x):
+                    codes, ratio = judge.quantized(site, role, x)
+                    judge.collector.operand(module, role, x, codes, amax_ratio=ratio)
         except Exception as error:
             self._failed(error)
         self.seconds += time.perf_counter() - began
