@@ -5,10 +5,11 @@
     watched     converted, and every metric of every site recorded
 
 Limits that the project set itself: watched <= 4 x bf16, and watching (watched - fp8) <= 30% of the watched step. All
-take turns in one process, so a machine whose speed drifts does not tilt them. Where a model's memory happens to lie
+take turns in one process, so a machine whose speed drifts does not tilt them, and the process's own time is taken, of
+all its threads, which a busy machine does not stretch. Where a model's memory happens to lie
 makes some percent of difference too, so every variant is built anew several times; medians over all steps.
 
-    python benchmarks/bench_watched_step.py [--rounds 8] [--builds 4] [--size tiny]
+    python -m benchmarks.bench_watched_step [--rounds 8] [--builds 4] [--size tiny]
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ACCUM = 2
 
 
 def stepper(model: nn.Module, size: gpt.Size, collector: Collector | None) -> Callable[[], float]:
-    """A function that makes one training step and returns its seconds."""
+    """A function that makes one training step and returns its seconds of CPU time."""
     device = torch.device("cpu")
     optimizer = gpt.make_optimizer(model, size.lr, device)
     generator = torch.Generator().manual_seed(0)
@@ -46,7 +47,7 @@ def stepper(model: nn.Module, size: gpt.Size, collector: Collector | None) -> Ca
         nonlocal taken
         taken += 1
         batches = [torch.randint(256, (2, size.batch, size.seq), generator=generator) for _ in range(ACCUM)]
-        began = time.perf_counter()
+        began = time.process_time()
         if collector is not None:
             collector.begin_step(taken)
         for tokens, targets in batches:
@@ -56,7 +57,7 @@ def stepper(model: nn.Module, size: gpt.Size, collector: Collector | None) -> Ca
         optimizer.zero_grad(set_to_none=True)
         if collector is not None:
             collector.end_step()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     return step
 

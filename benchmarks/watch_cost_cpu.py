@@ -36,9 +36,7 @@ from benchmarks.record import record
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.compute.nn import set_observer
 from narrowgauge.scripts import gpt
-from narrowgauge.session.live import Live
 
 WARM = 2  # steps of each block that are not counted: opening a run reads all weights once
 NEVER = 1_000_000_000
@@ -87,8 +85,6 @@ def block(kind: str, model: nn.Module, train: Callable[[], None], steps: int, fo
             around.callback(ng.revert, model)
         if every is not None:
             around.enter_context(ng.watch(out=folder, every=every))
-        if kind == "converted, recorded" and Live.current is not None:  # as `narrowgauge run --convert` does it
-            set_observer(model, Live.current.session.recorder)
         for number in range(WARM + steps):
             began, own_began = time.perf_counter(), time.process_time()
             train()
