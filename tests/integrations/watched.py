@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import narrowgauge
 from narrowgauge.observe.store import open_run
@@ -19,6 +20,7 @@ HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
 BY_HAND = str(HERE / "by_hand.py")
 BIN = Path(sys.executable).parent
+NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
 OURS = Path(narrowgauge.__file__).parents[1]
 # One count may differ by an element that lies on the very edge; sums are float32 there and float64 here.
 TOLERANCES = {
@@ -43,7 +45,7 @@ def environment(folder, **more):
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
+        **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}),
         **more,
     }
 
@@ -58,21 +60,24 @@ class Ended:
     said: dict  # what the script itself logged, from its rank 0
 
 
-def execute(folder, words, **env):
+def execute(folder, words, run, **env):
     """Run `words` in `folder`, whose script writes `said.json`."""
     folder.mkdir()
-    done = subprocess.run(
-        words, cwd=folder, env=environment(folder, **env), capture_output=True, text=True, timeout=300
-    )
+    done = run(words, cwd=folder, env=environment(folder, **env))
     said = folder / "said.json"
     return Ended(done.returncode, done.stdout, done.stderr, json.loads(said.read_text()) if said.exists() else {})
+
+
+def alone(words, cwd, env):
+    """A process as anyone would start it."""
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 class Case:
     """A program of `programs/` under its launcher: by hand, watched at every step, and converted."""
 
-    def __init__(self, folder, name, launcher=("python",), ranks=1, **env):
-        self.folder, self.ranks, self._env = folder, ranks, env
+    def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, **env):
+        self.folder, self.ranks, self._warm, self._env = folder, ranks, warm, env
         self._words = list(launcher)
         for program in (name, "text"):
             source = PROGRAMS / f"{program}.py"
@@ -87,13 +92,22 @@ class Case:
 
     def by_hand(self):
         """Unwatched, its tensors measured by hand."""
-        return execute(self.folder / "plain", [*self._launcher, BY_HAND], SCRIPT=self._script, **self._env)
+        run = self._warm.run if self._warm else alone
+        return execute(self.folder / "plain", [*self._launcher, BY_HAND], run, SCRIPT=self._script, **self._env)
 
-    def watched(self, *options, name="watched"):
+    def watched(self):
         """Under `narrowgauge run`."""
-        command = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()", "run", "--out", "out"]
-        words = [*command, "--every", "1", *options, "--", *self._launcher, self._script]
-        return execute(self.folder / name, words, **self._env)
+        return execute(self.folder / "watched", [*NARROWGAUGE, *self._run()], alone, **self._env)
+
+    def converted(self):
+        """The same, converted: only its layers are other ones, so that it need not be started as anyone would."""
+        words, folder = self._run("--convert", "current"), self.folder / "converted"
+        if self._warm is None:
+            return execute(folder, [*NARROWGAUGE, *words], alone, **self._env)
+        return execute(folder, words, self._warm.narrowgauge, **self._env)
+
+    def _run(self, *options):
+        return ["run", "--out", "out", "--every", "1", *options, "--", *self._launcher, self._script]
 
     def run(self, name="watched"):
         """The run that it left."""
@@ -166,14 +180,17 @@ class Seen:
     converted: Ended | None
 
 
-def play(works, folders, name, launcher=("python",), **env):
-    """Execute a program in every way that `works` speaks of; skipped where its packages are missing."""
+def play(works, folders, name, launcher=("python",), warm=None, **env):
+    """Execute a program in every way that `works` speaks of; skipped where its packages are missing.
+
+    What is a single process can be `warm`, but for the watched program, which is always started as anyone would.
+    """
     if reason := works.missing():
         pytest.skip(reason)
-    case = Case(folders.mktemp(name), name, launcher, works.ranks, **env)
+    case = Case(folders.mktemp(name), name, launcher, works.ranks, warm, **env)
     plain = case.by_hand()
     assert plain.code == 0, plain.err
-    converted = case.watched("--convert", "current", name="converted") if works.converted else None
+    converted = case.converted() if works.converted else None
     return Seen(case, plain, case.watched(), converted)
 
 
