@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from narrowgauge.compute.quant import Block, Granularity, PerRow, PerTensor
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
@@ -86,6 +85,8 @@ class Traced:
 
 def amax_of(x: Tensor) -> Tensor:
     """max |x|, [] float32; 0 of a tensor without elements."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, and only graphs ask
+
     integers = _integers(x)
     magnitudes = x.detach().abs() if integers is None else x.detach().view(integers) & torch.iinfo(integers).max
     if not guard_or_false(x.numel() > 0):  # no elements, or perhaps none: nothing has no maximum

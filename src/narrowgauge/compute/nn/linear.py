@@ -17,6 +17,7 @@ from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.compiled import compiled_linear
 from narrowgauge.compute.nn.function import expected_dtype, fp8_linear
 from narrowgauge.compute.nn.layer_state import LayerState
+from narrowgauge.compute.nn.marks import constant, not_compiled
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.scale_table import ScaleTable
 from narrowgauge.compute.nn.state_io import load_from, save_into
@@ -35,17 +36,17 @@ _EXPORTED = (
 
 
 # Below a graph break a compiler would look into it, and compile its kernels anew in its own way: ten times slower.
-_eager_linear: Callable[..., Tensor] = torch.compiler.disable(fp8_linear)
+_eager_linear: Callable[..., Tensor] = not_compiled(fp8_linear)
 
 
 # Both are asked while a graph is traced, and not traced: one torch's compiler stops at the first, and answers the
 # second with yes whenever it compiles.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _transforming() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _exporting() -> bool:
     return bool(torch.compiler.is_exporting())
 

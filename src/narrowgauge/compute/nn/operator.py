@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from narrowgauge.compute.nn.marks import not_compiled
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -22,7 +24,7 @@ def operator(function: Callable[..., Any], name: str = "") -> Any:
     """Register `function`, which changes none of its arguments and returns new tensors, under its own name."""
     name = name or function.__name__
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, not_compiled(function), "CompositeExplicitAutograd")
     made = getattr(torch.ops.narrowgauge, name).default
     _FUNCTIONS[made] = function
     return made
