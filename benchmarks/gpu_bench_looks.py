@@ -18,17 +18,11 @@ from functools import partial
 import torch
 from benchmarks.record import record
 
-from narrowgauge.compute.kernels.fused import (
-    amax,
-    blocks,
-    looks,
-    plan,
-    rows,
-    tensorwise,
-    watched_blocks,
-    watched_rows,
-    watched_tensorwise,
-)
+from narrowgauge.compute.kernels.fused import amax, blocks, rows, tensorwise
+from narrowgauge.compute.kernels.fused.watched import blocks as watched_blocks
+from narrowgauge.compute.kernels.fused.watched import looks, plan
+from narrowgauge.compute.kernels.fused.watched import rows as watched_rows
+from narrowgauge.compute.kernels.fused.watched import tensorwise as watched_tensorwise
 from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN

@@ -28,9 +28,10 @@ from benchmarks.record import record
 from torch import Tensor
 
 from narrowgauge.compute.kernels.both import Given
-from narrowgauge.compute.kernels.fused import amax, norm, swiglu, tensorwise
-from narrowgauge.compute.kernels.fused.producers import Launch, Made
-from narrowgauge.compute.nn.in_graph import amax_of
+from narrowgauge.compute.kernels.fused import amax, tensorwise
+from narrowgauge.compute.kernels.fused.producers import norm, swiglu
+from narrowgauge.compute.kernels.fused.producers.pieces import Launch, Made
+from narrowgauge.compute.nn.tracing.in_graph import amax_of
 from narrowgauge.compute.quant import CURRENT, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN, E5M2

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import BACKENDS
-from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.clock import StepClock
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.quant import QTensor, quantize
 from narrowgauge.compute.recipes import CATALOG, Gemm, Operand, Recipe
 

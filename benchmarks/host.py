@@ -25,7 +25,7 @@ import narrowgauge as ng
 from narrowgauge.compute.kernels.fused import launch, tensorwise
 from narrowgauge.compute.kernels.fused.backend import Fused
 from narrowgauge.compute.nn import compiled
-from narrowgauge.compute.nn.operator import derivative_of, operator, shapes_of
+from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 
 SIDE, ROUNDS, CALLS = 256, 7, 1000
 RECIPES = ("current", "delayed", "rowwise", "blockwise")

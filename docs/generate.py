@@ -21,7 +21,7 @@ import click
 from narrowgauge.bench import pictures
 from narrowgauge.bench.map_picture import svg
 from narrowgauge.cli.main import VERBS, cli
-from narrowgauge.compute.nn.speed_map import FOLDER
+from narrowgauge.compute.nn.conversion.speed_map import FOLDER
 from narrowgauge.compute.recipes import CATALOG, Operand, Recipe
 from narrowgauge.metrics.page import render as metrics
 from narrowgauge.session.config.page import render as config

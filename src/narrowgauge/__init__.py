@@ -31,7 +31,7 @@ _LAZY: dict[str, tuple[str, str]] = {
     "quantize": ("narrowgauge.compute.quant", "quantize"),
     "recipes": ("narrowgauge.compute.recipes", ""),
     "revert": ("narrowgauge.compute.nn", "revert"),
-    "rules": ("narrowgauge.compute.nn.rules", ""),
+    "rules": ("narrowgauge.compute.nn.conversion.rules", ""),
     "scaling_state": ("narrowgauge.compute.nn", "scaling_state"),
     "watch": ("narrowgauge.session.watching", "watch"),
 }

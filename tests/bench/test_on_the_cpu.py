@@ -13,7 +13,7 @@ from narrowgauge.bench.quantize import bench_quantize
 from narrowgauge.bench.step import bench_step
 from narrowgauge.bench.sweep import bench_sweep
 from narrowgauge.compute.kernels import BACKENDS
-from narrowgauge.compute.nn.speed_map import SpeedMap
+from narrowgauge.compute.nn.conversion.speed_map import SpeedMap
 from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED, ROWWISE
 from narrowgauge.scripts import gpt
 

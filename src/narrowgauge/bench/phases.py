@@ -38,7 +38,7 @@ _QUANTIZE = re.compile(r"float8|fp8|e4m3|e5m2|quantize|amax|scaled_mm|^triton_\w
 def own_kernels() -> frozenset[str]:
     """Names of the project's quantize kernels: every function that Triton compiles, read from their sources."""
     names = set()
-    for path in Path(fused.__path__[0]).glob("*.py"):
+    for path in Path(fused.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(mark) for mark in node.decorator_list):
                 names.add(node.name)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.compute.nn.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.hearing import Hearing, heard
 from narrowgauge.session.root import Root
 from narrowgauge.session.roots import Roots

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from narrowgauge.compute.nn.rules import covers_name
+from narrowgauge.compute.nn.conversion.rules import covers_name
 from narrowgauge.metrics.site import ROLES
 
 

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from narrowgauge.compute.nn.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.errors import NarrowgaugeError
 
 P = ParamSpec("P")

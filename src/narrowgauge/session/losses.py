@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.compute.nn.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.hearing import capturing
 from narrowgauge.session.seams import Seams
 

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import choose
 from narrowgauge.compute.nn.call import Call
-from narrowgauge.compute.nn.clock import StepClock, inside_backward
-from narrowgauge.compute.nn.eligible import DTYPES
+from narrowgauge.compute.nn.conversion.eligible import DTYPES
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
-from narrowgauge.compute.nn.scale_table import amax_ratio
+from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
+from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Operand, Recipe, by_name
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of

@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from narrowgauge.compute.nn.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.hearing import capturing
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.compute.nn.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.hearing import Hearing, heard
 from narrowgauge.session.ledger import Line
 from narrowgauge.session.norms import Parts, Squares, named, of_norm

@@ -20,9 +20,9 @@ def test_a_constant_knows_itself_and_its_copy_without_making_new_ones():
     assert isinstance(constant + 1, tl.constexpr)
 
 
-@pytest.mark.parametrize("module", [found.name for found in pkgutil.iter_modules(fused.__path__)])
+@pytest.mark.parametrize("module", [f.name for f in pkgutil.walk_packages(fused.__path__, f"{fused.__name__}.")])
 def test_every_constant_that_a_kernel_uses_by_name_is_one(module):
-    owned = vars(import_module(f"{fused.__name__}.{module}"))
+    owned = vars(import_module(module))
     slow = [
         name for name, value in owned.items() if isinstance(value, tl.constexpr) and not isinstance(value, Constant)
     ]

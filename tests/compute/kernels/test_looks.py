@@ -11,7 +11,7 @@ from tests.compute.kernels.hard import NAMES as HARD
 from tests.compute.kernels.hard import hard as hardest
 
 from narrowgauge.compute.kernels import Given
-from narrowgauge.compute.nn.scale_table import amax_ratio
+from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.quant import (
     CURRENT,
     CURRENT_POW2,
@@ -36,19 +36,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from narrowgauge.compute.kernels.fused import (
-    amax,
-    blocks,
-    looks,
-    plan,
-    quantize,
-    rows,
-    tensorwise,
-    watched_blocks,
-    watched_rows,
-    watched_tensorwise,
-)
-from narrowgauge.compute.kernels.fused import moments as own
+from narrowgauge.compute.kernels.fused import amax, blocks, quantize, rows, tensorwise
+from narrowgauge.compute.kernels.fused.watched import blocks as watched_blocks
+from narrowgauge.compute.kernels.fused.watched import looks, plan
+from narrowgauge.compute.kernels.fused.watched import moments as own
+from narrowgauge.compute.kernels.fused.watched import rows as watched_rows
+from narrowgauge.compute.kernels.fused.watched import tensorwise as watched_tensorwise
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 GPU = torch.cuda.is_available()

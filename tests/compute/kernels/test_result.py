@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from narrowgauge.compute.kernels.fused.result import look_at_result
+from narrowgauge.compute.kernels.fused.watched.result import look_at_result
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.results import _values
 

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from narrowgauge.compute.nn.rolling import roll_at_once, roll_by_groups, rules_of
-from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.rolling import roll_at_once, roll_by_groups, rules_of
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.quant import CURRENT_POW2
 from narrowgauge.compute.recipes import DELAYED, STATIC, Gemm
 

@@ -5,9 +5,9 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.compute.kernels import BACKENDS, Reference
-from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.clock import StepClock
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.recipes import CURRENT
 
 

@@ -10,9 +10,9 @@ import torch
 from tests.compute.nn.layers import adopt_all
 from torch import nn
 
-from narrowgauge.compute.nn import clock as clock_module
-from narrowgauge.compute.nn.convert import convert
+from narrowgauge.compute.nn.conversion.convert import convert
 from narrowgauge.compute.nn.linear import clock_of
+from narrowgauge.compute.nn.scaling import clock as clock_module
 from narrowgauge.compute.recipes import CURRENT, DELAYED
 from narrowgauge.errors import NarrowgaugeWarning
 

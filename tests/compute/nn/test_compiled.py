@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.compute.nn.in_graph import CODES, RECODED
 from narrowgauge.compute.nn.linear import set_observer
+from narrowgauge.compute.nn.tracing.in_graph import CODES, RECODED
 from narrowgauge.compute.recipes import CATALOG
 from narrowgauge.errors import ShapeError
 

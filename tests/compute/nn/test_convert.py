@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from narrowgauge.compute import recipes
 from narrowgauge.compute.nn import Fp8Linear, convert, revert
-from narrowgauge.compute.nn.rules import O1, O2, Rule
+from narrowgauge.compute.nn.conversion.rules import O1, O2, Rule
 from narrowgauge.errors import ConversionError, RecipeError
 
 

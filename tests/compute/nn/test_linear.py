@@ -10,8 +10,8 @@ from tests.compute.nn.layers import Seen, adopt, adopt_all
 from torch import nn
 
 from narrowgauge.compute.kernels import BACKENDS
-from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.linear import Fp8Linear, clock_of, set_observer
+from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.recipes import CURRENT, DELAYED
 from narrowgauge.errors import ConversionError
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from narrowgauge.compute.nn.report import ConversionReport, Row
+from narrowgauge.compute.nn.conversion.report import ConversionReport, Row
 
 
 def report():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.compute.nn.rule_checks import check_patterns, check_rules
-from narrowgauge.compute.nn.rules import O1, O2, Rule, decide, is_router
-from narrowgauge.compute.nn.structure import Layer, stacks, survey
+from narrowgauge.compute.nn.conversion.rule_checks import check_patterns, check_rules
+from narrowgauge.compute.nn.conversion.rules import O1, O2, Rule, decide, is_router
+from narrowgauge.compute.nn.conversion.structure import Layer, stacks, survey
 from narrowgauge.errors import ConversionError
 
 

@@ -5,7 +5,7 @@ import torch
 from tests.compute.nn.layers import Seen, adopt
 from torch import nn
 
-from narrowgauge.compute.nn.scale_table import ScaleTable, amax_ratio
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable, amax_ratio
 from narrowgauge.compute.quant import quantize
 from narrowgauge.compute.recipes import CURRENT, DELAYED, STATIC
 from narrowgauge.errors import ConversionError, ShapeError

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.compute.nn import convert, speed_map
-from narrowgauge.compute.nn.speed_map import SlowLayers, SpeedMap
+from narrowgauge.compute.nn import convert
+from narrowgauge.compute.nn.conversion import speed_map
+from narrowgauge.compute.nn.conversion.speed_map import SlowLayers, SpeedMap
 from narrowgauge.compute.recipes import CURRENT, STATIC
 from narrowgauge.errors import ConversionError
 

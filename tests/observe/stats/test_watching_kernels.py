@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.compute.nn.layers import adopt_all
 
 from narrowgauge.compute.kernels import BACKENDS
-from narrowgauge.compute.kernels.fused.looks import Looks
+from narrowgauge.compute.kernels.fused.watched.looks import Looks
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.recipes import CURRENT, DELAYED, ROWWISE
 from narrowgauge.observe.stats import Collector

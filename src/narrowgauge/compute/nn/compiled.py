@@ -34,14 +34,14 @@ from torch import Tensor
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, without_autocast
-from narrowgauge.compute.nn.capture import capturing
-from narrowgauge.compute.nn.clock import inside_backward
-from narrowgauge.compute.nn.handle import layer_of
-from narrowgauge.compute.nn.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of
 from narrowgauge.compute.nn.observer import Samples
 from narrowgauge.compute.nn.operands import quantize_operand
-from narrowgauge.compute.nn.operator import derivative_of, operator, shapes_of
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import switched_forward
+from narrowgauge.compute.nn.tracing.capture import capturing
+from narrowgauge.compute.nn.tracing.handle import layer_of
+from narrowgauge.compute.nn.tracing.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of
+from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 from narrowgauge.compute.quant import QTensor
 
 if TYPE_CHECKING:

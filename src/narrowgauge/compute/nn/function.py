@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, compute_dtype, without_autocast
-from narrowgauge.compute.nn.clock import inside_backward
 from narrowgauge.compute.nn.operands import quantize_operand
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import Switched
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.errors import ShapeError

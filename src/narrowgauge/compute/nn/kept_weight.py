@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.compute.kernels import Given
-from narrowgauge.compute.nn.capture import capturing
-from narrowgauge.compute.nn.clock import optimizer_steps
+from narrowgauge.compute.nn.scaling.clock import optimizer_steps
+from narrowgauge.compute.nn.tracing.capture import capturing
 from narrowgauge.compute.quant import QTensor
 
 _Mark = tuple[int, int, tuple[int, ...], int]  # address of the storage, of the data in it, strides, version

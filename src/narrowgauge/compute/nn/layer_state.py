@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels import Backend
-from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.handle import new_handle
-from narrowgauge.compute.nn.in_graph import RECODED, Traced
 from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
-from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.clock import StepClock
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
+from narrowgauge.compute.nn.tracing.handle import new_handle
+from narrowgauge.compute.nn.tracing.in_graph import RECODED, Traced
 from narrowgauge.compute.recipes import Recipe
 
 LAYERS_IN_TURN = 8  # of so many layers one shows a result in a step, where kernels watch the operands

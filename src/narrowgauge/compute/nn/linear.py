@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import Backend
-from narrowgauge.compute.nn.clock import StepClock
 from narrowgauge.compute.nn.compiled import compiled_linear
 from narrowgauge.compute.nn.function import expected_dtype, fp8_linear
 from narrowgauge.compute.nn.layer_state import LayerState
-from narrowgauge.compute.nn.marks import constant, not_compiled
 from narrowgauge.compute.nn.observer import Observer
-from narrowgauge.compute.nn.scale_table import ScaleTable
-from narrowgauge.compute.nn.state_io import load_from, save_into
+from narrowgauge.compute.nn.scaling.clock import StepClock
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.state_io import load_from, save_into
+from narrowgauge.compute.nn.tracing.marks import constant, not_compiled
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
 

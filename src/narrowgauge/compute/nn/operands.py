@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.kept_weight import Made
-from narrowgauge.compute.nn.scale_table import amax_ratio
+from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.recipes import ROLES, Operand
 
 OperandRole = Literal["input", "weight", "grad_output"]

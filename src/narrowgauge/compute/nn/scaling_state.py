@@ -16,10 +16,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from narrowgauge.compute.nn.conversion.structure import clean, is_wrapper
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.compute.nn.state_io import KEY, restore_to, saved_from
-from narrowgauge.compute.nn.structure import clean, is_wrapper
+from narrowgauge.compute.nn.scaling.state_io import KEY, restore_to, saved_from
 from narrowgauge.errors import ConversionError, nearest
 
 

@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, without_autocast
-from narrowgauge.compute.nn.capture import capturing
-from narrowgauge.compute.nn.clock import inside_backward
-from narrowgauge.compute.nn.handle import layer_of
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
-from narrowgauge.compute.nn.operator import derivative_of, operator, shapes_of
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.capture import capturing
+from narrowgauge.compute.nn.tracing.handle import layer_of
+from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes.switched import quantizes
 

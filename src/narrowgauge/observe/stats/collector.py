@@ -37,7 +37,7 @@ from narrowgauge.observe.stats.results import result_head
 from narrowgauge.observe.stats.transfer import Packed, Transfer
 
 if TYPE_CHECKING:
-    from narrowgauge.compute.kernels.fused.looks import Looks
+    from narrowgauge.compute.kernels.fused.watched.looks import Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
@@ -270,7 +270,7 @@ class Collector:
 
     def _looks_on(self, device: torch.device) -> Looks:
         if device not in self._looks:
-            from narrowgauge.compute.kernels.fused.looks import Looks  # triton is slow to import
+            from narrowgauge.compute.kernels.fused.watched.looks import Looks  # triton is slow to import
 
             self._looks[device] = Looks(device)
         return self._looks[device]

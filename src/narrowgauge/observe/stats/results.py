@@ -40,7 +40,7 @@ def result_head(y: Tensor, check: GemmSample | None = None) -> Tensor:
             return counted
     checked = {} if check is None else gemm_check(check)
     if y.is_cuda and y.dtype in (torch.float32, torch.bfloat16, torch.float16) and HAS_TRITON:
-        from narrowgauge.compute.kernels.fused.result import look_at_result  # triton is slow to import
+        from narrowgauge.compute.kernels.fused.watched.result import look_at_result  # triton is slow to import
 
         out = head(checked, y.device)
         look_at_result(y_MN.contiguous(), out)

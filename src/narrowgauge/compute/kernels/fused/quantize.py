@@ -18,15 +18,11 @@ from torch import Tensor
 from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
-from narrowgauge.compute.kernels.fused import (
-    blocks,
-    rows,
-    tensorwise,
-    watched_blocks,
-    watched_rows,
-    watched_tensorwise,
-)
-from narrowgauge.compute.kernels.fused.looks import Look
+from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise
+from narrowgauge.compute.kernels.fused.watched import blocks as watched_blocks
+from narrowgauge.compute.kernels.fused.watched import rows as watched_rows
+from narrowgauge.compute.kernels.fused.watched import tensorwise as watched_tensorwise
+from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
 from narrowgauge.compute.recipes import Operand
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.clock import StepClock
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.errors import ShapeError
 
 KEY = "narrowgauge"

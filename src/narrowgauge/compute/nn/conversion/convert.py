@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from narrowgauge.compute.nn.clock import StepClock
-from narrowgauge.compute.nn.in_graph import CODES, RECODED
+from narrowgauge.compute.nn.conversion.plan import Plan, Request, make_plans, nothing_to_convert, resolve
+from narrowgauge.compute.nn.conversion.report import ConversionReport, Row
+from narrowgauge.compute.nn.conversion.rule_checks import some
+from narrowgauge.compute.nn.conversion.rules import O2, Rule
+from narrowgauge.compute.nn.conversion.speed_map import SlowLayers, SpeedMap
+from narrowgauge.compute.nn.conversion.structure import Layer, clean, is_wrapper, survey
+from narrowgauge.compute.nn.conversion.switches import Switch
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.compute.nn.plan import Plan, Request, make_plans, nothing_to_convert, resolve
-from narrowgauge.compute.nn.report import ConversionReport, Row
-from narrowgauge.compute.nn.resume_warnings import steps_taken, warn_fresh_after
-from narrowgauge.compute.nn.rule_checks import some
-from narrowgauge.compute.nn.rules import O2, Rule
-from narrowgauge.compute.nn.scale_table import ScaleTable
-from narrowgauge.compute.nn.speed_map import SlowLayers, SpeedMap
-from narrowgauge.compute.nn.state_io import restore_to, take_pending
-from narrowgauge.compute.nn.structure import Layer, clean, is_wrapper, survey
-from narrowgauge.compute.nn.switches import Switch
+from narrowgauge.compute.nn.scaling.clock import StepClock
+from narrowgauge.compute.nn.scaling.resume_warnings import steps_taken, warn_fresh_after
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
+from narrowgauge.compute.nn.scaling.state_io import restore_to, take_pending
+from narrowgauge.compute.nn.tracing.in_graph import CODES, RECODED
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
 

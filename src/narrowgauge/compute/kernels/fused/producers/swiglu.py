@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.both import Given
-from narrowgauge.compute.kernels.fused.producers import (
+from narrowgauge.compute.kernels.fused.producers.pieces import (
     Launch,
     Made,
     Room,

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.grains import SQUARES
 from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.looks import Look
-from narrowgauge.compute.kernels.fused.moments import FIELDS
-from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, SEGMENT
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
-from narrowgauge.compute.kernels.fused.sampling import look_at_errors, scales_at
 from narrowgauge.compute.kernels.fused.tile import registers, words
+from narrowgauge.compute.kernels.fused.watched.grains import SQUARES
+from narrowgauge.compute.kernels.fused.watched.looks import Look
+from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
+from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, SEGMENT
+from narrowgauge.compute.kernels.fused.watched.sampling import look_at_errors, scales_at
 from narrowgauge.formats import Format
 
 

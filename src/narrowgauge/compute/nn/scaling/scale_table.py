@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels import Given
-from narrowgauge.compute.nn.resume_warnings import warn_lost
-from narrowgauge.compute.nn.rolling import HAS_TRITON, NO_DATA, Group, roll_at_once, roll_by_groups, rules_of
+from narrowgauge.compute.nn.scaling.resume_warnings import warn_lost
+from narrowgauge.compute.nn.scaling.rolling import HAS_TRITON, NO_DATA, Group, roll_at_once, roll_by_groups, rules_of
 from narrowgauge.compute.quant import inv_scale_from_amax
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX
 from narrowgauge.compute.recipes import ROLES, Operand, Recipe

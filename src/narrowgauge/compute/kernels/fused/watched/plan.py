@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.sampling import SAMPLE_ROWS
+from narrowgauge.compute.kernels.fused.watched.sampling import SAMPLE_ROWS
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 SEGMENT = 128  # columns of a tile

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from narrowgauge.compute.nn.marks import not_compiled
+from narrowgauge.compute.nn.tracing.marks import not_compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from narrowgauge.compute.nn.structure import Layer
+from narrowgauge.compute.nn.conversion.structure import Layer
 
 if TYPE_CHECKING:
     from narrowgauge.compute.recipes import Recipe

@@ -17,12 +17,12 @@ from torch import nn
 
 from narrowgauge.compute import kernels
 from narrowgauge.compute.kernels import Backend
-from narrowgauge.compute.nn.eligible import refusal
-from narrowgauge.compute.nn.rule_checks import check_patterns, check_rules, some
-from narrowgauge.compute.nn.rules import Rule, covers, decide
-from narrowgauge.compute.nn.speed_map import SlowLayers
-from narrowgauge.compute.nn.structure import Layer
-from narrowgauge.compute.nn.switches import Switch, apply, check_switches
+from narrowgauge.compute.nn.conversion.eligible import refusal
+from narrowgauge.compute.nn.conversion.rule_checks import check_patterns, check_rules, some
+from narrowgauge.compute.nn.conversion.rules import Rule, covers, decide
+from narrowgauge.compute.nn.conversion.speed_map import SlowLayers
+from narrowgauge.compute.nn.conversion.structure import Layer
+from narrowgauge.compute.nn.conversion.switches import Switch, apply, check_switches
 from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.errors import ConversionError
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.compute.kernels.fused import moments as own
-from narrowgauge.compute.kernels.fused import sampling
 from narrowgauge.compute.kernels.fused.constant import Constant
+from narrowgauge.compute.kernels.fused.watched import moments as own
+from narrowgauge.compute.kernels.fused.watched import sampling
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.metrics.bins import EXPONENT_BINS, RANGE_BINS, SQNR_BINS, SQNR_LOW, SQNR_WIDTH
 

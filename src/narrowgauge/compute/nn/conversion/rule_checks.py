@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from narrowgauge.compute.nn.rules import Rule, covers, decide
-from narrowgauge.compute.nn.structure import Layer
+from narrowgauge.compute.nn.conversion.rules import Rule, covers, decide
+from narrowgauge.compute.nn.conversion.structure import Layer
 from narrowgauge.errors import ConversionError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from narrowgauge.compute.nn.structure import Layer
+from narrowgauge.compute.nn.conversion.structure import Layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,38 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.grains import (
-    LINES,
-    add_scales,
-    close_grained,
-    close_scales,
-    common_inverse,
-    no_scales,
-    turned_scales,
-)
 from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.looks import Look
-from narrowgauge.compute.kernels.fused.moments import (
-    FIELDS,
-    add_own,
-    close_own,
-    flush_limit_of,
-    nothing_yet,
-    packed_limit,
-    recount,
-)
-from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
 from narrowgauge.compute.kernels.fused.room import facts, room
 from narrowgauge.compute.kernels.fused.rows import amaxes
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
-from narrowgauge.compute.kernels.fused.sampling import (
-    COUNTS,
-    ERRORS,
-    GROUP,
-    SAMPLE_ROWS,
-    look_at_errors,
-    look_at_sample,
-)
 from narrowgauge.compute.kernels.fused.tile import (
     even,
     high,
@@ -59,6 +31,34 @@ from narrowgauge.compute.kernels.fused.tile import (
     registers,
     store_plain,
     store_turned,
+)
+from narrowgauge.compute.kernels.fused.watched.grains import (
+    LINES,
+    add_scales,
+    close_grained,
+    close_scales,
+    common_inverse,
+    no_scales,
+    turned_scales,
+)
+from narrowgauge.compute.kernels.fused.watched.looks import Look
+from narrowgauge.compute.kernels.fused.watched.moments import (
+    FIELDS,
+    add_own,
+    close_own,
+    flush_limit_of,
+    nothing_yet,
+    packed_limit,
+    recount,
+)
+from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.watched.sampling import (
+    COUNTS,
+    ERRORS,
+    GROUP,
+    SAMPLE_ROWS,
+    look_at_errors,
+    look_at_sample,
 )
 from narrowgauge.compute.quant import Scaling
 from narrowgauge.formats import Format

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from narrowgauge.compute.nn.resume_warnings import warn_unowned
+from narrowgauge.compute.nn.scaling.resume_warnings import warn_unowned
 
 _PATIENCE = 8  # steps by optimizers that own nothing, before the first that does
 

@@ -16,10 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.grains import WHOLE
 from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.looks import Look
-from narrowgauge.compute.kernels.fused.moments import (
+from narrowgauge.compute.kernels.fused.room import facts, room
+from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
+from narrowgauge.compute.kernels.fused.tile import high, load, low, registers, store_plain, store_turned, words
+from narrowgauge.compute.kernels.fused.watched.grains import WHOLE
+from narrowgauge.compute.kernels.fused.watched.looks import Look
+from narrowgauge.compute.kernels.fused.watched.moments import (
     AMAX,
     FIELDS,
     INFS,
@@ -41,10 +45,8 @@ from narrowgauge.compute.kernels.fused.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT
-from narrowgauge.compute.kernels.fused.room import facts, room
-from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
-from narrowgauge.compute.kernels.fused.sampling import (
+from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.watched.sampling import (
     COUNTS,
     ERRORS,
     GROUP,
@@ -52,8 +54,6 @@ from narrowgauge.compute.kernels.fused.sampling import (
     look_at_errors,
     look_at_sample,
 )
-from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
-from narrowgauge.compute.kernels.fused.tile import high, load, low, registers, store_plain, store_turned, words
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 

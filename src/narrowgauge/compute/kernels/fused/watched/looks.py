@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused import packing
-from narrowgauge.compute.kernels.fused.moments import FIELDS
-from narrowgauge.compute.kernels.fused.plan import LINES, SQUARES, TENSOR, TILES, Plan, pieces
-from narrowgauge.compute.kernels.fused.sampling import COUNTS, ERRORS, GROUP
+from narrowgauge.compute.kernels.fused.watched import packing
+from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
+from narrowgauge.compute.kernels.fused.watched.plan import LINES, SQUARES, TENSOR, TILES, Plan, pieces
+from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, ERRORS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import UsageError

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from narrowgauge.compute.kernels.fused.constant import Constant
-from narrowgauge.compute.kernels.fused.grains import LINES, SQUARES, WHOLE, scales_of
 from narrowgauge.compute.kernels.fused.rules import to_codes, widen
 from narrowgauge.compute.kernels.fused.tile import SIDE, high, load, low, row_amaxes
+from narrowgauge.compute.kernels.fused.watched.grains import LINES, SQUARES, WHOLE, scales_of
 from narrowgauge.metrics.bins import EXPONENT_BINS, EXPONENT_LOW, RANGE_BINS, RANGE_BLOCK
 
 TAKEN, XX, XD, DD, EE, LOST = (Constant(i) for i in range(6))  # numbers of a program that looks at errors

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from narrowgauge.compute.kernels.fused.constant import Constant
-from narrowgauge.compute.kernels.fused.moments import (
+from narrowgauge.compute.kernels.fused.rules import inv_scale_of, scale_of
+from narrowgauge.compute.kernels.fused.tile import load, row_amaxes
+from narrowgauge.compute.kernels.fused.watched.moments import (
     AMAX,
     INFS,
     LARGEST,
@@ -26,8 +28,6 @@ from narrowgauge.compute.kernels.fused.moments import (
     SCALE_SUM,
     SCALED,
 )
-from narrowgauge.compute.kernels.fused.rules import inv_scale_of, scale_of
-from narrowgauge.compute.kernels.fused.tile import load, row_amaxes
 
 WHOLE, TILES, SQUARES, LINES = (Constant(i) for i in range(4))  # WHOLE: one scale for all
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from narrowgauge.compute.nn.rule_checks import check_patterns
-from narrowgauge.compute.nn.rules import covers
-from narrowgauge.compute.nn.structure import Layer
+from narrowgauge.compute.nn.conversion.rule_checks import check_patterns
+from narrowgauge.compute.nn.conversion.rules import covers
+from narrowgauge.compute.nn.conversion.structure import Layer
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.compute.recipes.switched import OPERANDS, check, described, switched
 from narrowgauge.errors import ConversionError, nearest

@@ -1,0 +1,8 @@
+"""The same casts, and what the packed moments of every statistic need, counted in the same launch.
+
+tensorwise, blocks, rows    codes, scales and sums in one launch; square_errors is one behind it
+moments, grains, sampling   what is summed
+plan                        how a tensor is cut into programs
+looks, packing              where a step's sums are left, and how they become packed moments
+result                      a product's moments, which nothing casts
+"""
