@@ -58,7 +58,8 @@ __all__ = [
 if TYPE_CHECKING:
     from narrowgauge import errors, formats
     from narrowgauge.compute import recipes
-    from narrowgauge.compute.nn import convert, load_scaling_state, revert, rules, scaling_state
+    from narrowgauge.compute.nn import convert, load_scaling_state, revert, scaling_state
+    from narrowgauge.compute.nn.conversion import rules
     from narrowgauge.compute.quant import Block, PerColumn, PerRow, PerTensor, quantize
     from narrowgauge.observe.stats import measure
     from narrowgauge.observe.store import open_run
