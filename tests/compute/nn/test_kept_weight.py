@@ -5,6 +5,8 @@ import torch
 from tests.compute.nn.layers import Counting, adopt
 from torch import nn
 
+from narrowgauge.compute.nn.call import Call
+from narrowgauge.compute.nn.operands import quantize_operand
 from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED, ROWWISE
 
 
@@ -68,6 +70,20 @@ def test_kept_codes_are_those_of_fresh_ones(recipe, make):
     assert_same(train(kept, make(kept.parameters())), train(fresh, make(fresh.parameters())))
     assert always.weights == 4 * 3
     assert counting.weights == 3 + 3  # every microbatch of the first step, then once per step
+
+
+def test_what_is_kept_is_nobody_elses_to_overwrite():
+    """An operator's results belong to the graph that called it, which writes other things where they lay."""
+    layer, _ = layer_and_backend(CURRENT)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    train(layer, optimizer, steps=1)
+    state, weight = layer._fp8, layer.weight.detach()
+    state.kept_weight.begin()
+    call = Call.begin(state, torch.float32, "write")
+    for _ in range(3):
+        made = quantize_operand(call, "weight", weight, True, False)
+        assert made.amax == weight.abs().max()
+        made.amax.fill_(-1.0)
 
 
 def test_the_guard_is_needed():

@@ -49,11 +49,11 @@ def _weight(call: Call, w_NK: Tensor, plain: bool, turned: bool, amax: Tensor | 
     if made is None:
         both = kept.worth_keeping(w_NK)
         made = _quantize(call, "weight", w_NK, plain or both, turned or both, amax)
-        if both:
-            kept.keep(w_NK, made._replace(look=None))
-    elif made.amax is not None:
-        made = made._replace(amax=made.amax.clone())  # an operator's output is its caller's to overwrite
-    return made
+        if not both:
+            return made
+        kept.keep(w_NK, made._replace(look=None))
+    # What is kept stays ours: an operator's output is its caller's to overwrite.
+    return made if made.amax is None else made._replace(amax=made.amax.clone())
 
 
 def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: bool, amax: Tensor | None) -> Made:
