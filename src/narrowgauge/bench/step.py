@@ -173,9 +173,10 @@ def _measure(
         measured = _Measured(timings[built.stepper.variant.name], timings["bf16"], None)
         rows[built.stepper.variant.name] = _row(built, measured, ceilings)
     keep(rows)
-    for built in new if meter is not None else ():
+    if meter is None:
+        return
+    for built in new:
         name = built.stepper.variant.name
-        assert meter is not None
         joules = joules_per_call(meter, built.stepper, device, timings[name].median)
         extra = phases.profile(built.stepper, device) if device.type == "cuda" else {}
         rows[name] = _row(built, _Measured(timings[name], timings["bf16"], joules, extra), ceilings)

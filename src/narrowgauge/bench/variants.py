@@ -109,9 +109,10 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 group["eps"] = 1e-4
         self._generator = torch.Generator(device).manual_seed(0)
-        compiled_already = like is not None and mode != "cuda-graphs"  # these hold addresses
         self._loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = (
-            like._loss_of if like is not None and compiled_already else _compiled(variant.name, mode)
+            _compiled(variant.name, mode)
+            if like is None or mode == "cuda-graphs"  # which hold addresses
+            else like._loss_of
         )
 
     def __call__(self) -> None:

@@ -88,13 +88,13 @@ def linear_forward(
     mode: Mode = "read"
     if grad:
         mode = "note" if recomputed and state.waits else "write"  # notes are for a backward, and none will ask here
-    x_MK = matrix(x)
+    x_MK = gemms.matrix(x)
     if grad:
         state.rows_seen = x_MK.shape[0]
         state.kept_weight.begin()
     call = Call.begin(state, dtype, mode, captured)
-    codes: Tensor | None = None
-    scale, inv_scale, amax_w = codes, codes, codes
+    nothing: Tensor | None = None
+    codes = scale = inv_scale = amax_w = nothing
     with without_autocast(x.device.type):
         q_x = quantize_operand(call, "input", x_MK, True, grad and saves == CODES, amax)
         q_w = quantize_operand(call, "weight", weight, True, False)
@@ -116,8 +116,10 @@ def linear_forward(
             state.clock.captured()
         _keep_samples(call, scale, gemms.keep_samples(call, x_MK, weight))
     y = y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], weight.shape[0])
-    a, b, c, d = (x.new_empty(0) if t is None else t for t in (codes, scale, inv_scale, amax_w))
-    return y, a, b, c, d  # each of its own memory
+    codes, scale, inv_scale, amax_w = (  # each of its own memory
+        x.new_empty(0) if found is None else found for found in (codes, scale, inv_scale, amax_w)
+    )
+    return y, codes, scale, inv_scale, amax_w
 
 
 @shapes_of(linear_forward)
@@ -169,7 +171,7 @@ def linear_backward(
     again = Call(state, dtype, "again", False, call.turn, None)
     state.wait(-1)
     samples = state.samples.pop((call.turn, scale_xT.data_ptr()), None)
-    dy_MN = matrix(dy)
+    dy_MN = gemms.matrix(dy)
     dx = dw = db = None
     needs_dx, needs_dw, needs_db = needs
     with without_autocast(dy.device.type):
@@ -241,11 +243,6 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 derivative_of(linear_forward, _differentiate, _save)
-
-
-def matrix(x: Tensor) -> Tensor:
-    """x [..., C] as [M, C]."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _keep_samples(call: Call, scale: Tensor, samples: Samples) -> None:

@@ -68,7 +68,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         keep = call.mode != "read"
         needs_dx, needs_dw = (keep and needed for needed in ctx.needs_input_grad[:2])
-        x_MK = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        x_MK = gemms.matrix(x.detach())
         w_NK = weight.detach()
         with without_autocast(x.device.type):
             q_x, q_xT, *_ = quantize_operand(call, "input", x_MK, True, needs_dw)
@@ -98,7 +98,7 @@ class _Fp8Linear(torch.autograd.Function):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         codes_xT, scale_xT, codes_wT, scale_wT = ctx.saved_tensors
         q_xT, q_wT = _pack(codes_xT, scale_xT, ctx.kept[0]), _pack(codes_wT, scale_wT, ctx.kept[1])
-        dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+        dy_MN = gemms.matrix(dy)
         dx = dw_NK = db_N = None
         with without_autocast(dy.device.type):
             call.deliver()

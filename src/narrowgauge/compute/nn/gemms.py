@@ -18,6 +18,7 @@ Legend: M = tokens (all leading dimensions), K = input features, N = output feat
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -30,6 +31,11 @@ from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes.recipe import Gemm
 
 Factor = QTensor | Tensor  # a tensor where the recipe keeps it high
+
+
+def matrix(x: Tensor) -> Tensor:
+    """x [..., C] as [M, C]."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def product(call: Call, gemm: Gemm, a: Factor, b: Factor, out: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -145,7 +145,7 @@ derivative_of(switched_forward, _differentiate, _save)
 
 def _forward(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     recipe = call.state.recipe
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    x_MK = gemms.matrix(x)
     with without_autocast(x.device.type):
         q_x = _quantized(call, "input", x_MK, "wgrad")
         q_w = _quantized(call, "weight", weight, "dgrad")
@@ -170,8 +170,8 @@ def _backward(
     again = Call(call.state, call.compute_dtype, "again", False, call.turn, None)
     needs_dx, needs_dw, needs_db = needs
     x, weight = x.detach(), weight.detach()
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    dy_MN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    x_MK = gemms.matrix(x)
+    dy_MN = gemms.matrix(dy)
     dx = dw_NK = db_N = None
     with without_autocast(dy.device.type):
         samples = gemms.keep_samples(call, x_MK, weight)
