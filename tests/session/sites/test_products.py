@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from tests.session.sites.recorded import check, counted, recorded, same
+from tests.session.sites.recorded import Rows, check, counted, recorded, same
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from narrowgauge.observe.stats import Collector
+from narrowgauge.session.plain_sites import PlainSites
 
 
 def rows(x):
@@ -246,6 +249,31 @@ def test_torch_is_as_it_was_found():
 
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, x) @ torch.eye(2) + torch.matmul(x, x) * 0 + torch.mm(x, x) * 0
+
+
+def test_a_function_that_the_program_puts_there_between_steps_or_within_one_is_called_and_stays(monkeypatch):
+    monkeypatch.setattr(F, "linear", F.linear)  # as it was, when the test ends
+    model, calls, steps = Tied(), [], PlainSites("current", eager=True, training=lambda: True)
+    steps.add(model, Collector(Rows(), every=1))
+    given = F.linear
+
+    def theirs(x, w, bias=None):
+        calls.append("theirs")
+        return given(x, w, bias)
+
+    for turn in range(3):
+        steps.begin()
+        if turn == 1:  # in the midst of a recorded step: it may well keep ours as what it calls
+            given, F.linear = F.linear, theirs
+        model(torch.arange(4)).sum().backward()
+        steps.end()
+        assert (F.linear is theirs) == (turn >= 1)
+    assert calls == ["theirs"] * 2
+    F.linear = lambda x, w, bias=None: calls.append("another") or theirs(x, w, bias)
+    steps.begin()
+    model(torch.arange(4)).sum().backward()
+    steps.end()
+    assert calls[2:] == ["another", "theirs"]
 
 
 def test_numbers_of_the_program_do_not_change():

@@ -150,30 +150,29 @@ class Products:
         self._undo = ExitStack()
         self._listening = False
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
-        self._replacements: list[tuple[Any, str, Any]] = []
+        self._ours: dict[tuple[Any, str], tuple[Any, Any]] = {}  # what was found there, and what took its place
 
     def open(self) -> None:
         """Listen."""
-        if not self._replacements:
-            self._replacements = [self._replacement(*function) for function in _FUNCTIONS if hasattr(*function[:2])]
         self._listening = True
-        for owner, name, replacement in self._replacements:
-            if name in vars(owner):
-                self._undo.callback(setattr, owner, name, vars(owner)[name])
-            else:  # a method that Tensor inherits
-                self._undo.callback(delattr, owner, name)
-            setattr(owner, name, replacement)
+        for owner, name, read in _FUNCTIONS:
+            found = getattr(owner, name, None)
+            if found is None:
+                continue
+            known = self._ours.get((owner, name))
+            if known is None or known[0] is not found:  # the program may have put its own there since
+                known = self._ours[owner, name] = found, self._replacement(found, name, read)
+            self._undo.callback(_restore, owner, name, known[1], vars(owner).get(name))
+            setattr(owner, name, known[1])
 
     def close(self) -> None:
-        """Leave torch as it was found."""
+        """Leave torch as it was found, and what the program has put there meanwhile where it is."""
         self._listening = False
         self._undo.close()
 
     def _replacement(
-        self, owner: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
-    ) -> tuple[Any, str, Any]:
-        original = getattr(owner, name)
-
+        self, original: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def product(*args: Any, **kwargs: Any) -> Any:
             if not self._listening or getattr(self._mine, "busy", False):
@@ -190,7 +189,7 @@ class Products:
         builtin = torch.jit._builtins._find_builtin(original)
         if builtin is not None:
             torch.jit._builtins._register_builtin(product, builtin)
-        return owner, name, product
+        return product
 
     def _tell(self, name: str, call: Arguments, read: Callable[[Arguments], Iterable[Candidate]], y: Any) -> None:
         if not isinstance(y, Tensor) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -205,3 +204,12 @@ class Products:
                     self._heard(Part(candidate.x, candidate.w, y), False)
         except Exception as error:
             self._failed(f"a product by {name}", error)
+
+
+def _restore(owner: Any, name: str, ours: Any, before: Any) -> None:
+    if vars(owner).get(name) is not ours:
+        return
+    if before is None:  # a method that Tensor inherits
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
