@@ -7,7 +7,8 @@ output; each tensor is quantized here as the recipe `current` says and its error
 
     scale = amax / max      d = float8(x max / amax) · scale      max: 448 (E4M3), 57344 (E5M2, gradients)
 
-Microbatches of a step are quantized one by one, and their sums added. A layer's name is that in `model`, the script's
+Microbatches of a step are quantized one by one, and their sums added. A step ends with the optimizer's, however many of
+its own steps that is, and the next begins with a forward or backward. A layer's name is that in `model`, the script's
 variable (or in `models`, if it has several). The losses are what `backward` was called on.
 """
 
@@ -61,7 +62,7 @@ class Sums:
         }
 
 
-step = 1
+step, stepped = 1, False
 seen = defaultdict(Sums)  # (step, module, role)
 losses = defaultdict(float)
 alive = {}
@@ -73,6 +74,7 @@ def called(module, args, output):
     linear = isinstance(module, nn.Linear) or type(module).__name__ in KINDS
     if not linear or in_backward or not module.training:
         return
+    begin()
     alive[id(module)] = module
     if torch.is_grad_enabled() or output.requires_grad:
         watch(module, args[0], output)
@@ -88,9 +90,14 @@ def watch(module, x, output):
         output.register_hook(lambda g: seen[step, id(module), "grad_output"].add(g, torch.float8_e5m2))
 
 
-def stepped(*_):
-    global step
-    step += 1
+def begin():
+    global step, stepped
+    step, stepped = step + stepped, False
+
+
+def end(*_):
+    global stepped
+    stepped = True
 
 
 def main():
@@ -98,11 +105,12 @@ def main():
     sys.argv[0] = script
     sys.path[0] = str(Path(script).resolve().parent)
     nn.modules.module.register_module_forward_hook(called)
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(end)
     backward = torch.autograd.backward
 
     def first(tensors, *args, **kwargs):
         loss = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
+        begin()
         losses[step] += loss.item()
         return backward(tensors, *args, **kwargs)
 

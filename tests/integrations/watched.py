@@ -19,8 +19,10 @@ from narrowgauge.observe.store import open_run
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
 BY_HAND = str(HERE / "by_hand.py")
+RANKS = str(HERE / "ranks.py")
 BIN = Path(sys.executable).parent
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
+OPTIONS = ("--out", "out", "--every", "1")
 OURS = Path(narrowgauge.__file__).parents[1]
 # One count may differ by an element that lies on the very edge; sums are float32 there and float64 here.
 TOLERANCES = {
@@ -85,29 +87,30 @@ class Case:
                 shutil.copy(source, folder)
         self._script = str(folder / f"{name}.py")
 
-    @property
-    def _launcher(self):
-        """Its words, "PORT" being a new one each time."""
-        return [str(free_port()) if word == "PORT" else word for word in self._words]
+    def _launcher(self, warm=None):
+        """Its words, "PORT" being a new one each time; those that start the same ranks from a warm process."""
+        words = self._words
+        if warm is not None:
+            words = ["python", RANKS, str(self.ranks), "PORT"] if self.ranks > 1 else ["python"]
+        return [str(free_port()) if word == "PORT" else word for word in words]
 
     def by_hand(self):
         """Unwatched, its tensors measured by hand."""
-        run = self._warm.run if self._warm else alone
-        return execute(self.folder / "plain", [*self._launcher, BY_HAND], run, SCRIPT=self._script, **self._env)
+        words, run = [*self._launcher(self._warm), BY_HAND], self._warm.run if self._warm else alone
+        return execute(self.folder / "plain", words, run, SCRIPT=self._script, **self._env)
 
     def watched(self):
         """Under `narrowgauge run`."""
-        return execute(self.folder / "watched", [*NARROWGAUGE, *self._run()], alone, **self._env)
+        words = [*NARROWGAUGE, "run", *OPTIONS, "--", *self._launcher(), self._script]
+        return execute(self.folder / "watched", words, alone, **self._env)
 
     def converted(self):
         """The same, converted: only its layers are other ones, so that it need not be started as anyone would."""
-        words, folder = self._run("--convert", "current"), self.folder / "converted"
+        words = ["run", *OPTIONS, "--convert", "current", "--", *self._launcher(self._warm), self._script]
+        folder = self.folder / "converted"
         if self._warm is None:
             return execute(folder, [*NARROWGAUGE, *words], alone, **self._env)
         return execute(folder, words, self._warm.narrowgauge, **self._env)
-
-    def _run(self, *options):
-        return ["run", "--out", "out", "--every", "1", *options, "--", *self._launcher, self._script]
 
     def run(self, name="watched"):
         """The run that it left."""
@@ -183,7 +186,7 @@ class Seen:
 def play(works, folders, name, launcher=("python",), warm=None, **env):
     """Execute a program in every way that `works` speaks of; skipped where its packages are missing.
 
-    What is a single process can be `warm`, but for the watched program, which is always started as anyone would.
+    All but the watched program, which is always started as anyone would, can begin in a `warm` process.
     """
     if reason := works.missing():
         pytest.skip(reason)

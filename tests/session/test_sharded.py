@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import narrowgauge as ng
 from narrowgauge.errors import ConversionError
 from narrowgauge.session.fingerprint import weights_hash
-from narrowgauge.session.sharded import here, is_distributed, local_of, used_of
+from narrowgauge.session.sharded import here, is_distributed, local_of, shape_of, used_of
 
 LOCAL = torch.arange(6.0).reshape(2, 3)
 
@@ -78,3 +78,10 @@ def test_a_sharded_layer_is_not_converted(mesh):
     with pytest.raises(ConversionError, match="its weight is a DTensor; only plain tensors can be quantized for now"):
         ng.convert(model, "current")
     assert type(model[0]) is nn.Linear
+
+
+def test_a_parameter_that_zero_3_keeps_elsewhere_has_its_whole_shape():
+    p = nn.Parameter(torch.empty(0))
+    assert shape_of(p) == (0,)
+    p.ds_shape = torch.Size((4, 3))
+    assert shape_of(p) == (4, 3)

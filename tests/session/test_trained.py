@@ -44,6 +44,8 @@ def test_what_is_laid_flat_on_several_ranks_is_a_part(two_ranks):
     assert not trained.in_parts(optimizer)
     optimizer.param_groups[0]["params"] = [torch.zeros(10, requires_grad=True)]
     assert trained.in_parts(optimizer)
+    optimizer.param_groups[0]["params"] = [torch.zeros(20, requires_grad=True)]
+    assert not trained.in_parts(optimizer)  # flat, and all of it
     assert trained.ids() > {id(p) for p in model.parameters()}
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.store import RunWriter
+from narrowgauge.session import deepspeed
 from narrowgauge.session.calls import Calls
 from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.family import Family
@@ -80,6 +81,7 @@ class Session:
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         self.graphs = Graphs(self.steps, self.updates, self.hearing)
         self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
+        self._engines = deepspeed.follow(self.seams, self.updates)
         if self._compiled is not None:
             self._compiled.listener = self.calls
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
@@ -92,6 +94,8 @@ class Session:
     def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """A module got a submodule."""
         self.roots.family.registered(parent, child)
+        # An engine holds the model before it makes its optimizer, and may have been loaded only then.
+        self._engines = self._engines or deepspeed.follow(self.seams, self.updates)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Its parameters are the ones being trained."""

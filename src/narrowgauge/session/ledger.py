@@ -40,10 +40,11 @@ class Line:
     away: float = 0.0  # seconds spent on evaluation, probes and watching
     before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last loss was added
     rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
+    rated: set[int] = field(default_factory=set)  # ids of these groups
     clipped: bool = False  # the gradient norm is the program's own
     gradients: Squares | None = None  # of the optimizers that stepped so far
     movement: Movement | None = None
-    stepped: set[int] = field(default_factory=set)  # ids of the optimizers that stepped
+    stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
 
 
 class Taker(Protocol):

@@ -12,6 +12,7 @@ names of the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -32,7 +33,7 @@ from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.root import AUTOCAST, Root
-from narrowgauge.session.sharded import class_name, copied_by
+from narrowgauge.session.sharded import class_name, copied_by, shape_of
 from narrowgauge.session.trained import Trained
 
 
@@ -133,7 +134,7 @@ class Roots:
         new = Model(model, self._models.remove)
         known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
         counted = {at for other in self._models for at in other.parameters()}
-        self._parameters += sum(p.numel() for at, p in new.parameters().items() if at not in counted)
+        self._parameters += sum(math.prod(shape_of(p)) for at, p in new.parameters().items() if at not in counted)
         self._models.append(new)
         self._taken += 1
         return known

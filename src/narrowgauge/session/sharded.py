@@ -4,6 +4,7 @@
     DTensor, Shard(d)         a part: the ranks' parts together are the tensor
     DTensor, Replicate()      a copy: every rank of that dimension of the mesh has the same values
     DTensor, Partial()        a summand: no statistic of it says anything of the sum
+    Tensor with `ds_shape`    DeepSpeed's ZeRO 3: empty between its uses, all of it while its layer runs
 
 Copies are named by the lowest rank that has them. A 2 x 2 mesh with placements (Replicate, Shard(0)):
 
@@ -81,6 +82,11 @@ def here(x: Tensor) -> Tensor:
         return x
     x = _waited(x)
     return _waited(x.to_local()) if is_distributed(x) else x  # type: ignore[attr-defined]
+
+
+def shape_of(p: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter as a whole, also where ZeRO 3 left nothing of it here."""
+    return tuple(getattr(p, "ds_shape", p.shape))
 
 
 def copied_by(modules: Iterable[nn.Module]) -> int | None:

@@ -3,6 +3,7 @@
     opt = AdamW(model.parameters())         made with the model's own parameters: by them the model is found
     opt.param_groups[0]["params"] = [flat]  ZeRO and Megatron's distributed optimizer lay them flat, cut them over the
                                             ranks, and put this rank's part in their place: a norm over it is a part
+    [flat] with as many elements            laid flat and not cut: all of it
 
 Optimizers and parameters are held weakly.
 """
@@ -22,6 +23,7 @@ class Trained:
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[Optimizer, dict[int, ReferenceType[Tensor]]] = WeakKeyDictionary()
+        self._elements: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of what it was made with
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return optimizer in self._made
@@ -35,6 +37,7 @@ class Trained:
     def add(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
         self._made[optimizer] = {id(p): ref(p) for p in _parameters(optimizer)}
+        self._elements[optimizer] = sum(p.numel() for p in _parameters(optimizer))
 
     def ids(self) -> set[int]:
         """The ids of all parameters that optimizers hold, or held when they were made."""
@@ -47,7 +50,10 @@ class Trained:
         if not made or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return False
         now = _parameters(optimizer)
-        return bool(now) and all(p.dim() == 1 and id(p) not in made for p in now)
+        if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
+            return False
+        # What was in parts before the optimizer was made (ZeRO 3) had no elements here then.
+        return not 0 < self._elements[optimizer] <= sum(p.numel() for p in now)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

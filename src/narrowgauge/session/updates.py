@@ -10,6 +10,7 @@ step(closure)        the step begins with the closure's first call, whose loss a
                      the optimizer tries afterwards (LBFGS) is not
 step in backward     one optimizer per parameter, stepped by hooks: all of one backward are one step
 step in a step       an optimizer that wraps another: the outer one counts
+step after step      by the same optimizer, each time with other parameters (ZeRO, group by group): one step
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ class Updates:
         self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
         self._in_parts = in_parts
         self._clips: Squares | None = None
-        self._scaled: tuple[Tensor, Tensor, Any] | None = None
+        self._scaled: tuple[Tensor, Tensor, float | Tensor | None] | None = None
         self._stepping: ReferenceType[Optimizer] | None = None
         self._in_closure = 0
         self._closure_again = False
         self._stepped_in_backward = False
+        self.prepares = 0  # above 0: what steps now only makes its state
         self.backwards = 0
         self.losses = 0
         self.skipped = 0
@@ -66,8 +68,16 @@ class Updates:
     @heard
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
         """A gradient scaler multiplied the loss."""
+        self._multiplied(before, after, getattr(scaler, "_scale", None))
+
+    @heard
+    def loss_multiplied(self, before: Any, after: Any, scale: float | None) -> None:
+        """An engine multiplied the loss by a scale of its own."""
+        self._multiplied(before, after, scale)
+
+    def _multiplied(self, before: Any, after: Any, scale: Any) -> None:
         if isinstance(before, Tensor) and isinstance(after, Tensor):
-            self._scaled = (after, before, scaler)
+            self._scaled = (after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale)
 
     @heard
     def backward_begins(self, loss: Any, plain: bool) -> None:
@@ -80,9 +90,8 @@ class Updates:
         line = self._steps.line
         seen = loss[0] if isinstance(loss, tuple | list) and len(loss) == 1 else loss
         if self._scaled is not None and self._scaled[0] is seen and line is not None:
-            scale = getattr(self._scaled[2], "_scale", None)
-            if isinstance(scale, Tensor):
-                line.scalars["loss_scale"] = scale.detach().clone()
+            if self._scaled[2] is not None:
+                line.scalars["loss_scale"] = self._scaled[2]
             seen = self._scaled[1]
         if isinstance(seen, Tensor) and seen.numel() == 1 and not self._closure_again:
             self.losses += 1
@@ -126,7 +135,7 @@ class Updates:
 
     @heard
     def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        if not self._follows(optimizer):
+        if self.prepares or not self._follows(optimizer):
             return None
         if inside_backward():
             self._look(optimizer)
@@ -138,7 +147,7 @@ class Updates:
         if closure is not None:
             self._steps.enter()
             return self._followed(closure, optimizer)
-        if line is None or (self._steps.made and id(optimizer) in line.stepped):
+        if line is None or (self._steps.made and _turn(optimizer) in line.stepped):
             self._steps.enter()  # neither its forward nor its backward was heard
         self._look(optimizer)
         return None
@@ -146,7 +155,7 @@ class Updates:
     @heard
     def step_ended(self, optimizer: Optimizer) -> None:
         """An optimizer stepped."""
-        if not self._follows(optimizer):
+        if self.prepares or not self._follows(optimizer):
             return
         line = self._steps.line
         if line is not None and line.movement is not None:
@@ -157,17 +166,30 @@ class Updates:
         if self._stepping is not None and self._stepping() is not optimizer:
             return
         if line is not None:
-            line.stepped.add(id(optimizer))
+            line.stepped.add(_turn(optimizer))
         self._made()
 
     @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         """A gradient scaler's step returned; if the optimizer did not move, it skipped."""
-        if self._steps.made or self._steps.line is None:
-            return
-        self._steps.line.scalars["skipped"] = 1.0
-        self.skipped += 1
-        self._made()
+        if not self._steps.made:
+            self._skipped()
+
+    @heard
+    def engine_stepped(self, norm: float | Tensor | None, *, skipped: bool) -> None:
+        """An engine that clips and skips by itself stepped; `norm` is that of all ranks' gradients before clipping."""
+        if skipped and not self._steps.made:
+            self._skipped()
+        line = self._steps.line
+        if line is not None and norm is not None:
+            line.scalars.pop("grad_square_local", None)
+            line.scalars["grad_norm"] = norm
+
+    def _skipped(self) -> None:
+        if self._steps.line is not None:
+            self._steps.line.scalars["skipped"] = 1.0
+            self.skipped += 1
+            self._made()
 
     def replayed(self) -> None:
         """A whole step was replayed."""
@@ -235,11 +257,17 @@ class Updates:
 
 def learning_rates(line: Line, optimizer: Optimizer) -> None:
     """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
-    for group in optimizer.param_groups[: MOST_RATES - len(line.rates)]:
+    for group in optimizer.param_groups:
         rate = group.get("lr")
-        if rate is not None:
+        if rate is not None and group["params"] and id(group) not in line.rated and len(line.rates) < MOST_RATES:
+            line.rated.add(id(group))
             line.rates.append(rate.detach() if isinstance(rate, Tensor) else float(rate))
     if line.rates:
         line.scalars["lr"] = line.rates[0]
     if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
         line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})
+
+
+def _turn(optimizer: Optimizer) -> tuple[int, ...]:
+    """An optimizer with what it holds now, which may be a group, or a part of one, of what it trains."""
+    return (id(optimizer), *(id(group["params"][0]) for group in optimizer.param_groups if group["params"]))

@@ -7,6 +7,7 @@ was noted when a model was taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 from weakref import ref
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.session.sharded import shape_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WHY = {
@@ -70,8 +72,8 @@ class Census:
         self._models = [known for known in self._models if known[0]() is not None]
         self._models.append((ref(model), observer))
         for module, name, p in _parameters(model):
-            at, kind = (id(module), name), type(module).__name__
-            self._noted[at] = Noted(at, id(p), kind, p.numel(), p.dim() >= 2, isinstance(module, Fp8Linear))
+            at, kind, shape = (id(module), name), type(module).__name__, shape_of(p)
+            self._noted[at] = Noted(at, id(p), kind, math.prod(shape), len(shape) >= 2, isinstance(module, Fp8Linear))
 
     def begin(self) -> None:
         """A step begins: parameters are as they are between their uses."""
