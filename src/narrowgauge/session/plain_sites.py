@@ -34,7 +34,7 @@ from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.quant import PerTensor
-from narrowgauge.compute.recipes import Operand, Recipe, by_name
+from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.session.sharded import Held, holders, is_distributed, local_of, used_of
 from narrowgauge.session.sites import Census, Kind, Own, Part, Products, kind_of
 from narrowgauge.session.sites.census import plain_name
@@ -280,8 +280,8 @@ class PlainSites:
         rule: Rule | str = Rule(state.recipe.uses(role)[0]) if own is None else own(role, x)
         if isinstance(rule, str):
             self._say(rule)
-        elif x.numel() and not (x.dim() == 2 and rule.given is None and _judged(state, role, x, rule.operand)):
-            with torch.no_grad(), _plain_math(x.device.type):
+        elif x.numel() and not (x.dim() == 2 and _judged(state, role, x, rule)):
+            with torch.no_grad(), torch.cuda.device_of(x), _plain_math(x.device.type):
                 if own is not None:
                     _look_by(state, role, x, rule)
                 elif x.dim() == 2:
@@ -311,10 +311,12 @@ def _plain_math(device_type: str) -> Iterator[None]:
             torch.set_autocast_enabled(device_type, True)
 
 
-def _judged(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Operand) -> bool:
+def _judged(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> bool:
     """Whether the observer counted what the rule would make of x: nothing had to be quantized for it."""
     judge = getattr(state.observer, "judge", None)
-    return judge is not None and judge(state.name, role, x_MK, rule)
+    if judge is None or (x_MK.device.type != "cpu" and not state.backend.watches):  # no kernels of ours are for it
+        return False
+    return bool(judge(state.name, role, x_MK, rule.operand, rule.given))
 
 
 def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:

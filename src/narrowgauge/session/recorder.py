@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.observer import GemmSample
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import Operand
@@ -110,12 +111,12 @@ class Recorder:
             return None  # nor what it quantized
         return self.collector.look(module, role, x, rule) if self._records(module, role) else None
 
-    def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+    def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """Pass on what is selected, where nobody wants the codes themselves."""
         module = self.prefix + module
         if self.dumper is not None and self.dumper.selects(module, role):
             return False
-        if not self._records(module, role) or not self.collector.judge(module, role, x, rule):
+        if not self._records(module, role) or not self.collector.judge(module, role, x, rule, given):
             return False
         if self.what_if is not None:
             self.what_if.operand(module, role, x)

@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
+from narrowgauge.errors import UsageError
 from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
 from narrowgauge.observe.stats import host
+from narrowgauge.observe.stats.device import count
 from narrowgauge.observe.stats.guard import Guard, Marks
 from narrowgauge.observe.stats.moments import judged, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
@@ -37,6 +39,7 @@ from narrowgauge.observe.stats.results import result_head
 from narrowgauge.observe.stats.transfer import Packed, Transfer
 
 if TYPE_CHECKING:
+    from narrowgauge.compute.kernels import Given
     from narrowgauge.compute.kernels.fused.watched.looks import Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
@@ -47,6 +50,11 @@ _log = logging.getLogger("narrowgauge.stats")
 @cache
 def _address(module: str, role: str) -> str:
     return str(Site(module, role))
+
+
+def _current(device: torch.device) -> torch.cuda.device:
+    """Kernels of ours are launched on the current device; a program's layers may lie on several."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 class Writer(Protocol):
@@ -160,25 +168,35 @@ class Collector:
             with self._lock:
                 held.operands.add(site, counted, amax_ratio)
 
-    def judge(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+    def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """See x [M, K] of a layer that is not converted, and what `rule` would make of it, without making that.
 
-        False where somebody has to: then it is to be quantized and shown to `operand`.
+        False where somebody has to: then it is to be quantized and shown to `operand`. On a GPU the caller has made
+        sure that our kernels run there; a scale that is `given` is known only there.
         """
-        if not self._open or x.device.type != "cpu" or not x.numel():
+        kind = x.device.type
+        if not self._open or not x.numel() or not (kind == "cuda" or (kind == "cpu" and given is None)):
             return False
         held = self._held_on(x.device)
-        with self._guarded(f"{module}:{role}", x.device, held):
+        with self._guarded(f"{module}:{role}", x.device, held), _current(x.device):
             site = _address(module, role)
             if role == "weight" and site in held.weights:
                 return True
-            counted = judged(x, rule, self._turn)
-            if counted is None:
-                return False
-            with self._lock:
-                held.operands.add(site, (counted,))
-                if role == "weight":
-                    held.weights.add(site)
+            if kind == "cuda":
+                look = None
+                with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
+                    look = self._looks_on(x.device).open(site, x, rule, self._turn)
+                if look is None:
+                    return False
+                count(x, rule, look, given)
+            else:
+                counted = judged(x, rule, self._turn)
+                if counted is None:
+                    return False
+                with self._lock:
+                    held.operands.add(site, (counted,))
+            if role == "weight":
+                held.weights.add(site)
         return True
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
@@ -229,7 +247,7 @@ class Collector:
     def _pack(self, device: torch.device, held: _Held) -> list[Packed]:
         operands: tuple[list[str], Tensor | None] = ([], None)
         results: tuple[list[str], Tensor | None] = ([], None)
-        with self._guarded(None, device, held):
+        with self._guarded(None, device, held), _current(device):
             looks = self._looks.get(device)
             if looks is not None:
                 try:

@@ -1,0 +1,61 @@
+"""On a GPU: counting what a rule would make of a tensor, by the kernels that quantize, told to keep no codes.
+
+    one scale per tensor     its amax, then the counts          two reads, nothing written
+    a given scale            amax and counts together           one read
+    tiles, squares           amaxes and counts together         one read
+    rows                     their amaxes, then the counts      two reads
+
+The same kernels with the same rule, so the counts are those of a tensor that is quantized.
+
+Legend: M = rows, K = columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.compute.kernels import Given
+    from narrowgauge.compute.kernels.fused.watched.looks import Look
+    from narrowgauge.compute.recipes import Operand
+
+
+@torch.no_grad()
+def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -> None:
+    """Fill `look` with what `rule` would make of x_MK, by a scale of its own or by a given one.
+
+    Args:
+        x_MK: what the look was opened for, on its device, which is the current one.
+        rule: the one that it was opened for.
+        look: where the sums go.
+        given: for one scale per tensor; its `slot` is left alone.
+    """
+    # Triton is slow to import, and not everywhere.
+    from narrowgauge.compute.kernels.fused import amax
+    from narrowgauge.compute.kernels.fused.watched import blocks, rows, tensorwise
+
+    counts: dict[str, Any] = {"look": look, "plain": False, "turned": False}
+    by_block = x_MK, rule.fmt, rule.scaling, rule.margin
+    if rule.granularity == PerTensor():
+        if given is not None:
+            tensorwise.cast_given(x_MK, rule, given.scale, given.inv_scale, scratch=given.scratch, **counts)
+        else:
+            tensorwise.cast(x_MK, rule, amax.amax(_whole(x_MK)), **counts)
+    elif rule.granularity == BLOCK_128x128:
+        blocks.cast_squares(*by_block, **counts)
+    elif rule.granularity == BLOCK_1x128:
+        blocks.cast_tiles(*by_block, **counts)
+    else:
+        rows.cast_rows(*by_block, **counts)
+
+
+def _whole(x_MK: Tensor) -> Tensor:
+    """The same numbers without gaps, in any order."""
+    if x_MK.is_contiguous():
+        return x_MK
+    return x_MK.t() if x_MK.t().is_contiguous() else x_MK.contiguous()

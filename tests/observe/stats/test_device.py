@@ -1,0 +1,113 @@
+"""What kernels count without making codes is what they count while they make them."""
+
+import pytest
+import torch
+from tests.compute.kernels.hard import hard
+
+from narrowgauge.compute.kernels import BACKENDS, Given
+from narrowgauge.compute.quant import (
+    CURRENT,
+    CURRENT_POW2,
+    ROWWISE,
+    BLOCK_1x128,
+    BLOCK_128x128,
+    PerRow,
+    PerTensor,
+    quantize,
+)
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.formats import E4M3FN, E5M2
+from narrowgauge.observe.stats import Collector
+
+pytest.importorskip("triton")
+
+from narrowgauge.compute.kernels.fused.watched.looks import Looks
+from narrowgauge.observe.stats.device import count
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RULES = {
+    "tensor": Operand(E4M3FN, PerTensor(), CURRENT, margin=1),
+    "tiles": Operand(E4M3FN, BLOCK_1x128, CURRENT_POW2),
+    "squares": Operand(E5M2, BLOCK_128x128, CURRENT_POW2),
+    "rows": Operand(E4M3FN, PerRow(), ROWWISE),
+}
+
+
+def packed(x, rule, fill):
+    looks = Looks(DEVICE)
+    fill(looks.open("m:input", x, rule, 1))
+    return looks.pack()[1]
+
+
+def cast(x, rule, look, given=None):
+    """As a layer would quantize it that needs its codes."""
+    shared = rule.granularity == PerTensor()
+    q, _, _ = BACKENDS["fused"].quantize_both(x, rule, None, shared=shared, given=given, look=look)
+    return q
+
+
+@pytest.mark.parametrize("name", ["normal", "spread", "zeros", "not finite"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_same_counts_as_with_codes(rule, name):
+    x = hard(name, 35, 131).bfloat16()
+    made = []
+    want = packed(x, rule, lambda look: made.append(cast(x, rule, look)))
+    assert made[0].codes.shape == x.shape
+    assert torch.equal(packed(x, rule, lambda look: count(x, rule, look)), want) or name == "not finite"
+    if name == "not finite":
+        torch.testing.assert_close(packed(x, rule, lambda look: count(x, rule, look)), want, equal_nan=True)
+
+
+def test_a_given_scale_is_used_and_its_history_left_alone():
+    x, rule = hard("normal", 35, 131), RULES["tensor"]
+    scale, slot = torch.tensor(0.002, device=DEVICE), torch.full((1,), -1.0, device=DEVICE)
+    given = Given(scale, scale.reciprocal(), slot)
+    want = packed(x, rule, lambda look: cast(x, rule, look, Given(scale, scale.reciprocal())))
+    assert torch.equal(packed(x, rule, lambda look: count(x, rule, look, given)), want)
+    assert not torch.equal(packed(x, rule, lambda look: count(x, rule, look)), want)  # its own scale is another
+    assert slot.item() == -1
+
+
+def test_a_matrix_that_lies_the_other_way_is_not_copied_for_its_amax(monkeypatch):
+    x, rule = hard("normal", 131, 35).t(), RULES["tensor"]
+    want = packed(x.contiguous(), rule, lambda look: count(x.contiguous(), rule, look))
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: pytest.fail("copied"))
+    torch.testing.assert_close(packed(x, rule, lambda look: count(x, rule, look)), want, rtol=1e-9, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_collector_judges_on_a_gpu_what_it_would_be_shown(rule):
+    class Book:
+        def __init__(self):
+            self.rows = {}
+
+        def add_tensors(self, step, sites, columns):
+            for at, site in enumerate(sites):
+                self.rows[step, site] = {name: column[at] for name, column in columns.items()}
+
+        def add_event(self, step, kind, message, site=None, **data):
+            raise AssertionError(message)
+
+    book, w = Book(), torch.randn(256, 384, device=DEVICE)
+    inputs = torch.randn(3, 640, 384, device=DEVICE, dtype=torch.bfloat16)
+    for step, shown in enumerate((True, False)):
+        collector = Collector(book)
+        collector.begin_step(step)
+        for x in inputs:
+            for role, t in (("input", x), ("weight", w)):
+                if shown:
+                    q = quantize(t, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin)
+                    collector.operand("m", role, t, q)
+                else:
+                    assert collector.judge("m", role, t, rule)
+        collector.flush()
+    for role in ("input", "weight"):
+        want, found = (book.rows[step, f"m:{role}"] for step in range(2))
+        for name in ("numel", "amax", "amin", "underflow_pct", "saturation_pct"):
+            assert found[name] == pytest.approx(want[name], rel=1e-6), name
+        for name in ("mean", "std", "mse", "sqnr_db", "cosine", "gain", "scale_min", "scale_max"):
+            assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-9), name
+    assert book.rows[1, "m:weight"]["numel"] == w.numel()
