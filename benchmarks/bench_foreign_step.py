@@ -1,13 +1,19 @@
-"""What recording a step costs where nobody converted anything: a BF16 Llama of nn.Linear, and torchao's copy of it.
+"""What recording a step costs where nobody converted anything: a Llama of nn.Linear, and torchao's copy of it.
 
     plain       a step that is not recorded: no hook is there
-    recorded    every operand of every layer is read once more, quantized, and counted
+    recorded    every operand of every layer is read once more, and what FP8 would make of it counted
+    session     the same with all that `narrowgauge run` records of a step (norms, updates, the loss)      on a GPU
 
 The model is one and the same, and its steps take turns, so neither memory nor a drifting clock tilts them; medians. On
-a CPU the process's own time is taken, of all its threads, which a busy machine does not stretch.
+a CPU the process's own time is taken, of all its threads, which a busy machine does not stretch; on a GPU the time
+between events around blocks of steps, in which the host waits for nothing.
 Limits that the project set itself: recording costs at most 30% of a recorded step on a CPU, and 10% on an H200.
 
-    python -m benchmarks.bench_foreign_step [--device cuda --size 1b] [--rounds 12] [--kinds plain,torchao]
+A kind is plain, torchao or torchao-rowwise; -bf16 behind it makes weights and all else BF16, instead of autocast over
+float32 weights; -compiled compiles the blocks, and then a recorded step runs without the graphs.
+
+    python -m benchmarks.bench_foreign_step [--rounds 12] [--kinds plain,torchao]
+    python -m benchmarks.bench_foreign_step --device cuda --size 1b --rounds 3
 """
 
 from __future__ import annotations
@@ -17,80 +23,149 @@ import copy
 import statistics
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from benchmarks.record import record
-from torch import nn
+from torch import Tensor, nn
 
+import narrowgauge as ng
+from narrowgauge.bench.shapes import KEPT, sized
+from narrowgauge.bench.timing import interleave
+from narrowgauge.bench.variants import many_graphs
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.scripts import gpt
 from narrowgauge.session.plain_sites import PlainSites
 
-KINDS = ("plain", "torchao", "torchao-rowwise")
+KINDS = {
+    "cpu": ("plain", "torchao", "torchao-rowwise"),
+    "cuda": ("plain", "plain-bf16", "plain-bf16-compiled", "torchao-bf16", "torchao-bf16-compiled"),
+}
+BLOCK = 4  # steps of a sample on a GPU
 
 
 def made(plain: nn.Module, kind: str, emulate: bool) -> nn.Module:
     """A copy of the model, converted by torchao if so asked; its head stays high, as ours does."""
     model = copy.deepcopy(plain)
-    if kind == "plain":
-        return model
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    words = kind.split("-")
+    if "bf16" in words:
+        model = model.bfloat16()
+    if words[0] == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    recipe = "rowwise" if kind.endswith("rowwise") else "tensorwise"
-    base = Float8LinearConfig.from_recipe_name(recipe)
-    config = Float8LinearConfig(**{**vars(base), "emulate": emulate})
-    head = list(dict(model.named_modules()))[-1]
-    return convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != head)
+        base = Float8LinearConfig.from_recipe_name("rowwise" if "rowwise" in words else "tensorwise")
+        config = Float8LinearConfig(**{**vars(base), "emulate": emulate})
+        model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != KEPT)
+    if "compiled" in words:
+        for block in model.blocks:
+            block.compile()
+    return model
 
 
-def measured(model: nn.Module, size: gpt.Size, device: torch.device, rounds: int) -> tuple[dict[str, Any], str]:
-    """Median seconds of plain and of recorded steps, and what was not seen."""
-    optimizer = gpt.make_optimizer(model, size.lr, device)
-    collector = Collector(RunWriter(tempfile.mkdtemp(), {}), every=1)
-    sites = PlainSites("current", eager=True, training=lambda: True)
-    layers = sites.add(model, collector)
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    seconds: dict[str, list[float]] = {"plain": [], "recorded": []}
-    for round_ in range(2 * rounds + 4):
-        kind = ("plain", "recorded")[round_ % 2]
-        tokens, targets = torch.randint(256, (2, size.batch, size.seq), device=device)
-        _wait(device)
-        began = clock()
-        if kind == "recorded":
-            collector.begin_step(round_)
-            sites.begin()
-        gpt.next_byte_loss(model, tokens, targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        sites.end()
-        collector.end_step()
-        _wait(device)
-        if round_ >= 4:
-            seconds[kind].append(clock() - began)
-    collector.flush()
-    medians = {kind: statistics.median(times) for kind, times in seconds.items()}
-    least = {kind: min(times) for kind, times in seconds.items()}
+class Stepper:
+    """A training step, and the same recorded."""
+
+    def __init__(self, model: nn.Module, size: gpt.Size, device: torch.device, kind: str) -> None:
+        self.model, self.size, self.device = model, size, device
+        self.optimizer = gpt.make_optimizer(model, size.lr, device)
+        self.autocast = "bf16" not in kind
+        self.collector = Collector(RunWriter(tempfile.mkdtemp(), {}), every=1)
+        compiled = "compiled" in kind
+        self.sites = PlainSites("current", eager=True, training=lambda: True, compiles=lambda: compiled)
+        self.layers = self.sites.add(model, self.collector)
+        self.steps = 0
+
+    def plain(self) -> None:
+        """One step; returns without waiting for a device."""
+        tokens, targets = torch.randint(self.size.vocab, (2, self.size.batch, self.size.seq), device=self.device)
+        self._loss(tokens, targets).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def recorded(self) -> None:
+        """One step whose layers are recorded."""
+        self.steps += 1
+        self.collector.begin_step(self.steps)
+        self.sites.begin()
+        self.plain()
+        self.sites.end()
+        self.collector.end_step()
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.autocast:
+            return gpt.next_byte_loss(self.model, tokens, targets)
+        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def on_cpu(stepper: Stepper, rounds: int) -> dict[str, list[float]]:
+    """The process's milliseconds of every step, but for the first of each."""
+    found: dict[str, list[float]] = {"plain": [], "recorded": []}
+    for round_ in range(rounds + 2):
+        for name, call in (("plain", stepper.plain), ("recorded", stepper.recorded)):
+            began = time.process_time()
+            call()
+            if round_ >= 2:
+                found[name].append(1e3 * (time.process_time() - began))
+    return found
+
+
+def on_gpu(stepper: Stepper, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step, in blocks, and how long the host was busy with one."""
+    device, settings = stepper.device, {"rounds": rounds, "samples": 2, "block": BLOCK, "lead": 2}
+    for call in (stepper.plain, stepper.recorded, stepper.recorded):  # in which kernels are compiled
+        call()
+    stepper.collector.flush()
+    before = stepper.collector.seconds, stepper.steps
+    calls: dict[str, Callable[[], object]] = {"plain": stepper.plain, "recorded": stepper.recorded}
+    took = interleave(calls, device, **settings)
+    row: dict[str, Any] = {name: [timing.median] for name, timing in took.items()}
+    row |= {f"{name} host ms": round(timing.host or 0.0, 1) for name, timing in took.items()}
+    stepper.collector.flush()
+    spent, steps = stepper.collector.seconds - before[0], stepper.steps - before[1]
+    row["own ms, by events"] = round(1e3 * spent / steps, 2)
+    with ng.watch(stepper.model, out=tempfile.mkdtemp(), every=1):
+        row["session"] = [interleave({"session": stepper.plain}, device, **settings)["session"].median]
+    return row
+
+
+def measured(stepper: Stepper, rounds: int) -> dict[str, Any]:
+    """One row: medians of plain and of recorded steps."""
+    gpu = stepper.device.type == "cuda"
+    found: dict[str, Any] = on_gpu(stepper, rounds) if gpu else on_cpu(stepper, rounds)
+    stepper.collector.flush()
+    times = {name: found.pop(name) for name in ("plain", "recorded", "session") if name in found}
+    medians = {name: statistics.median(some) for name, some in times.items()}
+    least = {name: min(some) for name, some in times.items()}
     row = {
-        "layers": layers,
-        "plain ms": round(1e3 * medians["plain"], 2),
-        "recorded ms": round(1e3 * medians["recorded"], 2),
-        "recording, % of the recorded step": _share(medians),
-        "the same, of the quickest steps": _share(least),
-        "failures": collector.failures,
+        "layers": stepper.layers,
+        "plain ms": round(medians["plain"], 2),
+        "recorded ms": round(medians["recorded"], 2),
+        "recording, % of the recorded step": _share(medians, "recorded"),
     }
-    return row, " ".join(sites.notes)
+    if gpu:
+        row["session ms"] = round(medians["session"], 2)
+        row["session, % of its step"] = _share(medians, "session")
+        row |= found
+    else:
+        row["the same, of the quickest steps"] = _share(least, "recorded")
+    return {**row, "failures": stepper.collector.failures}
 
 
-def _share(seconds: dict[str, float]) -> float:
-    return round(100 * (seconds["recorded"] - seconds["plain"]) / seconds["recorded"], 1)
+def _share(milliseconds: dict[str, float], name: str) -> float:
+    return round(100 * (milliseconds[name] - milliseconds["plain"]) / milliseconds[name], 1)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def row_of(kind: str, plain: nn.Module, size: gpt.Size, device: torch.device, rounds: int) -> dict[str, Any]:
+    """A kind's row; the model is gone afterwards."""
+    with many_graphs():
+        stepper = Stepper(made(plain, kind, device.type == "cpu"), size, device, kind)
+        row = measured(stepper, rounds)
+    print(f"{kind}: {' '.join(stepper.sites.notes)}")
+    return row
 
 
 def main() -> None:
@@ -98,17 +173,26 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", default="tiny", choices=gpt.SIZES)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default="", help="separated by commas")
     args = parser.parse_args()
-    device, size = torch.device(args.device), gpt.SIZES[args.size]
+    device, size = torch.device(args.device), sized(args.size)
     torch.manual_seed(0)
-    plain = gpt.Llama(size).to(device)
+    with device:
+        plain = gpt.Llama(size)
     rows = []
-    for kind in args.kinds.split(","):
-        row, notes = measured(made(plain, kind, emulate=device.type == "cpu"), size, device, args.rounds)
-        rows.append({"kind": kind, **row})
-        print(f"{kind}: {notes}")
-    settings = {"device": args.device, "size": args.size, "rounds": args.rounds, "threads": torch.get_num_threads()}
+    for kind in args.kinds.split(",") if args.kinds else KINDS[device.type]:
+        began = time.perf_counter()
+        try:
+            rows.append({"kind": kind, **row_of(kind, plain, size, device, args.rounds)})
+        except Exception:  # one that fails costs none of the others
+            traceback.print_exc()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{kind}: {time.perf_counter() - began:.0f} s", flush=True)
+    settings = {
+        "device": args.device, "size": args.size, "rounds": args.rounds, "threads": torch.get_num_threads(),
+        "batch": size.batch, "seq": size.seq, "vocab": size.vocab,
+    }  # fmt: skip
     record("foreign_step", settings, rows)
 
 
