@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from narrowgauge.session.machine import hardware, versions
 
+SHOWN = ("python", "torch", "triton", "cuda")  # of a transcript's versions
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -32,4 +35,16 @@ def record(name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> P
     print("  ".join(key.rjust(width) for key, width in widths.items()))
     for row in rows:
         print("  ".join(str(row.get(key, "")).rjust(width) for key, width in widths.items()))
+    return path
+
+
+def transcript(name: str, command: str, lines: list[str], *, further: dict[str, str] | None = None) -> Path:
+    """Write `results/NAME_HARDWARE.txt`: machine, versions (and `further` ones) and date, then the lines."""
+    device, count = hardware(), torch.cuda.device_count()
+    known = {name: version for name, version in versions().items() if name in SHOWN} | (further or {})
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    head = [f"{count} x {device}" if count > 1 else device, *(" ".join(pair) for pair in known.items()), date]
+    path = RESULTS / f"{name}_{'h200' if 'H200' in device else 'cpu'}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join([f"# {', '.join(head)}", f"# {command}", *lines]) + "\n")
     return path
