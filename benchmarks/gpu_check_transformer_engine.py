@@ -1,7 +1,14 @@
 """TransformerEngine's own codes beside those that the watch counts, layer by layer and recipe by recipe; needs a GPU.
 
-For every operand that leaves its layer: the codes that the layer's quantizer makes (a copy of it, so that its history
-is left alone) against ours by the rule read from it; and what was recorded against the tensors that hooks caught.
+    codes       of every operand that leaves its layer: those that a copy of the layer's quantizer makes (so that its
+                history is left alone) against ours by the rule read from it
+    columns     what was recorded against the tensors that hooks caught
+    history     delayed: the recorded amax stands in the layer's own history, and the scale is the one that it held
+    drift       inputs that grow eightfold: what the delayed scale saturates, current scaling does not
+    training    TransformerEngine's own loop (`gpu_te_program.py`), with `narrowgauge run` and without: the same losses
+                to the bit, and rows that its own FP8 tensors confirm
+
+Each case is tried by itself; one that raises is a line. The transcript goes to results/.
 
     python -m benchmarks.gpu_check_transformer_engine
 """
@@ -9,18 +16,33 @@ is left alone) against ours by the rule read from it; and what was recorded agai
 from __future__ import annotations
 
 import copy
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.record import transcript
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.compute.quant import quantize
 from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.store import open_run
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.sites.te_quantizers import rule_of
 
 COLUMNS = ("amax", "std", "sqnr_db", "gain")
+PROGRAM = Path(__file__).with_name("gpu_te_program.py")
+STEPS, EVERY = 8, 4
+BF16 = {"params_dtype": torch.bfloat16, "device": "cuda"}
 
 
 class Rows:
@@ -34,76 +56,19 @@ class Rows:
             self.rows[site] = {name: float(values[i]) for name, values in columns.items()}
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
-        print("EVENT", kind, message, site)
+        raise RuntimeError(message)
 
 
 def their_codes(quantizer: Any, x: Tensor) -> Tensor:
     """The bytes that a copy of the quantizer makes; its amax goes into memory of our own."""
-    mine = quantizer.copy()
-    if hasattr(mine, "amax"):
-        mine.amax, mine.scale = mine.amax.clone(), mine.scale.clone()
+    mine = frozen(quantizer.copy())
     mine.internal = False
-    made = mine(x.contiguous())
+    made = mine(x.detach().contiguous())
     data = made._data if hasattr(made, "_data") else made._rowwise_data
     return data.view(torch.uint8).reshape(x.shape)
 
 
-def check(name: str, layer: nn.Module, recipe: Any, te: Any, *args: Any) -> None:
-    """One recorded step after two that fill the histories."""
-    x = torch.randn(256, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    writer = Rows()
-    collector = Collector(writer, every=1)
-    model = nn.ModuleDict({"l": layer})
-    sites = PlainSites("current", eager=True, training=lambda: True)
-    sites.add(model, collector)
-    seen: dict[str, tuple[Tensor, Any]] = {}
-
-    def step(recording: bool) -> None:
-        with te.autocast(enabled=True, recipe=recipe):
-            y = layer(x, *args)
-            if recording:
-                weight = getattr(layer, "weight", None)
-                outside = None if "LayerNorm" in type(layer).__name__ else x  # what is normed inside cannot be caught
-                for role, place, t in (("input", 0, outside), ("weight", 1, weight)):
-                    if t is not None:
-                        seen[role] = t.detach(), copy_of(layer.quantizers["scaling_fwd"][place])
-        if recording:
-            y.register_hook(lambda dy: seen.__setitem__("grad_output", (dy.detach(), copy_of(last(layer)))))
-        (y.float().cos().sum() / 100).backward()
-
-    for _ in range(2):
-        step(False)
-    collector.begin_step(1)
-    sites.begin()
-    step(True)
-    sites.end()
-    collector.flush()
-    torch.cuda.synchronize()
-    for role, (t, quantizer) in seen.items():
-        site = f"l:{role}"
-        if site not in writer.rows:
-            continue
-        rule = rule_of(quantizer, role, 0)
-        if isinstance(rule, str):
-            print(f"{name:40} {role:12} {rule}")
-            continue
-        scales = {} if rule.given is None else {"scale": rule.given.scale, "inv_scale": rule.given.inv_scale}
-        q = quantize(t, rule.operand.fmt, rule.operand.granularity, scaling=rule.operand.scaling, **scales)
-        differ = int((q.codes.view(torch.uint8) != their_codes(quantizer, t)).sum())
-        want = ng.measure(t, q)
-        worst = max(abs(writer.rows[site][c] - want[c]) / max(abs(want[c]), 1e-9) for c in COLUMNS)
-        ratio = writer.rows[site]["amax_ratio"]
-        codes = f"codes that differ {differ:6} of {t.numel()}"
-        print(f"{name:40} {role:12} {codes}  worst column {worst:.1e}  amax ratio {ratio:.3f}")
-    print(f"{name:40} sites {sorted(writer.rows)}  {' '.join(sites.notes)}")
-
-
-def last(layer: Any) -> Any:
-    """The quantizer of the gradient that arrives from outside."""
-    return layer.quantizers["scaling_bwd"][2 if "MLP" in type(layer).__name__ else 0]
-
-
-def copy_of(quantizer: Any) -> Any:
+def frozen(quantizer: Any) -> Any:
     """A quantizer as it is now."""
     mine = copy.copy(quantizer)
     for name in ("scale", "amax"):
@@ -112,21 +77,214 @@ def copy_of(quantizer: Any) -> Any:
     return mine
 
 
-def main() -> None:
+class Case:
+    """A layer under a recipe: two steps that fill the histories, then a recorded one."""
+
+    def __init__(self, layer: nn.Module, recipe: Any, *args: Any, grow: float = 1.0) -> None:
+        import transformer_engine.pytorch as te
+
+        self.te, self.layer, self.recipe, self.args = te, layer, recipe, args
+        self.writer = Rows()
+        collector = Collector(self.writer, every=1)
+        self.sites = PlainSites("current", eager=True, training=lambda: True)
+        self.sites.add(nn.ModuleDict({"l": layer}), collector)
+        self.seen: dict[str, tuple[Tensor, Any]] = {}
+        x = torch.randn(256, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            self._step(x)
+        collector.begin_step(1)
+        self.sites.begin()
+        self._step((grow * x).detach().requires_grad_(), keep=True)
+        self.sites.end()
+        collector.flush()
+        torch.cuda.synchronize()
+        if collector.failures:
+            raise RuntimeError(f"{collector.failures} failures in the collector")
+        self.rows = self.writer.rows
+
+    def _step(self, x: Tensor, keep: bool = False) -> None:
+        with self.te.autocast(enabled=True, recipe=self.recipe):
+            y = self.layer(x, *self.args)
+            if keep:
+                self._keep(x, y)
+        (y.float().cos().sum() / 100).backward()
+
+    def _keep(self, x: Tensor, y: Tensor) -> None:
+        """Each tensor that can be caught from outside, and its quantizer as it is when the layer has used it."""
+        forward, backward = (self.layer.quantizers[f"scaling_{way}"] for way in ("fwd", "bwd"))
+        kind = type(self.layer).__name__
+        if kind == "GroupedLinear":
+            for i, part in enumerate(x.detach().split(self.args[0])):
+                self.seen[f"l.{i}:input"] = part, frozen(forward[3 * i])
+                self.seen[f"l.{i}:weight"] = getattr(self.layer, f"weight{i}").detach(), frozen(forward[3 * i + 1])
+            y.register_hook(self._gradients(backward, [f"l.{i}:grad_output" for i in range(len(self.args[0]))]))
+        elif kind == "LayerNormMLP":
+            for i in range(2):
+                weight = getattr(self.layer, f"fc{i + 1}_weight").detach()
+                self.seen[f"l.fc{i + 1}:weight"] = weight, frozen(forward[3 * i + 1])
+            y.register_hook(self._gradients(backward[2:], ["l.fc2:grad_output"]))
+        else:
+            if kind == "Linear":
+                self.seen["l:input"] = x.detach(), frozen(forward[0])
+            self.seen["l:weight"] = self.layer.weight.detach(), frozen(forward[1])
+            y.register_hook(self._gradients(backward, ["l:grad_output"]))
+
+    def _gradients(self, quantizers: Any, sites: list[str]) -> Callable[[Tensor], None]:
+        def arrived(dy: Tensor) -> None:
+            parts = dy.detach().split(self.args[0]) if len(sites) > 1 else [dy.detach()]
+            for i, (site, part) in enumerate(zip(sites, parts, strict=True)):
+                self.seen[site] = part.clone(), frozen(quantizers[2 * i])
+
+        return arrived
+
+
+def codes(layer: Callable[[], nn.Module], recipe: Any, *args: Any) -> Iterator[str]:
+    """Codes and columns of every operand; of a delayed recipe, its history."""
+    case = Case(layer(), recipe, *args)
+    missing = sorted(set(case.seen) - set(case.rows))
+    if missing:
+        raise AssertionError(f"not recorded: {missing}; notes: {case.sites.notes}")
+    for site, (t, quantizer) in case.seen.items():
+        role = site.partition(":")[2]
+        rule = rule_of(quantizer, role, 0)
+        if isinstance(rule, str):
+            raise AssertionError(rule)
+        scales = {} if rule.given is None else {"scale": rule.given.scale, "inv_scale": rule.given.inv_scale}
+        q = quantize(t, rule.operand.fmt, rule.operand.granularity, scaling=rule.operand.scaling, **scales)
+        differ = int((q.codes.view(torch.uint8) != their_codes(quantizer, t)).sum())
+        row, want = case.rows[site], ng.measure(t, q)
+        worst = max(abs(row[c] - want[c]) / max(abs(want[c]), 1e-9) for c in COLUMNS)
+        kind = f"{rule.operand.fmt.name} {rule.operand.granularity}"
+        line = f"  {site:18} {kind:34} codes that differ {differ} of {t.numel()}  worst column {worst:.1e}"
+        if rule.given is not None:
+            line += f"  {history(case, site, row, quantizer)}"
+        yield line
+        if worst > 1e-3 or differ:
+            raise AssertionError(f"{site}: codes that differ {differ}, worst column {worst:.1e}")
+    hidden = sorted(set(case.rows) - set(case.seen))
+    if hidden:
+        yield "  recorded, but not to be caught from outside: " + ", ".join(
+            f"{site} ({case.rows[site]['sqnr_db']:.2f} dB)" for site in hidden
+        )
+    for note in case.sites.notes:
+        yield f"  note: {note}"
+
+
+def history(case: Case, site: str, row: dict[str, float], quantizer: Any) -> str:
+    """A delayed scale is the layer's own, and its history has the recorded amax."""
+    backward = site.endswith("grad_output")
+    state = case.layer.fp8_meta["scaling_bwd" if backward else "scaling_fwd"]
+    found = bool((state.amax_history == row["amax"]).any())
+    scale = 1 / float(quantizer.scale)
+    if not found or not math.isclose(row["scale_max"], scale, rel_tol=1e-6):
+        raise AssertionError(
+            f"{site}: amax {row['amax']} {'' if found else 'not '}in the history, scale {row['scale_max']}, its {scale}"
+        )
+    return f"amax in its history, scale its own, amax ratio {row['amax_ratio']:.3f}"
+
+
+def drift(layer: Callable[[], nn.Module], delayed: Any, current: Any) -> Iterator[str]:
+    """The same growth under both."""
+    rows = []
+    for recipe in (delayed, current):
+        torch.manual_seed(1)
+        rows.append(Case(layer(), recipe, grow=8.0).rows["l:input"])
+    for name, row in zip(("delayed", "current"), rows, strict=True):
+        yield (
+            f"  {name}: amax ratio {row['amax_ratio']:.3f}  saturated {row['saturation_pct']:.3f} %  "
+            f"SQNR {row['sqnr_db']:.2f} dB  gain {row['gain']:.4f}"
+        )
+    if not (rows[0]["amax_ratio"] > 4 and rows[0]["saturation_pct"] > rows[1]["saturation_pct"] == 0):
+        raise AssertionError("the delayed scale should saturate, and the current one not")
+
+
+def training(recipe: str) -> Iterator[str]:
+    """The program alone, and under the watch."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        watch = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", str(EVERY), "--out"]
+        told = []
+        for kind in ("alone", "watched"):
+            (folder / kind).mkdir()
+            command = [sys.executable, str(PROGRAM), recipe, str(STEPS), str(folder / kind)]
+            done = subprocess.run(
+                [*watch, str(folder / "run"), "--", *command] if kind == "watched" else command,
+                capture_output=True, text=True, timeout=200,
+            )  # fmt: skip
+            if done.returncode:
+                raise AssertionError(f"{kind}: exit code {done.returncode}: {done.stderr[-800:]}")
+            told.append(json.loads((folder / kind / "losses.json").read_text()))
+        if told[0] != told[1]:
+            raise AssertionError(f"losses differ: {told}")
+        yield f"  {STEPS} losses the same to the bit, {told[0][0]:.6f} to {told[0][-1]:.6f}"
+        run = open_run(folder / "run")
+        yield f"  sites: {', '.join(run.sites)}"
+        for site, want in json.loads((folder / "watched" / "seen.json").read_text()).items():
+            table = run.tensors(sites=[site], steps=[STEPS])
+            row = {name: float(table[name][0]) for name in table.columns if name in want}
+            worst = max(abs(row[c] - want[c]) / max(abs(want[c]), 1e-9) for c in want)
+            yield f"  {site}: by its own FP8 tensor, worst column {worst:.1e}  {want}"
+            if worst > 1e-3:
+                raise AssertionError(f"{site}: recorded {row}")
+        for note in run.meta.get("notes", []):
+            yield f"  note: {note}"
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
+    """All, by name."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
+    made: dict[str, Callable[[], Any]] = {
+        "delayed": partial(recipes.DelayedScaling, amax_history_len=4),
+        "current": recipes.Float8CurrentScaling,
+        "blockwise": recipes.Float8BlockScaling,
+    }
+    layers: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+        "Linear": (partial(te.Linear, 128, 256, **BF16), ()),
+        "LayerNormLinear": (partial(te.LayerNormLinear, 128, 256, **BF16), ()),
+        "LayerNormLinear, RMSNorm": (partial(te.LayerNormLinear, 128, 256, normalization="RMSNorm", **BF16), ()),
+        "LayerNormMLP": (partial(te.LayerNormMLP, 128, 512, **BF16), ()),
+        "GroupedLinear": (partial(te.GroupedLinear, 2, 128, 256, **BF16), ([128, 128],)),
+    }
+    for recipe, new in made.items():
+        for layer, (build, args) in layers.items():
+            yield f"{recipe}, {layer}", partial(_of, codes, build, new, args)
+    linear = layers["Linear"][0]
+    yield "drift, Linear", lambda: drift(linear, made["delayed"](), made["current"]())
+    for recipe in made:
+        yield f"training, {recipe}", partial(training, recipe)
+
+
+def _of(check: Any, build: Any, recipe: Callable[[], Any], args: tuple[Any, ...]) -> Iterator[str]:
+    yield from check(build, recipe(), *args)
+
+
+def main() -> None:
     torch.manual_seed(0)
-    for recipe in (
-        recipes.DelayedScaling(amax_history_len=4),
-        recipes.Float8CurrentScaling(),
-        recipes.Float8BlockScaling(),
-    ):
-        kind, bf16 = type(recipe).__name__, {"params_dtype": torch.bfloat16, "device": "cuda"}
-        check(f"{kind} Linear", te.Linear(128, 256, **bf16), recipe, te)
-        check(f"{kind} LayerNormLinear", te.LayerNormLinear(128, 256, **bf16), recipe, te)
-        check(f"{kind} LayerNormMLP", te.LayerNormMLP(128, 512, **bf16), recipe, te)
-        check(f"{kind} GroupedLinear", te.GroupedLinear(2, 128, 256, **bf16), recipe, te, [128, 128])
+    lines: list[str] = []
+    passed = tried = 0
+    for name, check in cases():
+        tried += 1
+        at = len(lines)
+        try:
+            lines += [name]
+            for line in check():
+                lines.append(line)
+            passed += 1
+        except Exception as error:
+            lines.append("  FAILED " + " ".join(f"{type(error).__name__}: {error}".split()))
+            traceback.print_exc()
+        print("\n".join(lines[at:]), flush=True)
+    lines.append(f"{passed} of {tried} cases as they should be")
+    print(lines[-1])
+    further = {"transformer_engine": version("transformer_engine")}
+    print(
+        transcript(
+            "gpu_transformer_engine", "python -m benchmarks.gpu_check_transformer_engine", lines, further=further
+        )
+    )
+    sys.exit(passed != tried)
 
 
 if __name__ == "__main__":

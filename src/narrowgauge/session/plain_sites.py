@@ -314,9 +314,7 @@ def _plain_math(device_type: str) -> Iterator[None]:
 def _judged(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> bool:
     """Whether the observer counted what the rule would make of x: nothing had to be quantized for it."""
     judge = getattr(state.observer, "judge", None)
-    if judge is None or (x_MK.device.type != "cpu" and not state.backend.watches):  # no kernels of ours are for it
-        return False
-    return bool(judge(state.name, role, x_MK, rule.operand, rule.given))
+    return judge is not None and judge(state.name, role, x_MK, rule.operand, rule.given)
 
 
 def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:

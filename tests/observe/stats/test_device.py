@@ -22,7 +22,7 @@ from narrowgauge.observe.stats import Collector
 pytest.importorskip("triton")
 
 from narrowgauge.compute.kernels.fused.watched.looks import Looks
-from narrowgauge.observe.stats.device import count
+from narrowgauge.observe.stats.device import count, ready
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,6 +32,15 @@ RULES = {
     "squares": Operand(E5M2, BLOCK_128x128, CURRENT_POW2),
     "rows": Operand(E4M3FN, PerRow(), ROWWISE),
 }
+
+
+def test_where_they_run(monkeypatch):
+    assert not ready(torch.device("cpu"))
+    capability = {"found": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability["found"])
+    assert not ready.__wrapped__(torch.device("cuda", 1))
+    capability["found"] = (9, 0)
+    assert ready.__wrapped__(torch.device("cuda", 1))
 
 
 def packed(x, rule, fill):

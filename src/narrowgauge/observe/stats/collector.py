@@ -31,7 +31,7 @@ from narrowgauge.compute.quant import QTensor
 from narrowgauge.errors import UsageError
 from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
 from narrowgauge.observe.stats import host
-from narrowgauge.observe.stats.device import count
+from narrowgauge.observe.stats.device import count, ready
 from narrowgauge.observe.stats.guard import Guard, Marks
 from narrowgauge.observe.stats.moments import judged, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
@@ -171,18 +171,18 @@ class Collector:
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """See x [M, K] of a layer that is not converted, and what `rule` would make of it, without making that.
 
-        False where somebody has to: then it is to be quantized and shown to `operand`. On a GPU the caller has made
-        sure that our kernels run there; a scale that is `given` is known only there.
+        False where somebody has to: then it is to be quantized and shown to `operand`. So is what has a `given` scale,
+        but on a GPU.
         """
-        kind = x.device.type
-        if not self._open or not x.numel() or not (kind == "cuda" or (kind == "cpu" and given is None)):
+        on_gpu = ready(x.device)
+        if not self._open or not x.numel() or not (on_gpu or (x.device.type == "cpu" and given is None)):
             return False
         held = self._held_on(x.device)
         with self._guarded(f"{module}:{role}", x.device, held), _current(x.device):
             site = _address(module, role)
             if role == "weight" and site in held.weights:
                 return True
-            if kind == "cuda":
+            if on_gpu:
                 look = None
                 with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
                     look = self._looks_on(x.device).open(site, x, rule, self._turn)

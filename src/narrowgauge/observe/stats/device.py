@@ -12,6 +12,8 @@ Legend: M = rows, K = columns.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
     from narrowgauge.compute.kernels.fused.watched.looks import Look
     from narrowgauge.compute.recipes import Operand
+
+
+@functools.cache
+def ready(device: torch.device) -> bool:
+    """Whether these kernels run on a device: Triton is there, and a GPU that converts to FP8 (capability 8.9)."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @torch.no_grad()
