@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ from narrowgauge.compute.recipes import by_name
 from narrowgauge.observe.store import open_run
 
 PROGRAM = Path(__file__).with_name("gpu_ranks_program.py")
+TORCHRUN = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]
 CASES = ("ddp", "fsdp2", "sites", "late", "gone", "split")
 EVERY, LIMIT = 4, 150
 RECORDED = STEPS // EVERY
@@ -51,7 +53,7 @@ class Watched:
         self.case, self.folder, self.out = case, folder, folder / "run"
         folder.mkdir()
         arguments = [str(PROGRAM), case, device, str(folder)]
-        command = ["torchrun", "--standalone", "--nproc-per-node", "2", *arguments]
+        command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *arguments]
         if case == "split":
             command = [sys.executable, *arguments]
         elif case == "gone":  # torchrun would end the others

@@ -1,6 +1,7 @@
 """A program that forks after it has woken its GPU: the parent is watched as ever, and children are no worse off."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -65,9 +66,10 @@ def watched(folder, device, recorded=True):
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
     watch = [*NARROWGAUGE, "run", "--out", "out", "--every", "1", "--"] if recorded else []
+    paths = os.pathsep.join([PLAIN["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])  # where else packages may lie
     done = subprocess.run(
         [*watch, sys.executable, "train.py", device],
-        cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+        cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "told.json").read_text()), done
