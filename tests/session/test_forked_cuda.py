@@ -69,7 +69,8 @@ def watched(folder, device, recorded=True):
     paths = os.pathsep.join([PLAIN["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])  # where else packages may lie
     done = subprocess.run(
         [*watch, sys.executable, "train.py", device],
-        cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120,
+        cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "told.json").read_text()), done
