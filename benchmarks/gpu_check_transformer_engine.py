@@ -23,6 +23,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -198,28 +199,30 @@ def drift(layer: Callable[[], nn.Module], delayed: Any, current: Any) -> Iterato
         raise AssertionError("the delayed scale should saturate, and the current one not")
 
 
+def program(recipe: str, folder: Path, watched: bool) -> str:
+    """Run the loop, alone or under the watch, into a folder; what went wrong."""
+    folder.mkdir()
+    watch = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", str(EVERY), "--out", str(folder / "run")]
+    command = [sys.executable, str(PROGRAM), recipe, str(STEPS), str(folder)]
+    command = [*watch, "--", *command] if watched else command
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return f"exit code {done.returncode}: {done.stderr[-800:]}" if done.returncode else ""
+
+
 def training(recipe: str) -> Iterator[str]:
     """The program alone, and under the watch."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        watch = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", str(EVERY), "--out"]
-        told = []
-        for kind in ("alone", "watched"):
-            (folder / kind).mkdir()
-            command = [sys.executable, str(PROGRAM), recipe, str(STEPS), str(folder / kind)]
-            done = subprocess.run(
-                [*watch, str(folder / "run"), "--", *command] if kind == "watched" else command,
-                capture_output=True, text=True, timeout=200,
-            )  # fmt: skip
-            if done.returncode:
-                raise AssertionError(f"{kind}: exit code {done.returncode}: {done.stderr[-800:]}")
-            told.append(json.loads((folder / kind / "losses.json").read_text()))
-        if told[0] != told[1]:
-            raise AssertionError(f"losses differ: {told}")
-        yield f"  {STEPS} losses the same to the bit, {told[0][0]:.6f} to {told[0][-1]:.6f}"
-        run = open_run(folder / "run")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
+        folders = Path(name) / "alone", Path(name) / "watched"
+        for failure in pool.map(program, (recipe,) * 2, folders, (False, True)):
+            if failure:
+                raise AssertionError(failure)
+        losses = [json.loads((folder / "losses.json").read_text()) for folder in folders]
+        if losses[0] != losses[1]:
+            raise AssertionError(f"losses differ: {losses}")
+        yield f"  {STEPS} losses the same to the bit, {losses[0][0]:.6f} to {losses[0][-1]:.6f}"
+        run = open_run(folders[1] / "run")
         yield f"  sites: {', '.join(run.sites)}"
-        for site, want in json.loads((folder / "watched" / "seen.json").read_text()).items():
+        for site, want in json.loads((folders[1] / "seen.json").read_text()).items():
             table = run.tensors(sites=[site], steps=[STEPS])
             row = {name: float(table[name][0]) for name in table.columns if name in want}
             worst = max(abs(row[c] - want[c]) / max(abs(want[c]), 1e-9) for c in want)
