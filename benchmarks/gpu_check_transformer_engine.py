@@ -50,11 +50,11 @@ class Rows:
     """A writer that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, float]] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
 
     def add_tensors(self, step: int, sites: list[str], columns: dict[str, Any]) -> None:
         for i, site in enumerate(sites):
-            self.rows[site] = {name: float(values[i]) for name, values in columns.items()}
+            self.rows[site] = {name: values[i] for name, values in columns.items()}  # histograms are arrays
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
         raise RuntimeError(message)
