@@ -7,7 +7,7 @@ import sys
 from tests.warm import READ_ONCE
 
 PROGRAM = """
-import atexit, os, sys
+import atexit, os, sys, threading, time
 print("torch" in sys.modules, sys.argv, __name__, __file__, os.getcwd(), os.environ["OWN"])
 print([entry for entry in sys.path if "site-packages" not in entry])
 import early
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 print(nn.Linear.__module__, torch.__spec__.name, "torch" in sys.modules)
 atexit.register(print, "the end")
+threading.Thread(target=lambda: time.sleep(0.2) or print("the last thread")).start()
 print("told", file=sys.stderr)
 sys.exit(7)
 """
@@ -44,7 +45,7 @@ def test_it_begins_and_ends_like_a_process(warm_python, tmp_path):
     found = both(warm_python, tmp_path, PROGRAM)
     assert found.returncode == 7
     assert found.stdout.startswith("at the start\nFalse ['train.py', '--lr', '1'] __main__ ")
-    assert found.stdout.endswith("the end\n")
+    assert found.stdout.endswith("the last thread\nthe end\n")
     assert found.stderr == "told\n"
 
 
@@ -52,6 +53,11 @@ def test_an_error_is_shown_as_python_shows_it(warm_python, tmp_path):
     found = both(warm_python, tmp_path, "import early\nraise ValueError('no data')\n")
     assert found.returncode == 1
     assert found.stderr.startswith("Traceback (most recent call last):\n  File")
+
+
+def test_words_instead_of_a_code(warm_python, tmp_path):
+    found = both(warm_python, tmp_path, "import early, sys\nsys.exit('no data')\n")
+    assert (found.returncode, found.stderr) == (1, "no data\n")
 
 
 def test_a_signal_is_the_end_that_it_is(warm_python, tmp_path):

@@ -2,7 +2,8 @@
 
     server    one process per worker of the tests: loads torch and what a watched program loads besides, and waits
     request   words, folder, environment and three file descriptors    ->    a fork of it
-    child     becomes what `python WORDS` would have been: environment, path, sitecustomize, __main__, the end
+    child     becomes what `python WORDS` would have been: environment, path, sitecustomize, __main__, the end; only its
+              memory is not taken apart, which takes seconds of what it shares with its parent
 
 The program's `import torch` is still the moment at which torch appears, so that what waits for it, as `session.inject`
 does, sees it coming. What is about the start of Python itself, or several processes, has real ones.
@@ -10,6 +11,7 @@ does, sees it coming. What is about the start of Python itself, or several proce
     python warm.py FD SOURCE    is the server; SOURCE is the folder that narrowgauge is imported from
 """
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -20,6 +22,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import types
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -31,6 +34,7 @@ LOADED = (
 )
 READ_ONCE = ("TORCH", "TRITON", "NUMBA", "CUDA")  # begin the names of variables that count while those are loaded
 LARGEST = 1 << 20  # bytes of a request
+_EXIT = os._exit  # a watched program's is another
 
 
 class Warm:
@@ -244,7 +248,24 @@ def become(words, cwd, env):
         sys.exit(1)
 
 
+def end(code):
+    """What Python does from the last line of a program on: its threads, its atexit functions, its files."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads
+            file.flush()
+    _EXIT((code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
     sys.modules["warm"] = sys.modules["__main__"]
     if request := serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]):
-        become(**request)
+        try:
+            become(**request)
+        except SystemExit as stop:
+            end(stop.code)
+    end(0)
