@@ -1,17 +1,18 @@
-"""Megatron-Core's tensor-parallel layers on two ranks, each of which multiplies its share."""
+"""Megatron-Core's GPTModel on two ranks, each of which multiplies its share of every layer."""
 
 import pytest
 from tests.integrations.watched import check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
-WORKS = WorksWith("Megatron-Core layers", ("megatron-core",), "tensor parallel 2: its MLP, embedding and head", ranks=2)
+WORKS = WorksWith("Megatron-Core", ("megatron-core",), "its `GPTModel`, tensor parallel 2, accumulation", ranks=2)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return play(WORKS, tmp_path_factory, "megatron_mlp", ("torchrun", "--nproc-per-node", "2", "--master-port", "PORT"))
+def seen(tmp_path_factory, warm_python):
+    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", "PORT")
+    return play(WORKS, tmp_path_factory, "megatron_gpt", launcher, warm_python)
 
 
 def test_the_program_is_as_without_us(seen):
@@ -21,10 +22,13 @@ def test_the_program_is_as_without_us(seen):
 def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):
     want = seen.case.rows_by_hand()
     check_tensors(seen, want)
-    assert {site.partition(":")[0] for _, site in want} == {"mlp.linear_fc1", "mlp.linear_fc2", "output_layer"}
+    layer = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    names = {f"decoder.layers.{i}.{name}" for i in range(2) for name in layer}
+    assert {site.partition(":")[0] for _, site in want} == names | {"output_layer"}
     ranks = seen.case.each_by_hand()
-    assert ranks[0][1, "mlp.linear_fc1:weight"] != ranks[1][1, "mlp.linear_fc1:weight"]
-    assert want[1, "mlp.linear_fc1:weight"]["numel"] == 32 * 64  # the shares of both
+    weight = 1, "decoder.layers.1.mlp.linear_fc1:weight"
+    assert ranks[0][weight] != ranks[1][weight]
+    assert want[weight]["numel"] == 32 * 128  # the shares of both
 
 
 def test_losses_are_those_of_the_script(seen):

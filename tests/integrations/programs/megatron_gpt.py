@@ -1,0 +1,57 @@
+"""A tiny GPTModel of Megatron-Core, two ranks wide, by a loop of its own."""
+
+import json
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from text import pieces
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    """Megatron's own takes its buffers on a GPU, whatever the model is on."""
+
+    def __init__(self, config, **settings):
+        super().__init__()
+
+    def forward(self, query, key, value, *mask, **settings):
+        """[s, b, heads, width] each to [s, b, heads * width]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+
+
+torch.distributed.init_process_group("gloo")
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+torch.manual_seed(0)
+config = TransformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    use_cpu_initialization=True,
+    tensor_model_parallel_size=2,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+layers = get_gpt_layer_local_spec()
+layers.submodules.self_attention.submodules.core_attention = Attention
+model = GPTModel(config, layers, vocab_size=128, max_sequence_length=32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+said, total = [], 0.0
+for number, tokens in enumerate(pieces(count=24).split(4)):
+    positions = torch.arange(31).expand(4, 31)
+    loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean() / 2
+    loss.backward()
+    total += loss.item()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(total)
+        total = 0.0
+if torch.distributed.get_rank() == 0:
+    Path("said.json").write_text(json.dumps(said))
+torch.distributed.destroy_process_group()
