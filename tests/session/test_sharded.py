@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import narrowgauge as ng
+from narrowgauge.compute.nn.conversion.structure import survey
 from narrowgauge.errors import ConversionError
 from narrowgauge.session.fingerprint import weights_hash
 from narrowgauge.session.sharded import here, is_distributed, local_of, shape_of, used_of
@@ -71,11 +72,20 @@ def test_weights_are_hashed_by_what_is_here(mesh):
     assert hashed != weights_hash([("w", DTensor.from_local(LOCAL + 1, mesh, [Shard(0), Shard(0)], run_check=False))])
 
 
-def test_a_sharded_layer_is_not_converted(mesh):
+@pytest.mark.parametrize(
+    ("local", "placements", "why"),
+    [
+        ((17, 32), [Shard(0), Replicate()], "its 33 outputs cannot be divided evenly by 2 ranks"),
+        ((32, 17), [Replicate(), Shard(1)], "its 33 inputs cannot be divided evenly by 2 ranks"),
+        ((32, 32), [Partial(), Replicate()], "its weight is laid out as .*Partial.*; Shard and Replicate can be"),
+    ],
+)
+def test_a_weight_that_cannot_be_multiplied_in_parts_is_not_converted(mesh, local, placements, why):
     model = nn.Sequential(nn.Linear(32, 32))
-    shard = DTensor.from_local(torch.zeros(16, 32), mesh, [Shard(0), Replicate()], run_check=False)
-    model[0].weight = nn.Parameter(shard)
-    with pytest.raises(ConversionError, match="its weight is a DTensor; only plain tensors can be quantized for now"):
+    shape = torch.Size(33 if size == 17 else size for size in local)
+    part = DTensor.from_local(torch.zeros(local), mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    model[0].weight = nn.Parameter(part)
+    with pytest.raises(ConversionError, match=why):
         ng.convert(model, "current")
     assert type(model[0]) is nn.Linear
 
@@ -85,3 +95,10 @@ def test_a_parameter_that_zero_3_keeps_elsewhere_has_its_whole_shape():
     assert shape_of(p) == (0,)
     p.ds_shape = torch.Size((4, 3))
     assert shape_of(p) == (4, 3)
+
+
+def test_the_shape_that_counts_is_the_part_of_one_rank(mesh):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False))
+    model[0].weight = nn.Parameter(DTensor.from_local(torch.zeros(128, 256), mesh, [Replicate(), Shard(0)]))
+    assert survey(model)[0].shape == (256, 256)
+    assert survey(model)[0].product == (128, 256)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
+from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
@@ -66,6 +67,7 @@ class Roots:
         self._hashes: list[str] = []
         self._linear_dtype = ""
         self._copied: dict[str, int | None] = {}  # by the prefix of a model's sites
+        self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
         self.notes: list[str] = []
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -156,7 +158,7 @@ class Roots:
             return
         self._reports[prefix] = report
         if self._plan.recipe is not None:
-            set_observer(model, self._recorder.under(prefix))
+            self._observe(model, prefix)
 
     def _hear(self, model: nn.Module, prefix: str) -> None:
         """Look at the layers that the program itself converted, unless somebody does already."""
@@ -167,7 +169,12 @@ class Roots:
                 "recorded here."
             )
         elif observers:
-            set_observer(model, self._recorder.under(prefix))
+            self._observe(model, prefix)
+
+    def _observe(self, model: nn.Module, prefix: str) -> None:
+        set_observer(model, self._recorder.under(prefix))
+        states = [module._fp8 for module in model.modules() if isinstance(module, Fp8Linear)]
+        self._layers.update({prefix + state.name: state for state in states})
 
     def _converted(self, model: nn.Module) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
@@ -202,7 +209,12 @@ class Roots:
         return isinstance(observer, Recorder) and observer.collector is self._recorder.collector
 
     def copies(self, site: str) -> int | None:
-        """The lowest rank with the same values at a site, if that is a weight which a wrapper keeps the same."""
+        """The lowest rank with the same values at a site, if a converted layer or a wrapper around it knows."""
+        name, _, role = site.rpartition(":")
+        layer = self._layers.get(name)
+        first = None if layer is None else layer.copies.get(role)
+        if first is not None:
+            return first
         if not site.endswith(":weight"):
             return None
         return self._copied.get(max((p for p in self._copied if site.startswith(p)), key=len, default=""))

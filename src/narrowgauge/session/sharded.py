@@ -20,10 +20,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from narrowgauge.compute.nn.parallel.placements import holders, is_distributed
+
+__all__ = ["Held", "class_name", "copied_by", "here", "holders", "is_distributed", "local_of", "used_of"]
 
 WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
@@ -108,12 +112,6 @@ def class_name(module: nn.Module) -> str:
     return kind.__name__
 
 
-def is_distributed(x: Any) -> bool:
-    """Whether `x` is a DTensor; a program that has none need not import them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
-
-
 def _waited(x: Tensor) -> Tensor:
     """The tensor behind one whose collective runs; the device waits for it, the host does not."""
     module = sys.modules.get("torch.distributed._functional_collectives")
@@ -121,12 +119,3 @@ def _waited(x: Tensor) -> Tensor:
         waited: Tensor = x.trigger_wait()
         return waited
     return x
-
-
-def holders(mesh: Any, everywhere: list[bool]) -> tuple[int | None, int]:
-    """The lowest of the ranks that hold what this one holds, because all along some dimensions do, and their number."""
-    place = mesh.get_coordinate()
-    if place is None:
-        return None, 1
-    same = mesh.mesh[tuple(slice(None) if free else at for free, at in zip(everywhere, place, strict=True))]
-    return int(same.min()), int(same.numel())

@@ -6,6 +6,8 @@ A stale copy would train on yesterday's weights without a sign, so what is kept 
     the weight has the same storage and `_version`    in-place changes by autograd's rules, swapped memory
     no checkpoint was loaded into the layer           `Module.load_state_dict`
 
+A weight that is gathered for each use (FSDP2) is not `lasting`: codes of it that stay would undo the sharding.
+
 `p.data.copy_()` between two microbatches of one step is seen by none of these. Nothing is kept where no optimizer steps
 (a training loop that updates weights by hand), before a step has shown that it has several microbatches, without grad,
 or while a CUDA graph is captured, which would replay without asking again.
@@ -55,12 +57,13 @@ class KeptWeight:
         self._made: Made | None = None
         self._made_from: _Mark | None = None
         self._storage: StorageWeakRef | None = None  # while it is known here, no other storage gets its address
+        self.lasting = True
         self._step = -1
         self._asked = self._asked_before = 0
 
     def worth_keeping(self, w_NK: Tensor) -> bool:
         """Whether more microbatches of this step are to come, as far as the last step tells."""
-        return self._asked < self._asked_before and not capturing(w_NK)
+        return self.lasting and self._asked < self._asked_before and not capturing(w_NK)
 
     def begin(self) -> None:
         """Count a forward with grad; what an optimizer has outdated is let go."""

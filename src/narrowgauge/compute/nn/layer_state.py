@@ -13,6 +13,7 @@ from torch import Tensor
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
+from narrowgauge.compute.nn.parallel.placements import holders, is_distributed
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.nn.tracing.handle import new_handle
@@ -30,7 +31,9 @@ class LayerState:
     `row` is the first of its three rows in `table`, None without one. `calls` counts forwards, recomputed
     ones included; `rows_seen` is M of the last forward with grad. How much of a result the gemm check
     recomputes: `sample_rows` of output and grad_input, `sample_outputs` rows by `sample_columns` of grad_weight;
-    `check` is the last watched step and whose turn it was.
+    `check` is the last watched step and whose turn it was. Of a weight that is spread over ranks, `mesh` is the
+    DeviceMesh on which it lies between its uses, and `copies` says of an operand by its role which is the lowest rank
+    with the same values, if others have them.
     """
 
     name: str
@@ -49,6 +52,8 @@ class LayerState:
     kept_weight: KeptWeight = field(default_factory=KeptWeight)
     samples: dict[tuple[int, int], Samples] = field(default_factory=dict)  # of compiled forwards, by step and codes
     recorded: tuple[int, int] = (-1, 0)  # a step, and how many of its compiled forwards wait for their backward
+    mesh: Any = None
+    copies: dict[str, int | None] = field(default_factory=dict)
     handle: Tensor = field(init=False)
     traced: Traced = field(init=False)
     keeps_high: bool = field(init=False)  # whether a product or an operand does: then it runs by `switched`
@@ -66,6 +71,34 @@ class LayerState:
         """Follow the layer's weight: a handle elsewhere would keep CUDA graphs away."""
         if self.handle.device != device:
             self.handle = new_handle(self, device)
+
+    def lies(self, weight: Tensor | None) -> None:
+        """Follow the layer's weight onto a mesh and off it; the largest is where it lies between its uses."""
+        if is_distributed(weight) and (self.mesh is None or weight.device_mesh.size() > self.mesh.size()):  # type: ignore[union-attr]
+            self.mesh = weight.device_mesh  # type: ignore[union-attr]
+            if self.table is not None and self.row is not None:
+                self.table.share(self.row, self.mesh)
+        elif weight is not None and self.gathers(weight):
+            self.kept_weight.lasting = False
+
+    def gathers(self, weight: Tensor) -> bool:
+        """Whether this weight, which is about to be multiplied, is there for this use only."""
+        if self.mesh is None:
+            return False
+        kept = weight.device_mesh.size() if is_distributed(weight) else 0  # type: ignore[attr-defined]
+        return bool(kept < self.mesh.size())
+
+    def note_copies(self, weight: Tensor, everywhere: dict[str, list[bool]] | None = None) -> None:
+        """Find out who has the same operands: along which dimensions of the mesh, as the weight is in use, all do."""
+        if self.copies or self.mesh is None:
+            return
+        known = everywhere or {"weight": []}
+        rest = len(known["weight"])
+        for role, free in known.items():
+            mesh = weight.device_mesh if is_distributed(weight) else self.mesh  # type: ignore[attr-defined]
+            if role == "weight" and rest < self.mesh.ndim:  # along the leading ones it was gathered
+                mesh, free = self.mesh, [True] * (self.mesh.ndim - rest) + free
+            self.copies[role] = holders(mesh, free)[0] if any(free) else None
 
     @property
     def waits(self) -> bool:
@@ -100,6 +133,7 @@ class LayerState:
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the observer, which belongs to a run, and the kept codes, which belong to this weight."""
         state = {**vars(self), "observer": None, "kept_weight": KeptWeight(), "samples": {}, "recorded": (-1, 0)}
+        state |= {"mesh": None, "copies": {}}  # found again with the weight
         del state["handle"]  # an address is nobody else's
         return state
 

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.compiled import compiled_linear
 from narrowgauge.compute.nn.function import expected_dtype, fp8_linear
+from narrowgauge.compute.nn.gathered import gathered_linear
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.parallel.parts import product_in_parts
+from narrowgauge.compute.nn.parallel.placements import is_distributed
+from narrowgauge.compute.nn.parallel.wrapped import class_of, exchange
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.nn.scaling.state_io import load_from, save_into
@@ -37,6 +41,7 @@ _EXPORTED = (
 
 # Below a graph break a compiler would look into it, and compile its kernels anew in its own way: ten times slower.
 _eager_linear: Callable[..., Tensor] = not_compiled(fp8_linear)
+_gathered_linear: Callable[..., Tensor] = not_compiled(gathered_linear)
 
 
 # Both are asked while a graph is traced, and not traced: one torch's compiler stops at the first, and answers the
@@ -79,7 +84,7 @@ class Fp8Linear(nn.Linear):
         Raises ConversionError for anything but a plain nn.Linear, and for a delayed or static recipe without
         a table.
         """
-        if type(module) is not nn.Linear:
+        if class_of(module) is not nn.Linear:
             raise ConversionError(
                 f"{name!r} is a {type(module).__name__}, and only a plain nn.Linear can be converted in "
                 "place; leave it out (skip=...), or revert it first."
@@ -93,8 +98,9 @@ class Fp8Linear(nn.Linear):
         clock.follow(module)
         state.subscribe()
         state.move(module.weight.device)
-        module.__class__ = Fp8Linear
+        exchange(module, Fp8Linear)
         vars(module)["_fp8"] = state
+        state.lies(module.weight)
         return state
 
     @staticmethod
@@ -103,25 +109,46 @@ class Fp8Linear(nn.Linear):
         if not isinstance(module, Fp8Linear):
             raise ConversionError(f"a {type(module).__name__} was never converted, so it cannot be released.")
         del module._fp8
-        module.__class__ = nn.Linear  # type: ignore[assignment]
+        exchange(module, nn.Linear)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's own name)
         """Return input [..., K] times weight [N, K] transposed, plus bias, [..., N]."""
         if _transforming():
             raise ConversionError(_TRANSFORMED)
+        weight = self.weight
+        if is_distributed(weight):
+            self._fp8.lies(weight)
+            y, everywhere = product_in_parts(self._product, input, weight, self.bias)
+            if self._fp8.observer is not None and not torch.compiler.is_compiling():
+                self._fp8.note_copies(weight, everywhere)
+            return y
+        return self._product(input, weight, self.bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Of plain tensors."""
+        state = self._fp8
         if torch.compiler.is_compiling():
             if _exporting():
                 raise ConversionError(_EXPORTED)
-            dtype = expected_dtype(input, self.weight, self.bias)
-            return compiled_linear(input, self.weight, self.bias, self._fp8, dtype)
-        state = self._fp8
+            return compiled_linear(x, weight, bias, state, expected_dtype(x, weight, bias))
+        if state.mesh is not None and state.gathers(self.weight):
+            if state.observer is not None and not is_distributed(self.weight):
+                state.note_copies(self.weight)
+            if torch.is_grad_enabled() and not state.keeps_high:
+                return _gathered_linear(x, weight, bias, state)  # which counts the call
         state.calls += 1
-        return _eager_linear(input, self.weight, self.bias, state)
+        return _eager_linear(x, weight, bias, state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight" and "_fp8" in vars(self):
+            self._fp8.lies(value)  # so FSDP2 tells, which exchanges the weight around each use
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._fp8.clock.follow(self)  # a copy, or a module that was unpickled
         self._fp8.move(self.weight.device)
+        self._fp8.lies(self.weight)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         module = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]

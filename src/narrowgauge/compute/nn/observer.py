@@ -108,6 +108,7 @@ def sample_rows(
     if y_MN.shape[0] == 0:
         return None
     rows = picked(y_MN.shape[0], count, turn, y_MN.device)
+    b_NC = b_NC.detach()  # whoever listens for products with parameters shall not take this for one
     if a_MC.is_cuda and a_MC.dtype == b_NC.dtype and a_MC.element_size() == 2:  # exact products, and no copy of b
         want = torch.mm(a_MC[rows], b_NC.t(), out_dtype=torch.float32)
     else:

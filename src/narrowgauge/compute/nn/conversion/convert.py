@@ -24,6 +24,7 @@ from narrowgauge.compute.nn.conversion.structure import Layer, clean, is_wrapper
 from narrowgauge.compute.nn.conversion.switches import Switch
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.compute.nn.parallel.wrapped import class_of
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.resume_warnings import steps_taken, warn_fresh_after
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
@@ -114,10 +115,10 @@ def revert(model: Model) -> Model:
     if not converted:
         raise ConversionError(f"nothing to revert: {type(model).__name__} has no converted layer.")
     for name, module in converted.items():
-        if type(module) is not Fp8Linear:
+        if class_of(module) is not Fp8Linear:
             raise ConversionError(
                 f"{name!r} became a {type(module).__name__} after its conversion (a parametrization "
-                "does that, and fully_shard called on the layer itself); undo this first, or revert before it is done."
+                "does that); undo this first, or revert before it is done."
             )
     for module in converted.values():
         Fp8Linear.release(module)

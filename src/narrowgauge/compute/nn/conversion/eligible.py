@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from narrowgauge.compute.nn.conversion.structure import Layer
+from narrowgauge.compute.nn.parallel import placements
+from narrowgauge.compute.nn.parallel.wrapped import class_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -18,15 +20,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def refusal(layer: Layer) -> str | None:
     """Why this layer's class could not be swapped, or None when it can. Shapes are the backend's matter."""
     module = layer.module
-    if type(module) is not nn.Linear:
+    if class_of(module) is not nn.Linear:
         return _class_refusal(module)
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so another class would have no effect"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed (weight norm, spectral norm or pruning), not a parameter"
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}; only plain tensors can be quantized for now"
+    if placements.is_distributed(weight):
+        if (why := placements.refusal(weight, gathered=layer.gathered)) is not None:
+            return why
+    elif type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}; plain tensors and DTensors can be quantized"
     if weight.device.type == "meta":
         return "its weight is on the meta device: materialize the model (`to_empty`, then load), then convert"
     if weight.dtype not in DTYPES:
@@ -41,7 +46,7 @@ def refusal(layer: Layer) -> str | None:
 
 
 def _class_refusal(module: nn.Module) -> str:
-    name = type(module).__name__
+    name = class_of(module).__name__
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return f"{name} has no weight yet: run the model once, then convert"
     if torch.nn.utils.parametrize.is_parametrized(module):

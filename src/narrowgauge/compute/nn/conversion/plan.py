@@ -105,9 +105,9 @@ def make_plans(request: Request, layers: Sequence[Layer], slow: SlowLayers | Non
         if key not in chosen:
             chosen[key] = kernels.choose(recipe, device, request.backend)
         backend, why = chosen[key]
-        refused = backend.refuses(recipe, *layer.shape)
+        refused = backend.refuses(recipe, *layer.product)
         if refused is None and slow is not None:
-            refused = slow.reason(recipe, *layer.shape, device)
+            refused = slow.reason(recipe, *layer.product, device)
         if refused:
             plans.append(Plan(layer, None, refused))
             continue

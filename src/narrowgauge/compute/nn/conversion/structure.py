@@ -17,6 +17,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from narrowgauge.compute.nn.parallel.placements import gathered_modules, shape_in_use
+
 # Path components that wrappers insert; a layer's name does not depend on how the model was wrapped.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Names under which models keep the layer that makes logits or scores.
@@ -45,6 +47,7 @@ class Layer:
     tied: tuple[str, ...] = ()  # embeddings and other modules that own the same weight
     shared_with: tuple[str, ...] = ()  # other linear layers that own the same weight
     aliases: tuple[str, ...] = ()  # further names of this very module
+    gathered: bool = False  # FSDP2 makes its weight whole for each use
 
     @property
     def last(self) -> str:
@@ -58,6 +61,11 @@ class Layer:
         if weight is None:
             raise AttributeError(f"{self.name} has no weight parameter")
         return weight
+
+    @property
+    def product(self) -> tuple[int, int]:
+        """(N, K) of the matrix that this process multiplies: a part of it, under tensor parallelism."""
+        return shape_in_use(self.weight, self.shape, gathered=self.gathered)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,6 +119,7 @@ def survey(model: nn.Module) -> list[Layer]:
 
     block_of, blocks = _blocks(model)
     owners, experts = _owners(modules), _experts(modules.values())
+    gathered = gathered_modules(modules.values())
     shapes = {key: shape for key, module in modules.items() if (shape := linear_shape(module))}
     heads = _heads(model, {names[key][0]: shape[0] for key, shape in shapes.items() if key not in block_of})
     layers = []
@@ -129,6 +138,7 @@ def survey(model: nn.Module) -> list[Layer]:
                 tied=tuple(names[o][0] for o in others if o not in shapes or names[o][0] in heads),
                 shared_with=tuple(names[o][0] for o in others if o in shapes),
                 aliases=tuple(aliases),
+                gathered=key in gathered,
             )
         )
     return layers

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.nn.scaling.over_ranks import OverRanks
 from narrowgauge.compute.nn.scaling.resume_warnings import warn_lost
 from narrowgauge.compute.nn.scaling.rolling import HAS_TRITON, NO_DATA, Group, roll_at_once, roll_by_groups, rules_of
 from narrowgauge.compute.quant import inv_scale_from_amax
@@ -57,10 +58,11 @@ class ScaleTable:
         self._indices: dict[tuple[int, ...], Tensor] = {}
         self._given: dict[int, Given] = {}  # views of the rows
         self._rules: Any = None  # of every row, for the kernel that rolls them
+        self._over_ranks = OverRanks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the views, which would be copied apart from what they show."""
-        return {**vars(self), "_given": {}, "_rules": None}
+        """Without the views, which would be copied apart from what they show, and the ranks, which are not copied."""
+        return {**vars(self), "_given": {}, "_rules": None, "_over_ranks": OverRanks()}
 
     def add(self, module: str, recipe: Recipe) -> int:
         """Add the three sites of `module` and return the row of the first."""
@@ -89,6 +91,10 @@ class ScaleTable:
         self._given.clear()
         self._rules = None
         return first
+
+    def share(self, row: int, mesh: Any) -> None:
+        """Let the layer whose first row this is have its amaxes in common with the ranks of a mesh, from now on."""
+        self._over_ranks.add(row, len(ROLES), mesh)
 
     def check_scales(self, recipe: Recipe) -> None:
         """Raise ConversionError if `recipe` gives a scale to a site that no converted layer has."""
@@ -159,6 +165,7 @@ class ScaleTable:
     def roll(self) -> None:
         """End the step: amaxes enter the history, scales follow."""
         self.fold()
+        self._over_ranks.reduce(self.amax_now)
         self.steps += 1
         tensors = (self.history, self.amax_now, self.scale, self.inv_scale)
         if self.scale.is_cuda and HAS_TRITON:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from narrowgauge.compute.nn.parallel.wrapped import class_of
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.errors import ShapeError
@@ -82,7 +83,7 @@ def _keep_for_later(
     module: nn.Linear, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
 ) -> None:
     nn.Module._load_from_state_dict(module, state_dict, prefix, local_metadata, *rest)
-    if type(module) is not nn.Linear:
+    if class_of(module) is not nn.Linear:
         return
     module.__dict__.pop(_PENDING, None)
     if KEY in local_metadata:
