@@ -82,8 +82,8 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     for name, (rule, plain, watched) in GRAINS.items():
         look = looks.Looks(x.device).open("", x, rule, 1)
         assert look is not None
-        found[f"{name}, plain kernel"] = partial(plain, x, rule.fmt, rule.scaling)
-        found[f"{name}, watched, errors of 1/{plan.SHARE}"] = partial(watched, x, rule.fmt, rule.scaling, look=look)
+        found[f"{name}, plain kernel"] = partial(plain, x, rule)
+        found[f"{name}, watched, errors of 1/{plan.SHARE}"] = partial(watched, x, rule, look=look)
     return found
 
 

@@ -19,10 +19,12 @@ import torch
 from benchmarks.record import record
 
 from narrowgauge.compute.kernels.fused import amax, blocks, rows, tensorwise
-from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, PerTensor
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN
 
+TILES, SQUARES = (Operand(E4M3FN, granules, CURRENT_POW2) for granules in (BLOCK_1x128, BLOCK_128x128))
+ROWS = Operand(E4M3FN, PerRow(), ROWWISE)
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336), (8192, 2048))
 
 
@@ -46,15 +48,15 @@ def calls(x: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
         "amax": (2, partial(amax.amax, x)),
         "amax, then tensor, both": (6, lambda: tensorwise.cast(x, rule, amax.amax(x))),
     }
-    for layout, moved, wanted in (("both", 4, {}), ("plain", 3, {"turned": False}), ("turned", 3, {"plain": False})):
+    for layout, moved, wanted in (("both", 4, (True, True)), ("plain", 3, (True, False)), ("turned", 3, (False, True))):
         found |= {
-            f"tensor, {layout}": (moved, partial(tensorwise.cast, x, rule, one, **wanted)),
+            f"tensor, {layout}": (moved, partial(tensorwise.Cast(x, rule, *wanted), x, one)),
             f"given and amax, {layout}": (
-                moved, partial(tensorwise.cast_given, x, rule, one, one, scratch=scratch, **wanted)
+                moved, partial(tensorwise.CastGiven(x, rule, *wanted, False), x, one, one, None, scratch)
             ),
-            f"tiles, {layout}": (moved, partial(blocks.cast_tiles, x, E4M3FN, CURRENT_POW2, **wanted)),
-            f"squares, {layout}": (moved, partial(blocks.cast_squares, x, E4M3FN, CURRENT_POW2, **wanted)),
-            f"rows, {layout}": (moved + 2, partial(rows.cast_rows, x, E4M3FN, ROWWISE, **wanted)),
+            f"tiles, {layout}": (moved, partial(blocks.TileCast(x, TILES, *wanted), x)),
+            f"squares, {layout}": (moved, partial(blocks.SquareCast(x, SQUARES, *wanted), x)),
+            f"rows, {layout}": (moved + 2, partial(rows.RowCast(x, ROWS, *wanted), x)),
         }  # fmt: skip
     return found
 

@@ -1,14 +1,14 @@
 """A kernel that is launched again is the one that Triton would choose, and gets the arguments that it would get."""
 
-import inspect
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
 from narrowgauge.compute.kernels.fused import amax, blocks, launch, rows, tensorwise
-from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, PerTensor
+from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, ROWWISE, BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN, E5M2
 
@@ -30,17 +30,24 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, told):
         self.told = told
 
     def __getitem__(self, grid):
-        return lambda *args, stream: self.told.append(("ready", grid, args, stream))
+        return lambda *args, stream: self.told.append(("told of", grid, args, stream))
+
+    def run(self, *args):
+        grid, (stream, *facts), args = args[:3], args[3:9], args[9:]
+        assert facts == ["function", "metadata", None, None, None]
+        self.told.append(("ready", grid, args, stream))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "_READY", {})
+    monkeypatch.setattr(launch, "_LAUNCHES", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     return Kernel()
@@ -54,6 +61,16 @@ def test_the_second_launch_gets_addresses_and_the_stream(kernel):
         ("compiled", (3,), (x, None, y, 64, 1, 5, True, 2.0), {"num_warps": 4}),
         ("ready", (3, 1, 1), (x.data_ptr(), None, y.data_ptr(), 64, 1, 16, True, 2.0), 77),
     ]
+
+
+def test_a_profiler_is_told_of_every_launch(kernel, monkeypatch):
+    hook = knobs.runtime.launch_enter_hook
+    hook.add(print)
+    for _ in range(2):
+        launch.launch(kernel, 1, (torch.zeros(1),), (), ())
+    hook.remove(print)
+    launch.launch(kernel, 1, (torch.zeros(1),), (), ())
+    assert [how for how, *_ in kernel.told] == ["compiled", "told of", "ready"]
 
 
 @pytest.mark.parametrize(
@@ -85,23 +102,23 @@ def test_shapes_that_never_come_back_do_not_pile_up(kernel, monkeypatch):
     monkeypatch.setattr(launch, "MOST", 10)
     for n in range(100):
         launch.launch(kernel, 1, (torch.zeros(1),), (n,), ())
-    assert len(launch._READY) <= 10
+    assert len(launch._LAUNCHES) <= 10
 
 
 @cuda
 @pytest.mark.gpu
 def test_triton_would_choose_the_same(monkeypatch):
     chosen = {}
+    inner = launch.Launch.__call__
 
-    class Asked(dict):
-        def get(self, key):
-            return None  # so that Triton chooses each time
+    def asked(self, tensors, late=()):
+        kept, self._ready = self._ready, {}  # so that Triton chooses each time
+        inner(self, tensors, late)
+        (key, compiled), self._ready = next(iter(self._ready.items())), kept
+        whole = (id(self._kernel), self._programs, self._sizes, self._constants, key, tensors[0].dtype)
+        assert chosen.setdefault(whole, compiled) is compiled
 
-        def __setitem__(self, key, ready):
-            compiled = inspect.getclosurevars(ready).nonlocals["self"]
-            assert chosen.setdefault(key, compiled) is compiled
-
-    monkeypatch.setattr(launch, "_READY", Asked())
+    monkeypatch.setattr(launch.Launch, "__call__", asked)
     table = torch.ones(64, device="cuda")
     calls = 0
     for M, K in ((256, 512), (256, 514), (130, 77), (1, 16), (16, 1), (128, 128)):
@@ -113,8 +130,8 @@ def test_triton_would_choose_the_same(monkeypatch):
                         rule = Operand(fmt, PerTensor(), CURRENT)
                         tensorwise.cast(x, rule, amax.amax(x))
                         tensorwise.cast_given(x, rule, table[row], table[row + 1], slot=table[row + 2 : row + 3])
-                        blocks.cast_tiles(x, fmt, CURRENT_POW2)
-                        blocks.cast_squares(x, fmt, CURRENT_POW2)
-                        rows.cast_rows(x, fmt, ROWWISE)
+                        blocks.cast_tiles(x, Operand(fmt, BLOCK_1x128, CURRENT_POW2))
+                        blocks.cast_squares(x, Operand(fmt, BLOCK_128x128, CURRENT_POW2))
+                        rows.cast_rows(x, Operand(fmt, PerRow(), ROWWISE))
                         calls += 7
     assert 50 < len(chosen) < calls

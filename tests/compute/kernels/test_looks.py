@@ -175,9 +175,9 @@ def look_at_grains(x, kind, turn=3, **wanted):
     rule, plain_cast, watched_cast = GRAINS[kind]
     room = looks.Looks(DEVICE)
     look = room.open("site", x, rule, turn)
-    found = watched_cast(x, rule.fmt, rule.scaling, rule.margin, look=look, **wanted)
-    assert_same_codes(found, plain_cast(x, rule.fmt, rule.scaling, rule.margin, **wanted))
-    codes, *scales = plain_cast(x, rule.fmt, rule.scaling, rule.margin)
+    found = watched_cast(x, rule, look=look, **wanted)
+    assert_same_codes(found, plain_cast(x, rule, **wanted))
+    codes, *scales = plain_cast(x, rule)
     scale = scales[1] if kind == "squares" else scales[0]
     return room.pack()[1][0], QTensor(codes, scale, rule.fmt, rule.granularity), look
 
@@ -231,7 +231,7 @@ def test_what_is_flushed_is_known_to_the_last_bit(kind):
     g = torch.Generator().manual_seed(3)
     x = torch.zeros(64, 34, device=DEVICE)
     x[:, 0] = torch.exp(4 * torch.randn(64, generator=g)).to(DEVICE)
-    scale = plain_cast(x, rule.fmt, rule.scaling, rule.margin)[2 if kind == "squares" else 1]
+    scale = plain_cast(x, rule)[2 if kind == "squares" else 1]
     half = 2.0 ** (-rule.fmt.bias - rule.fmt.mantissa_bits)
     near = torch.arange(-4, 29, dtype=torch.int32, device=DEVICE) // 4  # floats beside half a quantum
     x[:, 1:] = ((scale * half).expand(64, 1).contiguous().view(torch.int32) + near).view(torch.float32)

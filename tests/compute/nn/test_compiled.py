@@ -87,16 +87,25 @@ def test_codes_left_to_the_graph_change_no_bit(recipe, microbatches):
         assert all(calc_diff(check.want, check.got) < 3e-3 for check in checks)
 
 
-@pytest.mark.parametrize("saves", [CODES, RECODED])
+@pytest.mark.parametrize(
+    ("recipe", "saves", "tokens"),
+    [
+        ("current", CODES, 64),
+        ("current", RECODED, 64),
+        ("rowwise", RECODED, 64),
+        ("blockwise", RECODED, 160),
+        ("blockwise", RECODED, 256),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_the_graph_computes_is_exact(dtype, saves):
-    eager, model = blocks("current").to(dtype), blocks("current").to(dtype)
+def test_what_the_graph_computes_is_exact(dtype, recipe, saves, tokens):
+    eager, model = blocks(recipe).to(dtype), blocks(recipe).to(dtype)
     for block in model:
         for layer in (block.up, block.down):
             layer._fp8.save(saves)
     call, counter = compiled(model)
     for factor in (1.0, 0.0, 1e-6, float("inf"), float("nan")):
-        x = torch.randn(64, 128, dtype=dtype)
+        x = torch.randn(tokens, 128, dtype=dtype)
         x[3, 5] *= factor
         x = x * 0 if factor == 0 else x
         found = []
@@ -113,7 +122,7 @@ def test_what_the_graph_computes_is_exact(dtype, saves):
 
 
 def test_convert_chooses_what_is_saved():
-    for recipe, plain, codes in (("delayed", RECODED, CODES), ("rowwise", CODES, CODES)):  # rows cannot be left to it
+    for recipe, plain, codes in (("delayed", RECODED, CODES), ("rowwise", RECODED, CODES), ("mxfp8", CODES, CODES)):
         for kwargs, want in (({}, plain), ({"save_codes": True}, codes)):
             model, _ = ng.convert(nn.Sequential(Block()), recipe=recipe, **kwargs)
             assert model[0].up._fp8.traced.saves == want

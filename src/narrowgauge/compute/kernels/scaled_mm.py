@@ -112,20 +112,26 @@ class ScaledMM:
 
 def _one_scale(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """One scale per tensor or per row: the gemm applies it to the accumulator."""
-    native = _native_dtype(out_dtype, rowwise=a.granularity == PerRow(), device=a.codes.device)
+    rowwise = a.scale.dim() > 0
+    native = _native_dtype(out_dtype, rowwise=rowwise, device=a.codes.device)
     epilogue = bias.to(native) if bias is not None and native in _EPILOGUE_BIAS else None
     y_PQ: Tensor = torch._scaled_mm(
         _pad(a.codes, 16),
         _pad(b.codes, 16).t(),
-        scale_a=a.scale.reshape(-1).unsqueeze(1) if a.scale.ndim else a.scale,
-        scale_b=b.scale.reshape(-1).unsqueeze(0) if b.scale.ndim else b.scale,
+        scale_a=_column(a.scale) if rowwise else a.scale,
+        scale_b=_column(b.scale).t() if rowwise else b.scale,
         bias=epilogue,
         out_dtype=native,
         use_fast_accum=fast_accum,
     )
     if bias is not None and epilogue is None:
         y_PQ = y_PQ.add_(bias)
-    return y_PQ.to(out_dtype)
+    return y_PQ if native == out_dtype else y_PQ.to(out_dtype)
+
+
+def _column(scale: Tensor) -> Tensor:
+    """Scales [P, 1], one beside the other in memory."""
+    return scale if scale.stride(0) == 1 else scale.contiguous()
 
 
 def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
@@ -143,7 +149,9 @@ def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
         scale_recipe_b=recipes.BlockWise128x128 if square else recipes.BlockWise1x128,
         output_dtype=native,
     )
-    return y_PQ[:rows].to(out_dtype)
+    if y_PQ.shape[0] != rows:
+        y_PQ = y_PQ[:rows]
+    return y_PQ if native == out_dtype else y_PQ.to(out_dtype)
 
 
 def _square_scale(scale_QC: Tensor) -> Tensor:
@@ -182,9 +190,15 @@ def _pad(codes: Tensor, contracted: int, rows: int = 1) -> Tensor:
 def _native_dtype(out_dtype: torch.dtype, *, rowwise: bool, device: torch.device) -> torch.dtype:
     """The result dtype that the kernel can write; the caller converts the rest."""
     if rowwise and device.type == "cuda":
-        wide = torch.cuda.get_device_capability(device) == (9, 0) and _cuda_version() >= (12, 9)
-        return torch.float32 if wide and out_dtype in (torch.float32, torch.float64) else torch.bfloat16
+        wide = out_dtype in (torch.float32, torch.float64) and _rows_to_float32(device)
+        return torch.float32 if wide else torch.bfloat16
     return torch.float32 if out_dtype == torch.float64 else out_dtype
+
+
+@cache
+def _rows_to_float32(device: torch.device) -> bool:
+    """Whether a product with a scale per row can be written as float32 on this GPU."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and _cuda_version() >= (12, 9)
 
 
 @cache

@@ -40,7 +40,7 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import switched_forward
 from narrowgauge.compute.nn.tracing.capture import capturing
 from narrowgauge.compute.nn.tracing.handle import layer_of
-from narrowgauge.compute.nn.tracing.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of
+from narrowgauge.compute.nn.tracing.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of, recoded
 from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 from narrowgauge.compute.quant import QTensor
 
@@ -77,10 +77,11 @@ def linear_forward(
     """y [..., N] in `dtype`, and if `grad` what the backward pass needs, each empty where it does not.
 
     That is: codes [K, M] of x; their scales in a row, or the only one; the inv_scale [] of x, where codes are left to
-    the graph and it cannot know it; the amax [] of w, where that makes its scale.
+    the graph and it cannot know it; the amax [] of w, where that makes its scale. Where the graph makes scales too, one
+    number stands for them.
     """
     state: LayerState = layer_of(handle)
-    saves, own_scale = whole[0], bool(whole[1])
+    saves, own_scale, by_lines = whole[0], bool(whole[1]), bool(whole[4])
     recomputed, captured = inside_backward(), capturing(x)
     state.calls += 1
     if not recomputed:
@@ -104,6 +105,8 @@ def linear_forward(
     if grad:
         if q_x.turned is not None:
             codes, scale = q_x.turned.codes.contiguous(), _flat(q_x.turned.scale)
+        elif by_lines:
+            scale = x.new_empty(1, dtype=torch.float32)
         else:
             scale = q_x.plain.scale
             inv_scale = None if own_scale else q_x.inv_scale_used()
@@ -140,8 +143,9 @@ def _(
         return y, nothing, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     amax_w = x.new_empty(one, dtype=torch.float32) if traced.own_scale else x.new_empty(0)
     if traced.saves != CODES:
-        scale = x.new_empty(one, dtype=torch.float32)
-        inv_scale = x.new_empty(0) if traced.own_scale else x.new_empty(one, dtype=torch.float32)
+        scale = x.new_empty(1 if traced.by_lines else one, dtype=torch.float32)
+        known = traced.own_scale or traced.by_lines
+        inv_scale = x.new_empty(0) if known else x.new_empty(one, dtype=torch.float32)
         return y, nothing, scale, inv_scale, amax_w
     M, K = math.prod(x.shape[:-1]), x.shape[-1]
     codes = x.new_empty((K, M), dtype=traced.dtype)
@@ -161,16 +165,17 @@ def linear_backward(
     bias_dtype: torch.dtype | None,
     codes_xT: Tensor,
     scale_xT: Tensor,
+    mark: Tensor,
     handle: Tensor,
     dtype: torch.dtype,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dw and db, each empty if not among `needs`."""
+    """dx, dw and db, each empty if not among `needs`; `mark` is what the forward pass gave for scales."""
     state: LayerState = layer_of(handle)
     call = Call.begin(state, dtype, "write", capturing(dy))
     again = Call(state, dtype, "again", False, call.turn, None)
     state.wait(-1)
-    samples = state.samples.pop((call.turn, scale_xT.data_ptr()), None)
+    samples = state.samples.pop((call.turn, mark.data_ptr()), None)
     dy_MN = gemms.matrix(dy)
     dx = dw = db = None
     needs_dx, needs_dw, needs_db = needs
@@ -206,6 +211,7 @@ def _(
     bias_dtype: torch.dtype | None,
     codes_xT: Tensor,
     scale_xT: Tensor,
+    mark: Tensor,
     handle: Tensor,
     dtype: torch.dtype,
     needs: list[bool],
@@ -227,16 +233,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    weight, amax_w, codes, scale, handle, *high = ctx.saved_tensors
+    weight, amax_w, codes, mark, handle, *high = ctx.saved_tensors
+    scale = mark
     needs = [bool(ctx.needs_input_grad[i]) for i in (0, 2, 3)]
     if high and needs[1]:
         x, known = high
-        inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
-        codes = codes_of(x.reshape(-1, x.shape[-1]), inv_scale, ctx.traced).t().contiguous()
+        x_MK = x.reshape(-1, x.shape[-1])
+        if ctx.traced.by_lines:
+            codes, scale = recoded(x_MK, ctx.traced)
+        else:
+            inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
+            codes = codes_of(x_MK, inv_scale, ctx.traced).t().contiguous()
     amax = amax_of(dy) if ctx.traced.own_scale else None
     weights = (weight, amax_w, ctx.bias_dtype)
     found = linear_backward(
-        dy, amax, ctx.x_like, ctx.x_dtype, *weights, codes, scale, handle, ctx.dtype, needs
+        dy, amax, ctx.x_like, ctx.x_dtype, *weights, codes, scale, mark, handle, ctx.dtype, needs
     )  # fmt: skip
     dx, dw, db = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return dx, None, dw, db, *5 * (None,)
@@ -245,13 +256,13 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 derivative_of(linear_forward, _differentiate, _save)
 
 
-def _keep_samples(call: Call, scale: Tensor, samples: Samples) -> None:
-    """Until its backward pass, which will be given the same scale. What no backward came for goes with its step."""
+def _keep_samples(call: Call, mark: Tensor, samples: Samples) -> None:
+    """Until its backward pass, which will be given the same mark. What no backward came for goes with its step."""
     kept = call.state.samples
     for turn, address in [key for key in kept if key[0] != call.turn]:
         del kept[turn, address]
     if samples is not None:
-        kept[call.turn, scale.data_ptr()] = samples
+        kept[call.turn, mark.data_ptr()] = samples
 
 
 def _flat(scale: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerTensor
+from narrowgauge.compute.quant import PerTensor
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
@@ -46,22 +46,10 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
         given: for one scale per tensor; its `slot` is left alone.
     """
     # Triton is slow to import, and not everywhere.
-    from narrowgauge.compute.kernels.fused import amax
-    from narrowgauge.compute.kernels.fused.watched import blocks, rows, tensorwise
+    from narrowgauge.compute.kernels.fused import amax, quantize
 
-    counts: dict[str, Any] = {"look": look, "plain": False, "turned": False}
-    by_block = x_MK, rule.fmt, rule.scaling, rule.margin
-    if rule.granularity == PerTensor():
-        if given is not None:
-            tensorwise.cast_given(x_MK, rule, given.scale, given.inv_scale, scratch=given.scratch, **counts)
-        else:
-            tensorwise.cast(x_MK, rule, amax.amax(_whole(x_MK)), **counts)
-    elif rule.granularity == BLOCK_128x128:
-        blocks.cast_squares(*by_block, **counts)
-    elif rule.granularity == BLOCK_1x128:
-        blocks.cast_tiles(*by_block, **counts)
-    else:
-        rows.cast_rows(*by_block, **counts)
+    own = rule.granularity == PerTensor() and given is None
+    quantize.count(x_MK, rule, look, given, amax.amax(_whole(x_MK)) if own else None)
 
 
 def _whole(x_MK: Tensor) -> Tensor:

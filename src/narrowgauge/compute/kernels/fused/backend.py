@@ -32,6 +32,9 @@ class Fused(ScaledMM):
         """Return the largest magnitudes of x's granules."""
         from narrowgauge.compute.kernels.fused import quantize  # triton is slow to import, and not everywhere
 
+        if elsewhere(x_MK):
+            with torch.cuda.device(x_MK.device):
+                return quantize.amax(x_MK, granularity)
         return quantize.amax(x_MK, granularity)
 
     def quantize_both(
@@ -48,4 +51,12 @@ class Fused(ScaledMM):
         """Quantize a tensor for up to two gemms; codes and scales are the reference's."""
         from narrowgauge.compute.kernels.fused import quantize
 
+        if elsewhere(x_MK):
+            with torch.cuda.device(x_MK.device):
+                return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax, look=look)
         return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax, look=look)
+
+
+def elsewhere(x: Tensor) -> bool:
+    """Whether x lies on another GPU than the current one, where a kernel would be launched."""
+    return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.room import facts, room
+from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.room import facts, matrix, room, turned_matrix
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
+    copied,
     even,
     load,
     place,
@@ -34,8 +34,7 @@ from narrowgauge.compute.kernels.fused.tile import (
     tile_amax,
     tiles,
 )
-from narrowgauge.compute.quant import Scaling
-from narrowgauge.formats import Format
+from narrowgauge.compute.recipes import Operand
 
 
 @triton.jit
@@ -84,39 +83,64 @@ def _squares(
         store_turned(turned_ptr, a, b, inv, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
+class BlockCast:
+    """A cast by blocks of all matrices that lie in memory as `x_MK` does: what follows from that is found once."""
+
+    def __init__(self, kernel: Any, x_MK: Tensor, rule: Operand, plain: bool, turned: bool) -> None:
+        M, K = x_MK.shape
+        x, W, stride_m, stride_w, kind = even(x_MK)
+        self._fmt, self._plain, self._turned, self._copies = rule.fmt, plain, turned, x is not x_MK
+        self._blocks_M, self._blocks_K = triton.cdiv(M, SIDE), triton.cdiv(K, SIDE)
+        constants = (kind, *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE)
+        self._launch = Launch(
+            kernel, tiles(M, W), (M, K, W, stride_m, stride_w), constants, num_warps=8, maxnreg=registers(kind, 64)
+        )
+
+    def _words(self, x_MK: Tensor) -> Tensor:
+        return copied(x_MK) if self._copies else x_MK
+
+
+class TileCast(BlockCast):
+    """`cast_tiles` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plain: bool, turned: bool) -> None:
+        super().__init__(_tiles, x_MK, rule, plain, turned)
+
+    def __call__(self, x_MK: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Codes [M, K] with scales [M, K/128], codes [K, M] with scales [K, M/128]; each pair only if asked for."""
+        M, K = x_MK.shape
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale_M = turned_matrix(M, self._blocks_K, x_MK) if self._plain else None
+        scale_K = turned_matrix(K, self._blocks_M, x_MK) if self._turned else None
+        if x_MK.numel() and (self._plain or self._turned):
+            self._launch((self._words(x_MK), codes_MK, scale_M, codes_KM, scale_K))
+        return codes_MK, scale_M, codes_KM, scale_K
+
+
+class SquareCast(BlockCast):
+    """`cast_squares` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plain: bool, turned: bool) -> None:
+        super().__init__(_squares, x_MK, rule, plain, turned)
+
+    def __call__(self, x_MK: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Codes [M, K] and [K, M], each only if asked for, and their scales [M/128, K/128]."""
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale = matrix(self._blocks_M, self._blocks_K, x_MK)
+        if x_MK.numel():
+            self._launch((self._words(x_MK), codes_MK, codes_KM, scale))
+        return codes_MK, codes_KM, scale
+
+
 def cast_tiles(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, plain: bool = True, turned: bool = True
+    x_MK: Tensor, rule: Operand, *, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes [M, K] with scales [M, K/128], codes [K, M] with scales [K, M/128]; each pair only if asked for."""
-    M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
-    scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
-    scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
-    if x_MK.numel() and (plain or turned):
-        _launch(_tiles, x_MK, (codes_MK, scale_M, codes_KM, scale_K), fmt, scaling, margin, plain, turned)
-    return codes_MK, scale_M, codes_KM, scale_K
+    return TileCast(x_MK, rule, plain, turned)(x_MK)
 
 
 def cast_squares(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, plain: bool = True, turned: bool = True
+    x_MK: Tensor, rule: Operand, *, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Codes [M, K] and [K, M], each only if asked for, and their scales [M/128, K/128]."""
-    M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
-    scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
-    if x_MK.numel():
-        _launch(_squares, x_MK, (codes_MK, codes_KM, scale), fmt, scaling, margin, plain, turned)
-    return codes_MK, codes_KM, scale
-
-
-def _launch(
-    kernel: Any, x_MK: Tensor, outputs: tuple[Tensor | None, ...], fmt: Format, scaling: Scaling, margin: int,
-    plain: bool, turned: bool,
-) -> None:  # fmt: skip
-    x, W, stride_m, stride_w, kind = even(x_MK)
-    M, K = x_MK.shape
-    constants = (kind, *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE)
-    launch(
-        kernel, tiles(M, W), (x, *outputs), (M, K, W, stride_m, stride_w), constants,
-        num_warps=8, maxnreg=registers(kind, 64),
-    )  # fmt: skip
+    return SquareCast(x_MK, rule, plain, turned)(x_MK)

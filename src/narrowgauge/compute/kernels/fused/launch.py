@@ -1,7 +1,8 @@
 """Launching a kernel again: what Triton found out about its arguments the first time is not found out again.
 
-    kernel[(programs,)](...)       inspects all arguments and every global that the kernel names
-    launch(kernel, programs, ...)  the first time the same; from then on a look into a dictionary
+    kernel[(programs,)](...)        inspects all arguments and every global that the kernel names
+    Launch(kernel, programs, ...)   the first time the same; from then on a look into a small dictionary
+    launch(kernel, programs, ...)   finds the Launch of these sizes and constants, or makes it
 
 A compiled kernel serves all arguments of which Triton would say the same: dtypes, whether an address is a multiple of
 16, whether an integer is 1 or a multiple of 16, constants. What is looked up by here is finer: the integers themselves.
@@ -14,11 +15,64 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 
-MOST = 8192  # launchers remembered: sequence lengths that never come back would else pile up
-_READY: dict[Hashable, Any] = {}
+MOST = 8192  # launches remembered: sequence lengths that never come back would else pile up
+_LAUNCHES: dict[Hashable, Launch] = {}
+
+
+class Launch:
+    """A kernel with all that it is launched with but its tensors, whose dtypes are the same in every call.
+
+    Args:
+        kernel: a `triton.jit` function with its parameters in this order: tensors, sizes, late, constants.
+        programs: how many run.
+        sizes: integers.
+        constants: its `tl.constexpr` parameters.
+        options: of the compiler.
+    """
+
+    __slots__ = ("_constants", "_kernel", "_options", "_programs", "_ready", "_sizes")
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        sizes: tuple[int, ...],
+        constants: tuple[Hashable, ...],
+        **options: int | None,
+    ) -> None:
+        self._kernel, self._programs, self._options = kernel, programs, options
+        self._sizes, self._constants = sizes, constants
+        self._ready: dict[Hashable, Any] = {}
+
+    def __call__(self, tensors: Sequence[Tensor | None], late: Sequence[int] = ()) -> None:
+        """Run it on the current device and stream.
+
+        `tensors` are where it reads and writes, None where it does not; `late` the integers that it declares in
+        `do_not_specialize`.
+        """
+        if INTERPRETED:
+            self._kernel[(self._programs,)](*tensors, *self._sizes, *late, *self._constants, **self._options)
+            return
+        device = torch._C._cuda_getDevice()
+        places = [None if t is None else t.data_ptr() for t in tensors]
+        key = (device, *[place and place & 15 for place in places])
+        compiled = self._ready.get(key)
+        if compiled is None:
+            compiled = self._kernel[(self._programs,)](*tensors, *self._sizes, *late, *self._constants, **self._options)
+            self._ready[key] = compiled
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if _somebody_profiles():
+            compiled[(self._programs, 1, 1)](*places, *self._sizes, *late, *self._constants, stream=stream)
+            return
+        compiled.run(
+            self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *places, *self._sizes, *late, *self._constants,
+        )  # fmt: skip
 
 
 def launch(
@@ -30,29 +84,20 @@ def launch(
     late: Sequence[int] = (),
     **options: int | None,
 ) -> None:
-    """Run kernel[(programs,)](*tensors, *sizes, *late, *constants, **options) on the current device and stream.
+    """Run kernel[(programs,)](*tensors, *sizes, *late, *constants, **options), everything as for `Launch`.
 
-    Args:
-        kernel: a `triton.jit` function with its parameters in this order.
-        programs: how many run.
-        tensors: where it reads and writes; None where it does not.
-        sizes: integers.
-        constants: its `tl.constexpr` parameters.
-        late: integers that it declares in `do_not_specialize`.
-        options: of the compiler; they have to follow from sizes and constants.
+    The options have to follow from sizes and constants.
     """
-    if INTERPRETED:
-        kernel[(programs,)](*tensors, *sizes, *late, *constants, **options)
-        return
-    device = torch._C._cuda_getDevice()
-    places = [None if t is None else t.data_ptr() for t in tensors]
-    kinds = [None if t is None else t.dtype for t in tensors]
-    key = (id(kernel), device, programs, sizes, constants, *kinds, *[place and place % 16 for place in places])
-    ready = _READY.get(key)
-    if ready is not None:
-        ready(*places, *sizes, *late, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
-        return
-    compiled = kernel[(programs,)](*tensors, *sizes, *late, *constants, **options)
-    if len(_READY) >= MOST:
-        _READY.clear()
-    _READY[key] = compiled[(programs, 1, 1)]
+    key = (id(kernel), programs, sizes, constants, *[None if t is None else t.dtype for t in tensors])
+    known = _LAUNCHES.get(key)
+    if known is None:
+        if len(_LAUNCHES) >= MOST:
+            _LAUNCHES.clear()
+        known = _LAUNCHES[key] = Launch(kernel, programs, sizes, constants, **options)
+    known(tensors, late)
+
+
+def _somebody_profiles() -> bool:
+    """Whether somebody asked Triton to be told of every launch, as its profiler does."""
+    hook: Any = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))  # a chain of them, or one or None in other versions

@@ -6,11 +6,15 @@
     rows                     amaxes of rows and columns, then one cast for both layouts
 
 What no kernel here does (1x32 blocks, two different rules, float64) goes the reference's way, which is exact and slow.
+
+A training step quantizes the same shapes again and again, so a cast is prepared once for all tensors that lie in memory
+alike. Kernels run on the current device: a tensor elsewhere (a model spread over GPUs) makes its own the current one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +22,37 @@ from torch import Tensor
 from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
-from narrowgauge.compute.kernels.fused import blocks, rows, tensorwise
-from narrowgauge.compute.kernels.fused.watched import blocks as watched_blocks
-from narrowgauge.compute.kernels.fused.watched import rows as watched_rows
-from narrowgauge.compute.kernels.fused.watched import tensorwise as watched_tensorwise
+from narrowgauge.compute.kernels.fused.blocks import SquareCast, TileCast
+from narrowgauge.compute.kernels.fused.rows import RowCast
+from narrowgauge.compute.kernels.fused.tensorwise import Cast, CastGiven
+from narrowgauge.compute.kernels.fused.watched.blocks import WatchedSquares, WatchedTiles
 from narrowgauge.compute.kernels.fused.watched.looks import Look
+from narrowgauge.compute.kernels.fused.watched.plan import Plan
+from narrowgauge.compute.kernels.fused.watched.rows import WatchedRows
+from narrowgauge.compute.kernels.fused.watched.tensorwise import WatchedCast, WatchedGiven
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
 from narrowgauge.compute.recipes import Operand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRANULARITIES = (PerTensor(), PerRow(), BLOCK_1x128, BLOCK_128x128)
-PLAIN: tuple[Any, ...] = (tensorwise, blocks, rows)
-WATCHED: tuple[Any, ...] = (watched_tensorwise, watched_blocks, watched_rows)
+MOST = 8192  # casts remembered
+NO_KERNEL, GIVEN, TENSOR, ROWS, TILES, SQUARES = range(6)
+_KINDS = {PerTensor(): TENSOR, PerRow(): ROWS, BLOCK_1x128: TILES, BLOCK_128x128: SQUARES}
+_CASTS: dict[int, Any] = {GIVEN: CastGiven, TENSOR: Cast, ROWS: RowCast, TILES: TileCast, SQUARES: SquareCast}
+_WATCHED: dict[int, Any] = {
+    GIVEN: WatchedGiven, TENSOR: WatchedCast, ROWS: WatchedRows, TILES: WatchedTiles, SQUARES: WatchedSquares
+}  # fmt: skip
+
+
+class _Prepared(NamedTuple):
+    """How to quantize tensors that lie in memory alike; `rules` are kept so that nothing else gets their ids."""
+
+    kind: int
+    cast: Any
+    rule: Operand
+    rules: tuple[Operand | None, Operand | None]
+
+
+_PREPARED: dict[Hashable, _Prepared] = {}
 
 
 def amax(x_MK: Tensor, granularity: Granularity) -> Tensor:
@@ -50,39 +73,89 @@ def quantize_both(
     look: Look | None = None,
 ) -> Both:
     """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`. Fills `look`, if given."""
-    rule = plain or turned
+    slot, plan = None if given is None else given.slot is not None, None if look is None else look.plan
+    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(plain), id(turned), slot, plan)
+    known = _PREPARED.get(key)
+    if known is None:
+        rule = plain or turned
+        assert rule is not None  # somebody asked
+        wanted = plain is not None, turned is not None
+        known = _remember(key, _prepare(x_MK, rule, (plain, turned), wanted, slot, plan))
+    kind, cast, rule, _ = known
+    looks = () if look is None else (look,)
     scale: Tensor | None
     scale_T: Tensor | None
-    if rule is None or not _can(x_MK, rule, plain, turned):
+    if kind == NO_KERNEL:
         return by_reference(x_MK, plain, turned, shared=shared, given=given, amax=amax)
-    wanted: dict[str, Any] = {"plain": plain is not None, "turned": turned is not None}
-    if look is not None:
-        wanted["look"] = look
-    by_tensor, by_block, by_row = PLAIN if look is None else WATCHED
-    if rule.granularity == PerTensor():
-        if given:
-            codes, codes_T, scale, amax = by_tensor.cast_given(
-                x_MK, rule, given.scale, given.inv_scale, slot=given.slot, scratch=given.scratch, **wanted
-            )
-        else:
-            if amax is None:
-                amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
-            codes, codes_T, scale = by_tensor.cast(x_MK, rule, amax, **wanted)
+    if kind == TENSOR:
+        if amax is None:
+            amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
+        codes, codes_T, scale = cast(x_MK, *looks, amax)
         scale_T = scale
-    elif rule.granularity == BLOCK_128x128:
-        codes, codes_T, scale = by_block.cast_squares(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+    elif kind == GIVEN:
+        assert given is not None  # or it would be of another kind
+        codes, codes_T, scale, amax = cast(x_MK, *looks, given.scale, given.inv_scale, given.slot, given.scratch)
+        scale_T = scale
+    elif kind == SQUARES:
+        codes, codes_T, scale = cast(x_MK, *looks)
         scale_T = scale.t()
-    elif rule.granularity == BLOCK_1x128:
-        codes, scale, codes_T, scale_T = by_block.cast_tiles(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
     else:
-        codes, scale, codes_T, scale_T = by_row.cast_rows(x_MK, rule.fmt, rule.scaling, rule.margin, **wanted)
+        codes, scale, codes_T, scale_T = cast(x_MK, *looks)
     return Both(_wrap(codes, scale, rule), _wrap(codes_T, scale_T, rule), amax)
 
 
-def _can(x_MK: Tensor, rule: Operand, plain: Operand | None, turned: Operand | None) -> bool:
-    same = plain is None or turned is None or plain == turned
-    known = rule.granularity in GRANULARITIES and rule.scaling.e8m0 is None
-    return same and known and x_MK.dtype in DTYPES and x_MK.numel() > 0
+def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None, amax: Tensor | None = None) -> None:
+    """Fill `look` with what `rule` would make of x_MK, and make nothing; a given scale's slot is left alone.
+
+    `amax` [] float32 is x's own, for one scale per tensor that is not given.
+    """
+    slot = None if given is None else False
+    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(rule), slot, look.plan)
+    known = _PREPARED.get(key)
+    if known is None:
+        known = _remember(key, _prepare(x_MK, rule, (rule, None), (False, False), slot, look.plan))
+    if known.kind == GIVEN:
+        assert given is not None  # or it would be of another kind
+        known.cast(x_MK, look, given.scale, given.inv_scale, None, given.scratch)
+    elif known.kind == TENSOR:
+        known.cast(x_MK, look, amax)
+    else:
+        known.cast(x_MK, look)
+
+
+def _prepare(
+    x_MK: Tensor,
+    rule: Operand,
+    rules: tuple[Operand | None, Operand | None],
+    wanted: tuple[bool, bool],
+    slot: bool | None,
+    plan: Plan | None,
+) -> _Prepared:
+    """How to cast what lies in memory as x_MK does.
+
+    `wanted`: plain codes, turned codes. `slot`: None where the scale is x's own, else whether somebody is to hear of
+    the amax. `plan`: a look's.
+    """
+    same = None in rules or rules[0] == rules[1]
+    kind = _KINDS.get(rule.granularity, NO_KERNEL)
+    if not same or rule.scaling.e8m0 is not None or x_MK.dtype not in DTYPES or not x_MK.numel():
+        kind = NO_KERNEL
+    if kind == NO_KERNEL:
+        return _Prepared(NO_KERNEL, None, rule, rules)
+    more: tuple[bool, ...] = ()
+    if kind == TENSOR and slot is not None:
+        kind, more = GIVEN, (slot,)
+    made = (
+        _CASTS[kind](x_MK, rule, *wanted, *more) if plan is None else _WATCHED[kind](x_MK, rule, plan, *wanted, *more)
+    )
+    return _Prepared(kind, made, rule, rules)
+
+
+def _remember(key: Hashable, prepared: _Prepared) -> _Prepared:
+    if len(_PREPARED) >= MOST:
+        _PREPARED.clear()
+    _PREPARED[key] = prepared
+    return prepared
 
 
 def _wrap(codes: Tensor | None, scale: Tensor | None, rule: Operand) -> QTensor | None:

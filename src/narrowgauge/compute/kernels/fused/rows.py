@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.room import facts, room
+from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.room import facts, matrix, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
+    copied,
     even,
     load,
     place,
@@ -32,16 +33,16 @@ from narrowgauge.compute.kernels.fused.tile import (
     tiles,
     words,
 )
-from narrowgauge.compute.quant import Scaling
-from narrowgauge.formats import Format
+from narrowgauge.compute.recipes import Operand
 
 
 @triton.jit
 def _amaxes(
-    x_ptr, row_ptr, column_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
+    x_ptr, row_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     m, w, _, _ = place(W, SIDE, BACKWARDS=False)
+    column_ptr = row_ptr + M
     a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
     if PLAIN:
         tl.atomic_max(row_ptr + m, row_amaxes(a, b, KIND, INTERPRET), mask=m < M, sem="relaxed")
@@ -53,12 +54,13 @@ def _amaxes(
 
 @triton.jit
 def _rows(
-    x_ptr, row_ptr, column_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
+    x_ptr, row_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
     M, K, W, stride_m, stride_w, KIND: tl.constexpr,
     MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     m, w, tile_m, tile_w = place(W, SIDE, BACKWARDS=True)
+    column_ptr = row_ptr + M
     if PLAIN:
         amax = tl.load(row_ptr + m, mask=m < M, other=0).to(tl.float32, bitcast=True)
         inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
@@ -81,32 +83,51 @@ def _rows(
         store_turned(turned_ptr, a, b, low, high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
-def amaxes(x: Tensor, plain: bool, turned: bool) -> Tensor:
-    """Bits of the amaxes of rows, then of columns, [M + K] int32; zeros for what is not asked for."""
-    M, K = x.shape
-    bits = torch.zeros(M + K, dtype=torch.int32, device=x.device)
-    W, stride_m, stride_w, kind = words(x)
-    if x.numel() and (plain or turned):
-        sizes, constants = (M, K, W, stride_m, stride_w), (kind, plain, turned, INTERPRETED, SIDE)
-        launch(_amaxes, tiles(M, W), (x, bits, bits[M:]), sizes, constants, num_warps=4)
-    return bits
+class Amaxes:
+    """The amaxes of rows and columns of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, plain: bool, turned: bool) -> None:
+        M, K = x_MK.shape
+        W, stride_m, stride_w, kind = words(x_MK)
+        self._numbers = M + K
+        self._launch = Launch(
+            _amaxes, tiles(M, W), (M, K, W, stride_m, stride_w), (kind, plain, turned, INTERPRETED, SIDE), num_warps=4
+        )
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        """Bits of the amaxes of rows, then of columns, [M + K] int32; zeros for what was not asked for."""
+        bits = torch.zeros(self._numbers, dtype=torch.int32, device=x_MK.device)
+        self._launch((x_MK, bits))
+        return bits
+
+
+class RowCast:
+    """`cast_rows` of all matrices that lie in memory as `x_MK` does: what follows from that is found once."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plain: bool, turned: bool) -> None:
+        M, K = x_MK.shape
+        x, W, stride_m, stride_w, kind = even(x_MK)
+        self._rule, self._plain, self._turned, self._copies = rule, plain, turned, x is not x_MK
+        self._amaxes = Amaxes(x, plain, turned)
+        constants = (kind, *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE)
+        self._cast = Launch(
+            _rows, tiles(M, W), (M, K, W, stride_m, stride_w), constants, num_warps=4, maxnreg=registers(kind, 128)
+        )
+
+    def __call__(self, x_MK: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Codes [M, K] with scales [M, 1], codes [K, M] with scales [K, 1]; each pair only if asked for."""
+        M, K = x_MK.shape
+        codes_MK, codes_KM = room(x_MK, self._rule.fmt, self._plain, self._turned)
+        scale_M = matrix(M, 1, x_MK) if self._plain else None
+        scale_K = matrix(K, 1, x_MK) if self._turned else None
+        if x_MK.numel() and (self._plain or self._turned):
+            x = copied(x_MK) if self._copies else x_MK
+            self._cast((x, self._amaxes(x), codes_MK, scale_M, codes_KM, scale_K))
+        return codes_MK, scale_M, codes_KM, scale_K
 
 
 def cast_rows(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, plain: bool = True, turned: bool = True
+    x_MK: Tensor, rule: Operand, *, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes [M, K] with scales [M, 1], codes [K, M] with scales [K, 1]; each pair only if asked for."""
-    M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
-    scale = torch.empty(M + K, device=x_MK.device)
-    x, W, stride_m, stride_w, kind = even(x_MK)
-    bits = amaxes(x, plain, turned)
-    if x_MK.numel() and (plain or turned):
-        tensors = (x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:])
-        constants = (kind, *facts(fmt, scaling, margin), plain, turned, INTERPRETED, SIDE)
-        launch(
-            _rows, tiles(M, W), tensors, (M, K, W, stride_m, stride_w), constants,
-            num_warps=4, maxnreg=registers(kind, 128),
-        )  # fmt: skip
-    scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
-    return codes_MK, scale_M, codes_KM, scale_K
+    return RowCast(x_MK, rule, plain, turned)(x_MK)

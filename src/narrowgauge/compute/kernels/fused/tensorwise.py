@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.room import facts, room
+from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.room import facts, number, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
+    copied,
     even,
     load,
     place,
@@ -89,6 +90,60 @@ def _cast_given(
             tl.atomic_max(slot_ptr, bits, mask=amax < float("inf"), sem="relaxed")
 
 
+class _TensorCast:
+    """What follows from shape, strides and rule, found once for all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plain: bool, turned: bool) -> None:
+        M, K = x_MK.shape
+        x, W, stride_m, stride_w, self._kind = even(x_MK)
+        self._fmt, self._plain, self._turned, self._copies = rule.fmt, plain, turned, x is not x_MK
+        self._programs, self._sizes = tiles(M, W), (M, K, W, stride_m, stride_w)
+
+    def _words(self, x_MK: Tensor) -> Tensor:
+        return copied(x_MK) if self._copies else x_MK
+
+
+class Cast(_TensorCast):
+    """`cast` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plain: bool, turned: bool) -> None:
+        super().__init__(x_MK, rule, plain, turned)
+        constants = (self._kind, *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE)
+        self._launch = Launch(_cast, self._programs, self._sizes, constants, num_warps=8)
+
+    def __call__(self, x_MK: Tensor, amax: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Codes of x_MK as [M, K] and as [K, M], each only if asked for, and their scale [], by its amax [] float32."""
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale = number(x_MK)
+        self._launch((self._words(x_MK), amax, codes_MK, codes_KM, scale))
+        return codes_MK, codes_KM, scale
+
+
+class CastGiven(_TensorCast):
+    """`cast_given` of all matrices that lie in memory as `x_MK` does; `seen`: whether a slot is to hear of it."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plain: bool, turned: bool, seen: bool) -> None:
+        super().__init__(x_MK, rule, plain, turned)
+        seen = seen and x_MK.numel() > 0  # nothing leaves no trace
+        constants = (self._kind, rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE)
+        both = plain and turned
+        self._launch = Launch(
+            _cast_given, self._programs, self._sizes, constants,
+            num_warps=4 if both else 8, maxnreg=registers(self._kind, 128 if both else 64),
+        )  # fmt: skip
+
+    def __call__(
+        self, x_MK: Tensor, scale: Tensor, inv_scale: Tensor, slot: Tensor | None, scratch: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+        """As `cast_given`."""
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        own, amax = number(x_MK), number(x_MK)
+        if scratch is None:
+            scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
+        self._launch((self._words(x_MK), scale, inv_scale, codes_MK, codes_KM, own, amax, slot, scratch))
+        return codes_MK, codes_KM, own, amax
+
+
 def cast(
     x_MK: Tensor, rule: Operand, amax: Tensor, *, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -96,14 +151,7 @@ def cast(
 
     x_MK may have any strides and any float dtype of 32 bits or fewer.
     """
-    codes_MK, codes_KM = room(x_MK, rule.fmt, plain, turned)
-    scale = torch.empty((), device=x_MK.device)
-    x, W, stride_m, stride_w, kind = even(x_MK)
-    M, K = x_MK.shape
-    constants = (kind, *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE)
-    tensors = (x, amax, codes_MK, codes_KM, scale)
-    launch(_cast, tiles(M, W), tensors, (M, K, W, stride_m, stride_w), constants, num_warps=8)
-    return codes_MK, codes_KM, scale
+    return Cast(x_MK, rule, plain, turned)(x_MK, amax)
 
 
 def cast_given(
@@ -124,23 +172,10 @@ def cast_given(
         rule: its format counts.
         scale, inv_scale: [] float32 each. Codes are made with inv_scale, or with 1 where scale is no positive number.
         plain, turned: which layouts to write.
-        slot: float32 [1] (or int32), at first negative: raised to the bits of amax, if that is finite.
+        slot: float32 [1], at first negative: raised to amax, if that is finite.
         scratch: int32 [2], zeros, which it holds again afterwards; calls on one stream may share it.
 
     Returns:
         Codes [M, K]; codes [K, M]; scale [], NaN where amax is not finite or the given one no positive number; amax [].
     """
-    codes_MK, codes_KM = room(x_MK, rule.fmt, plain, turned)
-    own, amax = torch.empty(2, device=x_MK.device).unbind()
-    if scratch is None:
-        scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
-    seen = slot is not None and x_MK.numel() > 0  # nothing leaves no trace
-    x, W, stride_m, stride_w, kind = even(x_MK)
-    M, K = x_MK.shape
-    constants = (kind, rule.fmt.mantissa_bits, rule.fmt.max, plain, turned, seen, INTERPRETED, SIDE)
-    tensors = (x, scale, inv_scale, codes_MK, codes_KM, own, amax, slot, scratch)
-    launch(
-        _cast_given, tiles(M, W), tensors, (M, K, W, stride_m, stride_w), constants,
-        num_warps=4 if plain and turned else 8, maxnreg=registers(kind, 128 if plain and turned else 64),
-    )  # fmt: skip
-    return codes_MK, codes_KM, own, amax
+    return CastGiven(x_MK, rule, plain, turned, slot is not None)(x_MK, scale, inv_scale, slot, scratch)

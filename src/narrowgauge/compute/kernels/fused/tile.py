@@ -36,8 +36,13 @@ def even(x_MK: Tensor) -> tuple[Tensor, int, int, int, int]:
     found = words(x_MK)
     if x_MK.shape[1] % 2 or found[3]:
         return x_MK, *found
-    x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+    x_MK = copied(x_MK)
     return x_MK, *words(x_MK)
+
+
+def copied(x_MK: Tensor) -> Tensor:
+    """x_MK in words."""
+    return x_MK.clone(memory_format=torch.contiguous_format)
 
 
 def words(x_MK: Tensor) -> tuple[int, int, int, int]:

@@ -1,8 +1,9 @@
 """What a compiled graph does of a layer's quantizing by itself: ordinary operations, which the compiler merges.
 
     amax        of x and of dy, where they are made: one read less
-    inv_scale   from that amax                                           of one number
+    inv_scale   from that amax                                           of one number, or of one per granule
     codes       of x for wgrad, where they are left to the graph
+    recoded     the same, with the amaxes and scales of lines of x: columns, or 128 rows of a column
 
 All exact. A compiler keeps float32 between operations that it merges, where ordinary ones would have rounded to the
 tensor's dtype; so x is taken by its bits. Its division may be an approximation; in float64, rounded to float32, it is
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.compute.quant import Block, Granularity, PerRow, PerTensor
+from narrowgauge.compute.quant import Block, BLOCK_1x128, Granularity, PerRow, PerTensor
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.formats import E4M3FN, E5M2
@@ -41,9 +42,10 @@ class Traced:
 
     @classmethod
     def of(cls, recipe: Recipe, saves: int) -> Traced:
-        """The numbers of a recipe's input. Only with one scale per tensor can its codes be left to the graph."""
+        """The numbers of a recipe's input. Squares' codes are shared, and those of the 1x32 blocks padded: not left."""
         rule = recipe.uses("input")[1]
         per_tensor = rule.granularity == PerTensor()
+        recodes = rule.scaling.e8m0 is None and rule.granularity in (PerTensor(), PerRow(), BLOCK_1x128)
         match rule.granularity:
             case Block(rows, cols):
                 grain = [rows, cols]
@@ -53,7 +55,7 @@ class Traced:
                 grain = [0, 0]
         own_scale = per_tensor and recipe.state == "none"
         kinds = [own_scale, rule.fmt == E5M2, rule.scaling.power_of_two]
-        whole = [saves if per_tensor else CODES, *(int(kind) for kind in kinds), *grain]
+        whole = [saves if recodes else CODES, *(int(kind) for kind in kinds), *grain]
         return cls(whole, [rule.fmt.max * 2.0**-rule.margin, rule.scaling.amax_floor])
 
     @property
@@ -72,6 +74,11 @@ class Traced:
         return bool(self.whole[1])
 
     @property
+    def by_lines(self) -> bool:
+        """Whether every column of x has a scale of its own for wgrad, or every 128 rows of it."""
+        return bool(self.whole[4])
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of codes."""
         return torch.float8_e5m2 if self.whole[2] else torch.float8_e4m3fn
@@ -87,8 +94,7 @@ def amax_of(x: Tensor) -> Tensor:
     """max |x|, [] float32; 0 of a tensor without elements."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, and only graphs ask
 
-    integers = _integers(x)
-    magnitudes = x.detach().abs() if integers is None else x.detach().view(integers) & torch.iinfo(integers).max
+    magnitudes = _magnitudes(x)
     if not guard_or_false(x.numel() > 0):  # no elements, or perhaps none: nothing has no maximum
         magnitudes = F.pad(magnitudes.reshape(-1), (0, 1))
     return magnitudes.amax().view(x.dtype).float()
@@ -112,6 +118,37 @@ def codes_of(x: Tensor, inv_scale: Tensor, traced: Traced) -> Tensor:
     """The codes of x under inv_scale [], in x's layout."""
     largest = (E5M2 if traced.whole[2] else E4M3FN).max
     return (_rounded(x.detach()) * inv_scale).clamp(-largest, largest).to(traced.dtype)
+
+
+def recoded(x_MK: Tensor, traced: Traced) -> tuple[Tensor, Tensor]:
+    """Codes [K, M] of x transposed, and their scales in a row: [K], or those of 128 rows of every column, [M/128 K].
+
+    The same numbers as `quantize` gives for x transposed.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    M, K = x_MK.shape
+    magnitudes, block = _magnitudes(x_MK), traced.whole[5]
+    if block:
+        if not guard_or_false(M % block == 0):
+            magnitudes = F.pad(magnitudes, (0, 0, 0, -M % block))
+        amax = magnitudes.reshape((M + block - 1) // block, block, K).amax(1)
+    else:
+        if not guard_or_false(M > 0):  # nothing has no maximum
+            magnitudes = F.pad(magnitudes, (0, 0, 0, 1))
+        amax = magnitudes.amax(0, keepdim=True)
+    amax = amax.view(x_MK.dtype).float()
+    inv_scale = inv_scale_of(amax, traced)
+    scale = torch.where(amax < torch.inf, (1.0 / inv_scale.double()).float(), torch.nan)
+    if block:
+        inv_scale = inv_scale[:, None].expand(-1, block, -1).reshape(-1, K)[:M]
+    return codes_of(x_MK, inv_scale, traced).t().contiguous(), scale.reshape(-1)
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    """|x| as integers, which are ordered as the numbers are and NaN above all; float64 as it is."""
+    integers = _integers(x)
+    return x.detach().abs() if integers is None else x.detach().view(integers) & torch.iinfo(integers).max
 
 
 def _rounded(x: Tensor) -> Tensor:

@@ -16,17 +16,17 @@ Legend: M = rows, K = columns, W = ceil(K / 2) words.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.room import facts, room
+from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.room import facts, matrix, room, turned_matrix
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
     column_amaxes,
+    copied,
     even,
     high,
     load,
@@ -57,7 +57,7 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT, Plan
 from narrowgauge.compute.kernels.fused.watched.sampling import (
     COUNTS,
     ERRORS,
@@ -67,8 +67,7 @@ from narrowgauge.compute.kernels.fused.watched.sampling import (
     look_at_sample,
 )
 from narrowgauge.compute.kernels.fused.watched.square_errors import square_errors
-from narrowgauge.compute.quant import Scaling
-from narrowgauge.formats import Format
+from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
@@ -191,48 +190,73 @@ def _watched_blocks(
             )  # fmt: skip
 
 
-def _launch(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int, look: Look, grain: int, codes_MK: Tensor | None,
-    scale: Tensor | None, codes_KM: Tensor | None, scale_K: Tensor | None,
-) -> Tensor:  # fmt: skip
-    x, W, stride_m, stride_w, kind = even(x_MK)
-    M, K = x.shape
-    plan = look.plan
-    mantissa, largest, goal, pow2, floor = facts(fmt, scaling, margin)
-    half = 2.0 ** (1 - fmt.bias - mantissa) / 2
-    others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
-    constants = (
-        grain, kind, mantissa, largest, goal, pow2, floor, half, codes_MK is not None, codes_KM is not None,
-        INTERPRETED, SIDE, PIECE, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP,
-        SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
-    )  # fmt: skip
-    launch(
-        _watched_blocks, others + plan.programs, (x, codes_MK, scale, codes_KM, scale_K, *look.pointers),
-        (M, K, W, stride_m, stride_w, *x.stride()), constants, look.numbers,
-        num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
-    )  # fmt: skip
-    return x
+class _WatchedBlocks:
+    """A cast by blocks of all matrices that lie in memory as `x_MK` does, for looks of one plan."""
+
+    def __init__(self, grain: int, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
+        M, K = x_MK.shape
+        x, W, stride_m, stride_w, kind = even(x_MK)
+        self._fmt, self._plain, self._turned, self._copies = rule.fmt, plain, turned, x is not x_MK
+        self._blocks_M, self._blocks_K = triton.cdiv(M, SIDE), triton.cdiv(K, SIDE)
+        mantissa, largest, goal, pow2, floor = facts(rule.fmt, rule.scaling, rule.margin)
+        half = 2.0 ** (1 - rule.fmt.bias - mantissa) / 2
+        others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
+        constants = (
+            grain, kind, mantissa, largest, goal, pow2, floor, half, plain, turned, INTERPRETED, SIDE, PIECE, WORDS,
+            plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
+            COUNTS,
+        )  # fmt: skip
+        self._launch = Launch(
+            _watched_blocks, others + plan.programs, (M, K, W, stride_m, stride_w, *x.stride()), constants,
+            num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+        )  # fmt: skip
+
+    def _words(self, x_MK: Tensor) -> Tensor:
+        return copied(x_MK) if self._copies else x_MK
+
+
+class WatchedTiles(_WatchedBlocks):
+    """`cast_tiles` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
+        super().__init__(TILES.value, x_MK, rule, plan, plain, turned)
+
+    def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """As `blocks.cast_tiles`, filling `look`."""
+        M, K = x_MK.shape
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale_M = turned_matrix(M, self._blocks_K, x_MK) if self._plain else None
+        scale_K = turned_matrix(K, self._blocks_M, x_MK) if self._turned else None
+        tensors = (self._words(x_MK), codes_MK, scale_M, codes_KM, scale_K, *look.pointers)
+        self._launch(tensors, look.numbers)
+        return codes_MK, scale_M, codes_KM, scale_K
+
+
+class WatchedSquares(_WatchedBlocks):
+    """`cast_squares` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
+        super().__init__(SQUARES.value, x_MK, rule, plan, plain, turned)
+
+    def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """As `blocks.cast_squares`, filling `look`."""
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale = matrix(self._blocks_M, self._blocks_K, x_MK)
+        x = self._words(x_MK)
+        self._launch((x, codes_MK, scale, codes_KM, None, *look.pointers), look.numbers)
+        square_errors(x, self._fmt, look, scale)
+        return codes_MK, codes_KM, scale
 
 
 def cast_tiles(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, look: Look, plain: bool = True, turned: bool = True
+    x_MK: Tensor, rule: Operand, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `blocks.cast_tiles`, filling `look`."""
-    M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
-    scale_M = torch.empty(triton.cdiv(K, SIDE), M, device=x_MK.device).t() if plain else None
-    scale_K = torch.empty(triton.cdiv(M, SIDE), K, device=x_MK.device).t() if turned else None
-    _launch(x_MK, fmt, scaling, margin, look, TILES.value, codes_MK, scale_M, codes_KM, scale_K)
-    return codes_MK, scale_M, codes_KM, scale_K
+    return WatchedTiles(x_MK, rule, look.plan, plain, turned)(x_MK, look)
 
 
 def cast_squares(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, look: Look, plain: bool = True, turned: bool = True
+    x_MK: Tensor, rule: Operand, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """As `blocks.cast_squares`, filling `look`."""
-    M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
-    scale = torch.empty(triton.cdiv(M, SIDE), triton.cdiv(K, SIDE), device=x_MK.device)
-    x = _launch(x_MK, fmt, scaling, margin, look, SQUARES.value, codes_MK, scale, codes_KM, None)
-    square_errors(x, fmt, look, scale)
-    return codes_MK, codes_KM, scale
+    return WatchedSquares(x_MK, rule, look.plan, plain, turned)(x_MK, look)

@@ -14,16 +14,16 @@ Legend: M = rows, K = columns, W = ceil(K / 2) words.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.room import facts, room
-from narrowgauge.compute.kernels.fused.rows import amaxes
+from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.room import facts, matrix, room
+from narrowgauge.compute.kernels.fused.rows import Amaxes
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
+    copied,
     even,
     high,
     load,
@@ -51,7 +51,7 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT, Plan
 from narrowgauge.compute.kernels.fused.watched.sampling import (
     COUNTS,
     ERRORS,
@@ -60,8 +60,7 @@ from narrowgauge.compute.kernels.fused.watched.sampling import (
     look_at_errors,
     look_at_sample,
 )
-from narrowgauge.compute.quant import Scaling
-from narrowgauge.formats import Format
+from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
@@ -70,7 +69,7 @@ WARPS, REGISTERS = 4, 128  # of a program, and of a thread where numbers have 16
 
 @triton.jit(do_not_specialize=LATE)
 def _watched_rows(
-    x_ptr, row_ptr, column_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
+    x_ptr, row_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
     room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
     samples, errors, lines, segments, first, stride, sampled, group, phase,
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
@@ -105,6 +104,7 @@ def _watched_rows(
         row0, col0 = band * ROWS, strip * STEPS * 2 * WORDS
         record = room_ptr + at
         rows, columns = tl.minimum(ROWS, M - row0), tl.minimum(STEPS * 2 * WORDS, K - col0)
+        column_ptr = row_ptr + M
         m = (row0 + tl.arange(0, ROWS)).to(tl.int64)
         v = strip * STEPS * WORDS + tl.arange(0, WORDS)
         inside = m < M
@@ -158,27 +158,40 @@ def _watched_rows(
             )  # fmt: skip
 
 
+class WatchedRows:
+    """`cast_rows` of all matrices that lie in memory as `x_MK` does, for looks of one plan."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
+        M, K = x_MK.shape
+        x, W, stride_m, stride_w, kind = even(x_MK)
+        self._fmt, self._plain, self._turned, self._copies = rule.fmt, plain, turned, x is not x_MK
+        self._amaxes = Amaxes(x, True, turned)
+        mantissa, largest, goal, pow2, floor = facts(rule.fmt, rule.scaling, rule.margin)
+        half = 2.0 ** (1 - rule.fmt.bias - mantissa) / 2
+        constants = (
+            kind, mantissa, largest, goal, pow2, floor, half, plain, turned, INTERPRETED, plan.walk.rows, WORDS,
+            plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
+            COUNTS,
+        )  # fmt: skip
+        self._launch = Launch(
+            _watched_rows, plan.samples + plan.errors + plan.programs, (M, K, W, stride_m, stride_w, *x.stride()),
+            constants, num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
+        )  # fmt: skip
+
+    def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """As `rows.cast_rows`, filling `look`."""
+        M, K = x_MK.shape
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale_M = matrix(M, 1, x_MK) if self._plain else None
+        scale_K = matrix(K, 1, x_MK) if self._turned else None
+        x = copied(x_MK) if self._copies else x_MK
+        tensors = (x, self._amaxes(x), codes_MK, scale_M, codes_KM, scale_K, *look.pointers)
+        self._launch(tensors, look.numbers)
+        return codes_MK, scale_M, codes_KM, scale_K
+
+
 def cast_rows(
-    x_MK: Tensor, fmt: Format, scaling: Scaling, margin: int = 0, *, look: Look, plain: bool = True, turned: bool = True
+    x_MK: Tensor, rule: Operand, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `rows.cast_rows`, filling `look`."""
-    M, K = x_MK.shape
-    codes_MK, codes_KM = room(x_MK, fmt, plain, turned)
-    scale = torch.empty(M + K, device=x_MK.device)
-    x, W, stride_m, stride_w, kind = even(x_MK)
-    bits = amaxes(x, True, turned)
-    plan = look.plan
-    mantissa, largest, goal, pow2, floor = facts(fmt, scaling, margin)
-    half = 2.0 ** (1 - fmt.bias - mantissa) / 2
-    tensors = (x, bits, bits[M:], codes_MK, scale, codes_KM, scale[M:], *look.pointers)
-    constants = (
-        kind, mantissa, largest, goal, pow2, floor, half, plain, turned, INTERPRETED, plan.walk.rows, WORDS, plan.steps,
-        RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
-    )  # fmt: skip
-    launch(
-        _watched_rows, plan.samples + plan.errors + plan.programs, tensors,
-        (M, K, W, stride_m, stride_w, *x.stride()), constants, look.numbers,
-        num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
-    )  # fmt: skip
-    scale_M, scale_K = scale[:M, None] if plain else None, scale[M:, None] if turned else None
-    return codes_MK, scale_M, codes_KM, scale_K
+    return WatchedRows(x_MK, rule, look.plan, plain, turned)(x_MK, look)

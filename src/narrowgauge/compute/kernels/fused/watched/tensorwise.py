@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
-from narrowgauge.compute.kernels.fused.room import facts, room
+from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.room import facts, number, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
 from narrowgauge.compute.kernels.fused.tile import high, load, low, registers, store_plain, store_turned, words
@@ -45,7 +45,7 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT
+from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT, Plan
 from narrowgauge.compute.kernels.fused.watched.sampling import (
     COUNTS,
     ERRORS,
@@ -167,36 +167,70 @@ def _watched(
                     tl.atomic_max(slot_ptr, bits, mask=amax < float("inf"), sem="relaxed")
 
 
-def _launch(
-    x_MK: Tensor, rule: Operand, look: Look, plain: bool, turned: bool, amax: Tensor, given: Tensor | None,
-    inv_scale: Tensor | None, scale: Tensor, slot: Tensor | None, scratch: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    codes_MK, codes_KM = room(x_MK, rule.fmt, plain, turned)
-    W, stride_m, stride_w, kind = words(x_MK)
-    M, K = x_MK.shape
-    plan, fmt = look.plan, rule.fmt
-    mantissa, largest, goal, pow2, floor = facts(fmt, rule.scaling, rule.margin)
-    half = 2.0 ** (1 - fmt.bias - mantissa) / 2
-    tensors = (x_MK, amax, given, inv_scale, codes_MK, codes_KM, scale, slot, scratch, *look.pointers)
-    constants = (
-        kind, mantissa, largest, goal, pow2, floor, half, plain, turned, given is not None, slot is not None,
-        INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP,
-        SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
-    )  # fmt: skip
-    launch(
-        _watched, plan.samples + plan.errors + plan.programs, tensors,
-        (M, K, W, stride_m, stride_w, *x_MK.stride()), constants, look.numbers,
-        num_warps=4, maxnreg=registers(kind, REGISTERS),
-    )  # fmt: skip
-    return codes_MK, codes_KM
+class _Watched:
+    """A cast of all matrices that lie in memory as `x_MK` does, for looks of one plan.
+
+    `given`: whether the scale is; `seen`: whether a slot is to hear of the amax.
+    """
+
+    def __init__(
+        self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool, given: bool, seen: bool
+    ) -> None:
+        M, K = x_MK.shape
+        W, stride_m, stride_w, kind = words(x_MK)
+        self._fmt, self._plain, self._turned = rule.fmt, plain, turned
+        mantissa, largest, goal, pow2, floor = facts(rule.fmt, rule.scaling, rule.margin)
+        half = 2.0 ** (1 - rule.fmt.bias - mantissa) / 2
+        constants = (
+            kind, mantissa, largest, goal, pow2, floor, half, plain, turned, given, seen, INTERPRETED, plan.walk.rows,
+            WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS,
+            RANGE_BLOCK, COUNTS,
+        )  # fmt: skip
+        self._launch = Launch(
+            _watched, plan.samples + plan.errors + plan.programs, (M, K, W, stride_m, stride_w, *x_MK.stride()),
+            constants, num_warps=4, maxnreg=registers(kind, REGISTERS),
+        )  # fmt: skip
+
+
+class WatchedCast(_Watched):
+    """`cast` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
+        super().__init__(x_MK, rule, plan, plain, turned, given=False, seen=False)
+
+    def __call__(self, x_MK: Tensor, look: Look, amax: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """As `tensorwise.cast`, filling `look`."""
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        scale = number(x_MK)
+        tensors = (x_MK, amax, None, None, codes_MK, codes_KM, scale, None, None, *look.pointers)
+        self._launch(tensors, look.numbers)
+        return codes_MK, codes_KM, scale
+
+
+class WatchedGiven(_Watched):
+    """`cast_given` of all matrices that lie in memory as `x_MK` does."""
+
+    def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool, seen: bool) -> None:
+        super().__init__(x_MK, rule, plan, plain, turned, given=True, seen=seen)
+
+    def __call__(
+        self, x_MK: Tensor, look: Look, scale: Tensor, inv_scale: Tensor, slot: Tensor | None, scratch: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+        """As `tensorwise.cast_given`, filling `look`."""
+        codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
+        own, amax = number(x_MK), number(x_MK)
+        if scratch is None:
+            scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
+        tensors = (x_MK, amax, scale, inv_scale, codes_MK, codes_KM, own, slot, scratch, *look.pointers)
+        self._launch(tensors, look.numbers)
+        return codes_MK, codes_KM, own, amax
 
 
 def cast(
     x_MK: Tensor, rule: Operand, amax: Tensor, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """As `tensorwise.cast`, filling `look`."""
-    scale = torch.empty((), device=x_MK.device)
-    return *_launch(x_MK, rule, look, plain, turned, amax, None, None, scale, None, None), scale
+    return WatchedCast(x_MK, rule, look.plan, plain, turned)(x_MK, look, amax)
 
 
 def cast_given(
@@ -212,8 +246,5 @@ def cast_given(
     scratch: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """As `tensorwise.cast_given`, filling `look`."""
-    own, found = torch.empty(2, device=x_MK.device).unbind()
-    if scratch is None:
-        scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
-    codes = _launch(x_MK, rule, look, plain, turned, found, scale, inv_scale, own, slot, scratch)
-    return *codes, own, found
+    made = WatchedGiven(x_MK, rule, look.plan, plain, turned, slot is not None)
+    return made(x_MK, look, scale, inv_scale, slot, scratch)
