@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, warm_python):
     words = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "bf16"]
     launcher = ("accelerate", "launch", *words, "--dynamo_backend", "no", "--main_process_port", "PORT")
-    return play(WORKS, tmp_path_factory, "accelerate_loop", launcher)
+    return play(WORKS, tmp_path_factory, "accelerate_loop", launcher, warm_python)
 
 
 def test_the_program_is_as_without_us(seen):
@@ -35,6 +35,3 @@ def test_loss_norm_and_rate_are_those_of_the_script(seen):
 
 def test_its_layers_are_converted(seen):
     check_converted(seen)
-    logged, plain = ([row["loss"] for row in ended.said] for ended in (seen.converted, seen.plain))
-    assert logged == pytest.approx(plain, rel=0.02)
-    assert logged != plain

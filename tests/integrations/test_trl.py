@@ -1,11 +1,14 @@
 """TRL's SFTTrainer with a LoRA of PEFT: frozen layers and adapters, both seen."""
 
 import pytest
-from tests.integrations.watched import check_logged, check_tensors, check_unharmed, play
+from tests.integrations.watched import check_converted, check_logged, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
-    "TRL SFTTrainer", ("trl", "transformers", "peft", "datasets"), "Llama with LoRA, gradient accumulation"
+    "TRL SFTTrainer",
+    ("trl", "transformers", "peft", "datasets"),
+    "Llama with LoRA, gradient accumulation",
+    converted=True,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
@@ -35,3 +38,11 @@ def test_every_tensor_is_what_it_is_by_hand(seen):
 
 def test_loss_norm_and_rate_are_those_that_the_trainer_logs(seen):
     check_logged(seen, seen.watched.said["logged"])
+
+
+def test_its_layers_are_converted(seen):
+    check_converted(seen)
+    rows = {row["name"]: row for row in seen.case.run("converted").meta["conversion"]}
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    assert rows[f"{layer}.base_layer"]["recipe"] == "current"
+    assert rows[f"{layer}.lora_A.default"]["reason"] == "low-rank adapter: too small to gain"

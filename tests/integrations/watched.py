@@ -22,6 +22,7 @@ BY_HAND = str(HERE / "by_hand.py")
 RANKS = str(HERE / "ranks.py")
 BIN = Path(sys.executable).parent
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
+ROLES = ("input", "weight", "grad_output")
 OPTIONS = ("--out", "out", "--every", "1")
 OURS = Path(narrowgauge.__file__).parents[1]
 # One count may differ by an element that lies on the very edge; sums are float32 there and float64 here.
@@ -105,35 +106,35 @@ class Case:
         return execute(self.folder / "watched", words, alone, **self._env)
 
     def converted(self):
-        """The same, converted: only its layers are other ones, so that it need not be started as anyone would."""
-        words = ["run", *OPTIONS, "--convert", "current", "--", *self._launcher(self._warm), self._script]
-        folder = self.folder / "converted"
+        """Converted, its tensors measured by hand as well; it need not be started as anyone would."""
+        words = ["run", *OPTIONS, "--convert", "current", "--", *self._launcher(self._warm), BY_HAND]
+        folder, env = self.folder / "converted", {"SCRIPT": self._script, **self._env}
         if self._warm is None:
-            return execute(folder, [*NARROWGAUGE, *words], alone, **self._env)
-        return execute(folder, words, self._warm.narrowgauge, **self._env)
+            return execute(folder, [*NARROWGAUGE, *words], alone, **env)
+        return execute(folder, words, self._warm.narrowgauge, **env)
 
     def run(self, name="watched"):
         """The run that it left."""
         return open_run(self.folder / name / "out")
 
-    def each_by_hand(self):
+    def each_by_hand(self, name="plain"):
         """rank -> (step, site) -> statistics of what that rank multiplied."""
-        found = {rank: self._hand(rank)["rows"] for rank in range(self.ranks)}
+        found = {rank: self._hand(rank, name)["rows"] for rank in range(self.ranks)}
         return {rank: {(row.pop("step"), row.pop("site")): row for row in rows} for rank, rows in found.items()}
 
-    def rows_by_hand(self):
+    def rows_by_hand(self, name="plain"):
         """(step, site) -> statistics, the ranks' together."""
-        ranks = list(self.each_by_hand().values())
+        ranks = list(self.each_by_hand(name).values())
         keys = {key for rows in ranks for key in rows}
         return {(step, site): together([rows[step, site] for rows in ranks], site) for step, site in keys}
 
-    def losses_by_hand(self):
+    def losses_by_hand(self, name="plain"):
         """rank -> step -> sum of what backward was called on."""
-        found = {rank: self._hand(rank)["losses"] for rank in range(self.ranks)}
+        found = {rank: self._hand(rank, name)["losses"] for rank in range(self.ranks)}
         return {rank: {int(step): loss for step, loss in losses.items()} for rank, losses in found.items()}
 
-    def _hand(self, rank):
-        return json.loads((self.folder / "plain" / "hand" / f"rank{rank}.json").read_text())
+    def _hand(self, rank, name):
+        return json.loads((self.folder / name / "hand" / f"rank{rank}.json").read_text())
 
     def rows(self, name="watched"):
         """(step, site) -> statistics, from the run: of all ranks as one."""
@@ -239,11 +240,23 @@ def check_tensors(seen, want):
     assert differences(seen.case.rows(), want) == []
 
 
-def check_converted(seen):
-    """Its layers are in FP8, on every rank, and say so."""
+def check_converted(seen, *, named=lambda step, site: site, within=0.02):
+    """Its layers are in FP8 on every rank, tell what was computed of their tensors by hand, and still learn.
+
+    `named` gives a site's name in the run; `within` is how near the losses are to those in the baseline's precision.
+    """
     assert seen.converted.code == 0, seen.converted.err
-    run = seen.case.run("converted")
+    case = seen.case
+    run = case.run("converted")
+    assert (run.status, run.meta["error"]) == ("complete", "")
     converted = [row["name"] for row in run.meta["conversion"] if row["recipe"] == "current"]
     assert converted
-    sites = {site for _, site in seen.case.rows("converted")}
-    assert {f"{name}:{role}" for name in converted for role in ("input", "weight", "grad_output")} <= sites
+    want = {(step, named(step, site)): row for (step, site), row in case.rows_by_hand("converted").items()}
+    assert {f"{name}:{role}" for name in converted for role in ROLES} <= {site for _, site in want}
+    found = case.rows("converted")
+    assert differences({key: found[key] for key in found.keys() & want.keys()}, want) == []
+    assert run.events("replicas_disagree")["step"].tolist() == []
+    here, there = (list(case.losses_by_hand(name)[0].values()) for name in ("converted", "plain"))
+    assert here == pytest.approx(there, rel=within)
+    assert here != there
+    assert here[-1] < here[0]
