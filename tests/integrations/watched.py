@@ -95,20 +95,26 @@ class Case:
             words = ["python", RANKS, str(self.ranks), "PORT"] if self.ranks > 1 else ["python"]
         return [str(free_port()) if word == "PORT" else word for word in words]
 
-    def by_hand(self):
+    def alone(self, **env):
+        """Unwatched, as it is."""
+        words, run = [*self._launcher(self._warm), self._script], self._warm.run if self._warm else alone
+        return execute(self.folder / "alone", words, run, **self._env, **env)
+
+    def by_hand(self, **env):
         """Unwatched, its tensors measured by hand."""
         words, run = [*self._launcher(self._warm), BY_HAND], self._warm.run if self._warm else alone
-        return execute(self.folder / "plain", words, run, SCRIPT=self._script, **self._env)
+        return execute(self.folder / "plain", words, run, SCRIPT=self._script, **self._env, **env)
 
-    def watched(self):
+    def watched(self, *options, **env):
         """Under `narrowgauge run`."""
-        words = [*NARROWGAUGE, "run", *OPTIONS, "--", *self._launcher(), self._script]
-        return execute(self.folder / "watched", words, alone, **self._env)
+        words = [*NARROWGAUGE, "run", *OPTIONS, *options, "--", *self._launcher(), self._script]
+        return execute(self.folder / "watched", words, alone, **self._env, **env)
 
-    def converted(self):
+    def converted(self, *options, name="converted", hand=True, **env):
         """Converted, its tensors measured by hand as well; it need not be started as anyone would."""
-        words = ["run", *OPTIONS, "--convert", "current", "--", *self._launcher(self._warm), BY_HAND]
-        folder, env = self.folder / "converted", {"SCRIPT": self._script, **self._env}
+        script = BY_HAND if hand else self._script
+        words = ["run", *OPTIONS, "--convert", "current", *options, "--", *self._launcher(self._warm), script]
+        folder, env = self.folder / name, {"SCRIPT": self._script, **self._env, **env}
         if self._warm is None:
             return execute(folder, [*NARROWGAUGE, *words], alone, **env)
         return execute(folder, words, self._warm.narrowgauge, **env)

@@ -1,0 +1,78 @@
+"""torch.compile by a program that asks for it: transformers' Trainer, every second step recorded.
+
+Its graphs are counted by dynamo, with us and without. What layers see is measured by hand in an uncompiled execution.
+"""
+
+import pytest
+from tests.integrations.watched import Case, Seen, check_logged, check_unharmed, differences
+from tests.integrations.works_with import WorksWith
+
+WORKS = WorksWith(
+    "torch.compile in the Trainer",
+    ("transformers", "accelerate"),
+    "`torch_compile=True`: one graph, no break",
+    converted=True,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
+STEPS, RECORDED = 5, {2, 4}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, warm_python):
+    if reason := WORKS.missing():
+        pytest.skip(reason)
+    return Case(tmp_path_factory.mktemp("hf_compiled"), "hf_compiled", warm=warm_python)
+
+
+@pytest.fixture(scope="module")
+def seen(case):
+    assert case.by_hand(COMPILED="no").code == 0
+    return Seen(case, case.alone(COMPILED="yes"), case.watched("--every", "2", COMPILED="yes"), None)
+
+
+@pytest.fixture(scope="module")
+def converted(case, seen):
+    """By hand without graphs, then with graphs."""
+    eager = case.converted(COMPILED="no")
+    assert eager.code == 0, eager.err
+    return eager, case.converted("--every", "2", name="graphs", hand=False, COMPILED="yes")
+
+
+def recorded(rows):
+    return {key: row for key, row in rows.items() if key[0] in RECORDED}
+
+
+def test_the_program_is_as_without_us_and_has_as_many_graphs(seen):
+    assert seen.plain.code == 0, seen.plain.err
+    check_unharmed(seen)
+    assert (seen.watched.said["graphs"], seen.watched.said["breaks"]) == (1, {})
+    assert len(seen.watched.said["logged"]) == STEPS
+
+
+def test_every_tensor_of_a_recorded_step_is_what_it_is_by_hand_without_graphs(seen):
+    want = recorded(seen.case.rows_by_hand())
+    assert {step for step, _ in want} == RECORDED
+    assert "model.layers.1.mlp.down_proj:grad_output" in {site for _, site in want}
+    assert differences(seen.case.rows(), want) == []
+
+
+def test_loss_norm_and_rate_are_those_that_the_trainer_logs_in_compiled_steps_too(seen):
+    check_logged(seen, seen.watched.said["logged"])
+
+
+def test_converted_layers_stay_in_one_graph_and_tell_there_what_they_tell_without(seen, converted):
+    eager, graphs = converted
+    assert graphs.code == 0, graphs.err
+    assert (graphs.said["graphs"], graphs.said["breaks"]) == (1, {})
+    case = seen.case
+    names = [row["name"] for row in case.run("graphs").meta["conversion"] if row["recipe"] == "current"]
+    assert len(names) == 14
+    hand, found = recorded(case.rows_by_hand("converted")), case.rows("graphs")
+    want = {key: row for key, row in hand.items() if key[1].rpartition(":")[0] in names}
+    assert len(want) == len(RECORDED) * len(names) * 3
+    assert differences({key: found[key] for key in found.keys() & want.keys()}, want) == []
+    losses = [[row["loss"] for row in ended.said["logged"]] for ended in (graphs, eager, seen.plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[2], rel=0.02)
+    assert losses[0] != losses[2]
