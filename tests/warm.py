@@ -127,7 +127,9 @@ class Warm:
 
 
 def read_once(environment):
-    return {name: value for name, value in environment.items() if name.startswith(READ_ONCE)}
+    """What a process has to be started with. Where compilers cache is set by whoever compiles, and asked each time."""
+    named = {name: value for name, value in environment.items() if name.startswith(READ_ONCE)}
+    return {name: value for name, value in named.items() if not name.endswith("_CACHE_DIR")}
 
 
 class Child:

@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
@@ -144,9 +142,9 @@ print(json.dumps(ended))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_training_killed_at_any_moment_leaves_its_steps(tmp_path, capsys):
-    words = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), "4"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+def test_a_training_killed_at_any_moment_leaves_its_steps(warm_python, tmp_path, capsys):
+    (tmp_path / "killed.py").write_text(KILLED)
+    done = warm_python.run([sys.executable, "killed.py", tmp_path, "4"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout)
     assert all(ended.values())

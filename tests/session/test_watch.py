@@ -109,11 +109,11 @@ def with_path(folder):
 
 
 @pytest.fixture(scope="module")
-def basic_alone(tmp_path_factory):
+def basic_alone(warm_python, tmp_path_factory):
     """What BASIC prints unwatched."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(programs.BASIC)
-    return subprocess.run([sys.executable, "train.py"], cwd=folder, env=PLAIN, capture_output=True, text=True).stdout
+    return warm_python.run([sys.executable, "train.py"], cwd=folder, env=PLAIN).stdout
 
 
 def steps(folder):
@@ -192,9 +192,9 @@ def test_what_never_trains_is_told_and_keeps_its_code(tmp_path, code):
     assert "nothing was watched: no Python process below this command made a torch.optim optimizer" in done.stderr
 
 
-def test_an_error_looks_as_without_us(tmp_path):
+def test_an_error_looks_as_without_us(warm_python, tmp_path):
     done = run(tmp_path, "train.py", script=programs.RAISES)
-    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN, capture_output=True, text=True)
+    plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN)
     assert done.returncode == plain.returncode == 1
     assert done.stderr == plain.stderr + "narrowgauge: the run is in out\n"
     found = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -286,7 +286,7 @@ def test_what_is_compiled_stays_one_graph_watched_or_converted(warm_python, tmp_
     assert done.stdout.endswith("0 breaks\n")
     assert steps(tmp_path / "out") == 6
     (tmp_path / "out").rename(tmp_path / "watched")
-    done = run(tmp_path, "train.py", how, when, options=("--convert", "current", "--every", "2"), warm=warm)
+    done = run(tmp_path, "train.py", how, when, options=("--convert", "current", "--every", "2"), warm=warm_python)
     assert (done.returncode, done.stdout.endswith("0 breaks\n"), done.stderr) == (
         0,
         True,
@@ -333,7 +333,7 @@ for _ in range(2):
 """
 
 
-def test_gpus_are_left_asleep_until_the_program_wakes_them(tmp_path):
+def test_gpus_are_left_asleep_until_the_program_wakes_them(warm_python, tmp_path):
     # To ask a GPU's name wakes it, and what forks afterwards cannot use it any more.
     script = (
         "import torch\nfrom unittest import mock\n"
@@ -341,18 +341,18 @@ def test_gpus_are_left_asleep_until_the_program_wakes_them(tmp_path):
         "for name in ('is_available', 'get_device_name', 'get_device_capability', 'device_count'):\n"
         "    setattr(torch.cuda, name, woken)\n"
     )
-    done = run(tmp_path, "train.py", script=script + NO_LINEAR)
+    done = run(tmp_path, "train.py", script=script + NO_LINEAR, warm=warm_python)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
 
 
-def test_what_a_program_filters_stays_filtered(tmp_path):
+def test_what_a_program_filters_stays_filtered(warm_python, tmp_path):
     script = (
         "import warnings\n" + NO_LINEAR + "warnings.simplefilter('error')\nimport atexit\n"
         "before = list(warnings.filters)\nfrom narrowgauge.session.live import Live\nLive.current.close()\n"
         "ours = [f for f in warnings.filters if f[1] and 'global hooks' in f[1].pattern]\n"
         "print(ours, warnings.filters[0][0])\n"
     )
-    assert run(tmp_path, "train.py", script=script).stdout == "[] error\n"
+    assert run(tmp_path, "train.py", script=script, warm=warm_python).stdout == "[] error\n"
 
 
 SETTINGS = """

@@ -3,11 +3,10 @@
 One program trains the same small model four ways, one after the other; the same is trained here by hand, in one piece.
 """
 
-import subprocess
-
 import pytest
 import torch
-from tests.session.test_watch import NARROWGAUGE, PLAIN
+from tests.integrations.watched import RANKS, free_port
+from tests.session.test_watch import PLAIN
 from torch import nn
 
 from narrowgauge.observe.store import open_run
@@ -91,24 +90,11 @@ KINDS = {"tensor": (0, "", 1), "ddp": (STEPS, "Copied.", 2), "fsdp2": (2 * STEPS
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(warm_python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "train.py").write_text(PROGRAM.replace("STEPS", str(STEPS)))
-    command = [
-        *NARROWGAUGE,
-        "run",
-        "--out",
-        "out",
-        "--every",
-        "1",
-        "--",
-        "torchrun",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    ]
-    environment = {**PLAIN, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    command = ["run", "--out", "out", "--every", "1", "--", "python", RANKS, "2", str(free_port()), "train.py"]
+    done = warm_python.narrowgauge(command, cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return open_run(folder / "out")
 
