@@ -159,6 +159,7 @@ class Session:
                 *self.hearing.notes,
                 *self.graphs.notes,
                 *self.roots.notes,
+                *self.roots.unmet,
                 *steps.batches.notes,
                 *self._loader_notes(),
                 *self.plain.notes,
@@ -166,7 +167,7 @@ class Session:
                 *self.recorder.notes,
             ],
             "judged_by": self._plan.judge,
-            "unmet": self.recorder.notes,  # of the settings: told once more when the command ends
+            "unmet": [*self.roots.unmet, *self.recorder.notes],  # of the settings: told once more when the command ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
             "refusal": self.roots.refusal,

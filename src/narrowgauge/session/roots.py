@@ -26,6 +26,7 @@ from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.errors import ConversionError
+from narrowgauge.session import foreign_switches
 from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import weights_hash
 from narrowgauge.session.machine import native_fp8
@@ -66,6 +67,8 @@ class Roots:
         self._refusals: list[ConversionError] = []
         self._hashes: list[str] = []
         self._linear_dtype = ""
+        self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
+        self._asked = False  # the settings name some
         self._copied: dict[str, int | None] = {}  # by the prefix of a model's sites
         self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
         self.notes: list[str] = []
@@ -116,6 +119,7 @@ class Roots:
         kinds = [known.kind for known in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
         self._copied[prefix] = copied_by((module, *model.modules()))
+        self._switch(model, prefix)
         self._convert(model, trained, prefix)
         self._plain.add(model, self._recorder.under(prefix))
         return root
@@ -159,6 +163,20 @@ class Roots:
         self._reports[prefix] = report
         if self._plan.recipe is not None:
             self._observe(model, prefix)
+
+    def _switch(self, model: nn.Module, prefix: str) -> None:
+        high = self._plan.convert.get("high", ())
+        if high and self._plan.compiling:  # a comparison's baseline is the program as it is written
+            kept = foreign_switches.switch(model, high, converting=self._plan.recipe is not None)
+            self._switched |= {prefix + name: what for name, what in kept.items()}
+            self._asked = True
+
+    @property
+    def unmet(self) -> list[str]:
+        """What the settings ask of layers and no layer takes."""
+        if not self._asked or self._switched or self._plan.recipe is not None:
+            return []
+        return ["high matched nothing in this program; it is for layers that --convert takes to FP8, and torchao's."]
 
     def _hear(self, model: nn.Module, prefix: str) -> None:
         """Look at the layers that the program itself converted, unless somebody does already."""
@@ -258,6 +276,7 @@ class Roots:
             "baseline_dtype": self._plain.dtype or self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
+            **({"switched": self._switched} if self._switched else {}),
             "conversion_summary": [
                 {k: v for k, v in report.to_dict().items() if k != "rows"} for report in reports.values()
             ],

@@ -126,6 +126,7 @@ def test_an_operand_that_stays_high_is_named():
     from torchao.float8.config import CastConfig, ScalingType
 
     config = converted("tensorwise", nn.Linear(64, 32))[0].config
-    high = SimpleNamespace(**{**vars(config), "cast_config_weight": CastConfig(scaling_type=ScalingType.DISABLED)})
+    casts = ("cast_config_weight", "cast_config_weight_for_grad_input")
+    high = SimpleNamespace(**{**vars(config), **dict.fromkeys(casts, CastConfig(scaling_type=ScalingType.DISABLED))})
     said = _rule(high, "weight", torch.ones(2, 2))
     assert said == "torchao leaves the weight of a Float8Linear in high precision; it is not recorded."

@@ -77,8 +77,13 @@ Tables add up. What stays high is bit by bit the unconverted layer's product; th
 those of the converted layer. Where only an operand stays high, the other is quantized, and what its codes stand for
 is multiplied in the layer's own dtype. A layer with a switch saves x and w for its backward pass as an unconverted
 layer does, and is one operator each way under `torch.compile`. In Python: `ng.convert(model, "current",
-high=[{"sites": ["*.down"], "gemms": ["wgrad"]}])`. Layers of TransformerEngine and torchao are not switched from
-here: they have recipes and filters of their own.
+high=[{"sites": ["*.down"], "gemms": ["wgrad"]}])`.
+
+**torchao's layers** are switched by torchao's own configuration, with `--convert` or without it: the casts of a
+product that stays high are disabled before the model first runs, and `run.json` says of which (`switched`). An
+operand alone (`roles`) or `bf16_gemm` it cannot do, and says so. What is not converted at all has nothing to switch;
+tables that meet only such layers are told when the program ends. TransformerEngine's recipe holds for all layers
+below its autocast: they are not switched from here.
 """,
     "dump": """\
 A step is one safetensors file per rank, `dumps/step00000100-rank0.safetensors` in the run's folder: of each site

@@ -2,6 +2,7 @@
 
     tensorwise    inv_scale = max / max(amax, 1e-12)     per tensor, as our rule ROWWISE has it, but for a whole tensor
     axiswise      the same, one per row of the operand of the product that is shown (fprop, or dgrad for grad_output)
+    disabled      not cast; where the other product of the operand casts it as a whole tensor, that is shown
 
 torchao divides in float64 and rounds to float32, which is one correct rounding, as ours is. Its `_scale` multiplies
 towards FP8: our inv_scale. So the codes are its own, bit by bit.
@@ -22,6 +23,12 @@ from narrowgauge.compute.quant.dtypes import format_of
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.session.sites.part import Part, Rule, first_tensor, is_a, output_of
 
+CASTS = {  # the configuration's words for the operands of each product
+    "fprop": ("cast_config_input", "cast_config_weight"),
+    "dgrad": ("cast_config_grad_output", "cast_config_weight_for_grad_input"),
+    "wgrad": ("cast_config_grad_output_for_grad_weight", "cast_config_input_for_grad_weight"),
+}
+_SECOND = {"input": "grad_weight", "weight": "grad_input", "grad_output": "grad_weight"}
 _GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise": PerRow()}
 
 
@@ -45,7 +52,11 @@ class TorchAO:
 def _rule(config: Any, role: OperandRole, x_MK: Tensor) -> Rule | str:
     cast = getattr(config, f"cast_config_{role}")
     if cast.scaling_type.value == "disabled":
-        return f"torchao leaves the {role} of a Float8Linear in high precision; it is not recorded."
+        cast = getattr(config, f"cast_config_{role}_for_{_SECOND[role]}")
+        if cast.scaling_type.value == "disabled":
+            return f"torchao leaves the {role} of a Float8Linear in high precision; it is not recorded."
+        if cast.scaling_granularity.value != "tensorwise":
+            return f"torchao casts the {role} of a Float8Linear only for its second product, by column; not recorded."
     granularity = _GRANULARITIES.get(cast.scaling_granularity.value)
     if granularity is None:
         return f"torchao scales the {role} of a Float8Linear by {cast.scaling_granularity}, which is unknown here."

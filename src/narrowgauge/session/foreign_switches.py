@@ -1,0 +1,82 @@
+"""`[[high]]` for layers that another package converted: by that package's own switches, before the model first runs.
+
+    torchao's Float8Linear      output = x wᵀ     dx = dy w     dw = dyᵀ x
+    its configuration           two casts per product, both disabled: it multiplies what it is given
+
+A layer gets a configuration of its own, derived from the one that it has, which torchao checks as it checks any.
+One operand of a product, or FP8 operands in a high product, it cannot do: that is refused. TransformerEngine's recipe
+holds for all layers below its autocast; nothing is switched there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.compute.nn.conversion.structure import Layer, clean, is_wrapper, survey
+from narrowgauge.compute.nn.conversion.switches import Switch, check_switches
+from narrowgauge.errors import ConversionError
+from narrowgauge.session.sites.torchao import CASTS, TorchAO
+
+
+def switch(model: nn.Module, tables: Sequence[Mapping[str, Any]], *, converting: bool) -> dict[str, str]:
+    """Keep high what the tables name of torchao's layers in `model`: layer -> which products, in words.
+
+    Args:
+        model: whatever it holds; without a layer of torchao's, nothing happens.
+        tables: as `convert(high=...)` takes them.
+        converting: whether other layers are converted, and the tables may speak of these.
+
+    Raises ConversionError for what torchao has no switch for, and for a name that no layer has.
+    """
+    layers = survey(model)
+    theirs = [layer for layer in layers if TorchAO().knows(layer.module)]
+    if not theirs:
+        return {}
+    switches = [Switch.of(table) for table in tables]
+    if not converting:
+        wrapped = is_wrapper(model)
+        check_switches(switches, layers, [clean(name, wrapped=wrapped) for name, _ in model.named_modules()])
+    chosen = {layer.name: (layer, gemms) for layer in theirs if (gemms := _products(layer, switches))}
+    configs: dict[tuple[int, tuple[str, ...]], Any] = {}  # layers that share a configuration go on sharing one
+    for layer, gemms in chosen.values():
+        module: Any = layer.module
+        key = id(module.config), gemms
+        configs.setdefault(key, _without(module.config, gemms, layer.name))
+    for layer, gemms in chosen.values():
+        module = layer.module
+        module.config = config = configs[id(module.config), gemms]
+        for role in ("input", "weight", "grad_output"):  # which it keeps beside it
+            setattr(module, f"scaling_type_{role}", getattr(config, f"cast_config_{role}").scaling_type)
+    return {name: ", ".join(f"{gemm} high" for gemm in gemms) for name, (_, gemms) in chosen.items()}
+
+
+def _products(layer: Layer, switches: Sequence[Switch]) -> tuple[str, ...]:
+    named = [switch for switch in switches if switch.names(layer)]
+    for each in named:
+        if each.roles or each.keep != "high":
+            what = f"roles={list(each.roles)}" if each.roles else f"keep={each.keep!r}"
+            raise ConversionError(
+                f"high: {what} names {layer.name!r}, a Float8Linear of torchao, which multiplies two operands in FP8 "
+                f"or two in high precision; leave {what.partition('=')[0]} out, or the layer ('!{layer.name}')."
+            )
+    return tuple(gemm for gemm in CASTS if any(gemm in each.gemms for each in named))
+
+
+def _without(config: Any, gemms: Sequence[str], name: str) -> Any:
+    """The configuration with the casts of these products disabled."""
+    if config.enable_fsdp_float8_all_gather and {"fprop", "dgrad"} & set(gemms):
+        raise ConversionError(
+            f"high: {name!r} is a Float8Linear of torchao whose weight FSDP gathers in FP8, so only its wgrad can stay "
+            "high; set enable_fsdp_float8_all_gather=False for the others."
+        )
+    changed = {}
+    for gemm in gemms:
+        for word in CASTS[gemm]:
+            cast = getattr(config, word)
+            disabled, tensorwise = type(cast.scaling_type).DISABLED, type(cast.scaling_granularity).TENSORWISE
+            changed[word] = replace(cast, scaling_type=disabled, scaling_granularity=tensorwise)
+    return replace(config, **changed)
