@@ -131,14 +131,17 @@ class Collector:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
         if not self._open:
             return None
-        held = self._held_on(x.device)
-        look = None
-        with self._guarded(f"{module}:{role}"), self._lock:
-            site = _address(module, role)
-            if role != "weight" or site not in held.weights:
+        held, site = self._held_on(x.device), _address(module, role)
+        if role == "weight" and site in held.weights:
+            return None
+        try:  # a guard would also look at the time, which on a GPU is not the host's
+            with self._lock:
                 look = self._looks_on(x.device).open(site, x, rule, self._turn)
-                if look is not None and role == "weight":
-                    held.weights.add(site)
+        except Exception as error:
+            self._failed(site, error)
+            return None
+        if look is not None and role == "weight":
+            held.weights.add(site)
         return look
 
     def operand(

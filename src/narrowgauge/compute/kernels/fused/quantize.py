@@ -44,12 +44,12 @@ _WATCHED: dict[int, Any] = {
 
 
 class _Prepared(NamedTuple):
-    """How to quantize tensors that lie in memory alike; `rules` are kept so that nothing else gets their ids."""
+    """How to quantize tensors that lie in memory alike; `kept` is what nothing else may get the id of."""
 
     kind: int
     cast: Any
     rule: Operand
-    rules: tuple[Operand | None, Operand | None]
+    kept: Any
 
 
 _PREPARED: dict[Hashable, _Prepared] = {}
@@ -74,7 +74,7 @@ def quantize_both(
 ) -> Both:
     """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`. Fills `look`, if given."""
     slot, plan = None if given is None else given.slot is not None, None if look is None else look.plan
-    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(plain), id(turned), slot, plan)
+    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(plain), id(turned), slot, id(plan))
     known = _PREPARED.get(key)
     if known is None:
         rule = plain or turned
@@ -110,7 +110,7 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None, a
     `amax` [] float32 is x's own, for one scale per tensor that is not given.
     """
     slot = None if given is None else False
-    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(rule), slot, look.plan)
+    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(rule), slot, id(look.plan))
     known = _PREPARED.get(key)
     if known is None:
         known = _remember(key, _prepare(x_MK, rule, (rule, None), (False, False), slot, look.plan))
@@ -141,7 +141,7 @@ def _prepare(
     if not same or rule.scaling.e8m0 is not None or x_MK.dtype not in DTYPES or not x_MK.numel():
         kind = NO_KERNEL
     if kind == NO_KERNEL:
-        return _Prepared(NO_KERNEL, None, rule, rules)
+        return _Prepared(NO_KERNEL, None, rule, (rules, plan))
     more: tuple[bool, ...] = ()
     if kind == TENSOR and slot is not None:
         kind, more = GIVEN, (slot,)
