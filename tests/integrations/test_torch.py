@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 def seen(request, tmp_path_factory, warm_python):
     works, program = request.param
     launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", "PORT")
-    return play(works, tmp_path_factory, program, launcher, warm_python)
+    return play(works, tmp_path_factory, program, launcher, warm_python, really=program == "ddp")
 
 
 def test_it_is_watched(seen):

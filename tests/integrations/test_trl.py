@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, warm_python):
-    return play(WORKS, tmp_path_factory, "trl_sft", warm=warm_python)
+    return play(WORKS, tmp_path_factory, "trl_sft", warm=warm_python, really=False)
 
 
 def test_the_program_is_as_without_us(seen):

@@ -105,10 +105,13 @@ class Case:
         words, run = [*self._launcher(self._warm), BY_HAND], self._warm.run if self._warm else alone
         return execute(self.folder / "plain", words, run, SCRIPT=self._script, **self._env, **env)
 
-    def watched(self, *options, **env):
-        """Under `narrowgauge run`."""
-        words = [*NARROWGAUGE, "run", *OPTIONS, *options, "--", *self._launcher(), self._script]
-        return execute(self.folder / "watched", words, alone, **self._env, **env)
+    def watched(self, *options, really=True, **env):
+        """Under `narrowgauge run`; `really`, as anyone would start it."""
+        warm = None if really else self._warm
+        words = ["run", *OPTIONS, *options, "--", *self._launcher(warm), self._script]
+        if warm is None:
+            return execute(self.folder / "watched", [*NARROWGAUGE, *words], alone, **self._env, **env)
+        return execute(self.folder / "watched", words, warm.narrowgauge, **self._env, **env)
 
     def converted(self, *options, name="converted", hand=True, **env):
         """Converted, its tensors measured by hand as well; it need not be started as anyone would."""
@@ -190,10 +193,10 @@ class Seen:
     converted: Ended | None
 
 
-def play(works, folders, name, launcher=("python",), warm=None, **env):
+def play(works, folders, name, launcher=("python",), warm=None, really=True, **env):
     """Execute a program in every way that `works` speaks of; skipped where its packages are missing.
 
-    All but the watched program, which is always started as anyone would, can begin in a `warm` process.
+    They can begin in a `warm` process, the watched one too, if it is not `really` started: one of each launcher is.
     """
     if reason := works.missing():
         pytest.skip(reason)
@@ -201,7 +204,7 @@ def play(works, folders, name, launcher=("python",), warm=None, **env):
     plain = case.by_hand()
     assert plain.code == 0, plain.err
     converted = case.converted() if works.converted else None
-    return Seen(case, plain, case.watched(), converted)
+    return Seen(case, plain, case.watched(really=really), converted)
 
 
 def free_port():
