@@ -9,6 +9,7 @@ import torch
 from tests.session.inline import followed
 from torch import nn
 
+import narrowgauge as ng
 from narrowgauge.session.deepspeed import ENGINE, _norm
 
 
@@ -63,6 +64,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = model
         self.optimizer, self.skipped_steps = Zero(model, **words), 0
+        self.basic_optimizer = self.optimizer.optimizer
 
     def forward(self, x):
         return self.module(x)
@@ -173,6 +175,19 @@ def test_weights_that_are_stepped_piece_by_piece_are_all_measured(tmp_path, load
     moved = torch.cat([x.detach() - old for x, old in zip(flat, before, strict=True)]).norm().item()
     assert writer.scalars[1]["param_norm"] == pytest.approx(norm, rel=1e-6)
     assert writer.scalars[1]["update_ratio"] == pytest.approx(moved / norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("which", ["engine", "model", "everything"])
+def test_an_engine_that_is_older_than_the_watch_is_followed(tmp_path, loaded, which):
+    loaded()
+    engine = Engine(model())
+    watched = {"engine": engine, "model": engine.module, "everything": None}[which]
+    with ng.watch(watched, out=tmp_path / "a", every=1):
+        losses, norms = train(engine)
+    run = ng.open_run(tmp_path / "a")
+    assert run.scalars()["loss"].tolist() == pytest.approx(losses)
+    assert run.scalars()["grad_norm"].tolist() == pytest.approx(norms)
+    assert {"0:input", "1:weight"} <= set(run.tensors()["site"].tolist())
 
 
 def test_the_norm_of_its_own_clip_is_the_one_from_before(tmp_path, loaded):

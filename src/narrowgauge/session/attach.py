@@ -12,11 +12,12 @@ and that cannot be done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.store import RunWriter
@@ -97,11 +98,12 @@ class Session:
         # An engine holds the model before it makes its optimizer, and may have been loaded only then.
         self._engines = self._engines or deepspeed.follow(self.seams, self.updates)
 
-    def optimizer_made(self, optimizer: Optimizer) -> None:
-        """Its parameters are the ones being trained."""
-        if self._only is not None and not _trains(optimizer, self._only()):
+    def optimizer_made(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
+        """Its parameters are the ones being trained; it was `made_with` these if it has others by now."""
+        made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with
+        if self._only is not None and not _trains(made_with, self._only()):
             return
-        self.optimizers.add(optimizer)
+        self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
 
     def compile_refused(self) -> None:
@@ -192,6 +194,6 @@ def not_found(session: Session) -> list[str]:
     return found
 
 
-def _trains(optimizer: Optimizer, model: nn.Module | None) -> bool:
+def _trains(parameters: Sequence[Tensor], model: nn.Module | None) -> bool:
     own = set() if model is None else {id(p) for p in model.parameters()}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    return any(id(p) in own for p in parameters)

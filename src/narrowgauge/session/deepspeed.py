@@ -12,7 +12,7 @@ Its classes are changed in place, where a program has loaded them. What one of i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,14 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
         if hasattr(owner, function):
             seams.replace(owner, function, make)
     return True
+
+
+def made_with(objects: Iterable[Any]) -> dict[int, list[Tensor]]:
+    """Of engines among the objects: the id of the optimizer that each holds -> the parameters that it was made with."""
+    kind = getattr(sys.modules.get(ENGINE), "DeepSpeedEngine", None)
+    engines = () if kind is None else (x for x in objects if issubclass(type(x), kind))
+    held = ((getattr(engine, "basic_optimizer", None), engine.module) for engine in engines)
+    return {id(o): [p for p in module.parameters() if p.requires_grad] for o, module in held if o is not None}
 
 
 def _norm(norm: Any) -> float | Tensor | None:

@@ -10,12 +10,15 @@ Optimizers and parameters are held weakly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.sharded import shape_of
 
 
 class Trained:
@@ -34,10 +37,11 @@ class Trained:
     def __len__(self) -> int:
         return len(self._made)
 
-    def add(self, optimizer: Optimizer) -> None:
-        """An optimizer was made."""
-        self._made[optimizer] = {id(p): ref(p) for p in _parameters(optimizer)}
-        self._elements[optimizer] = sum(p.numel() for p in _parameters(optimizer))
+    def add(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
+        """An optimizer was made, `made_with` these parameters if it does not have them any more."""
+        made = _parameters(optimizer) if made_with is None else made_with
+        self._made[optimizer] = {id(p): ref(p) for p in made}
+        self._elements[optimizer] = sum(math.prod(shape_of(p)) for p in made)
 
     def ids(self) -> set[int]:
         """The ids of all parameters that optimizers hold, or held when they were made."""
@@ -52,8 +56,7 @@ class Trained:
         now = _parameters(optimizer)
         if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
             return False
-        # What was in parts before the optimizer was made (ZeRO 3) had no elements here then.
-        return not 0 < self._elements[optimizer] <= sum(p.numel() for p in now)
+        return sum(p.numel() for p in now) < self._elements[optimizer]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

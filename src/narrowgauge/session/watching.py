@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.export import check
+from narrowgauge.session import deepspeed
 from narrowgauge.session.armed import rank_of_this_process
 from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.config import load
@@ -130,8 +131,9 @@ def _catch_up(live: Live, family: Family, compiled: CompiledCalls, model: nn.Mod
         for child in module.children():
             family.registered(module, child)
         compiled.adopt(module)
+    parameters = deepspeed.made_with(made)
     for optimizer in _kind(made, Optimizer):
-        live.session.optimizer_made(optimizer)
+        live.session.optimizer_made(optimizer, parameters.get(id(optimizer)))
 
 
 def _kind(objects: list[Any], kind: type[Any]) -> list[Any]:

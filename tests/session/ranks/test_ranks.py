@@ -90,9 +90,9 @@ class Rank:
         self.writer.close()
 
 
-def made(tmp_path, world=2, **options):
+def made(tmp_path, world=2, store=None, **options):
     """The ranks of one program; the rooms of their options may differ by rank."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
     return [
         Rank(tmp_path / "run", store, r, world, **{k: v[r] if isinstance(v, list) else v for k, v in options.items()})
         for r in range(world)
@@ -156,6 +156,18 @@ def test_parts_are_merged_by_each_metrics_law(tmp_path):
         for column in OPERAND_COLUMNS:
             assert np.allclose(found[column], want[column][0], rtol=1e-12, equal_nan=True), column
     assert run.meta["ranks"] == {"world": 3, "merged_steps": 3, "apart_steps": 0, "backend": "gloo"}
+
+
+def test_one_watch_after_another_of_the_same_ranks_merges_its_own(tmp_path):
+    store = dist.HashStore()
+    for turn in (1, 2):
+        folder = tmp_path / str(turn)
+        program = made(folder, store=store)
+        train(program, 2, lambda rank, step, turn=turn: {"a:input": turn * batch(rank, step)})
+        run = finished(program, folder)
+        assert run.meta["ranks"] == {"world": 2, "merged_steps": 2, "apart_steps": 0, "backend": "gloo"}
+        want = max((turn * batch(rank, 2)).abs().max().item() for rank in (0, 1))
+        assert row(run, "a:input", 2)["amax"] == want
 
 
 def test_two_thousand_sites_on_two_ranks_take_one_collective_a_step(tmp_path):

@@ -85,6 +85,7 @@ class Ranks:
         self._agreement: Agreement | None = None
         self._kept_alive: Any = None  # the process that started a store ends it with its last reference
         self._rank = self._world = 0
+        self._turn = 0  # which watch of these ranks it is, from 1
         self._off = False
         self._group: Group | None = None
         self._open: deque[OpenStep] = deque()
@@ -200,11 +201,13 @@ class Ranks:
         return True
 
     def _store(self, name: str) -> Any:
-        """A part of the program's own store, over a connection that nobody else waits on."""
+        """A part of the program's own store, over a connection that nobody else waits on; of this watch alone."""
         store = self._kept_alive
         with suppress(Exception):  # some stores are files, or in this process
             store = store.clone()
-        return dist.distributed_c10d.PrefixStore(f"narrowgauge/{name}", store)
+        # A program may be watched more than once, and would find the keys of the watch before.
+        self._turn = self._turn or store.add(f"narrowgauge/watches/{self._rank}", 1)
+        return dist.distributed_c10d.PrefixStore(f"narrowgauge/{self._turn}/{name}", store)
 
     def _resolve(self, patience: float) -> None:
         """Do with the oldest open step what all ranks do with it."""
