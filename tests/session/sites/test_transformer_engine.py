@@ -31,7 +31,7 @@ class Float8Quantizer:
 
     def __call__(self, x):
         top, dtype, fmt = MAX[self.dtype.name]
-        x = x.detach()
+        x = x.detach().clone()
         self.amax.copy_(torch.maximum(self.amax, x.abs().max().float()))
         codes = (x.float() * self.scale).clamp(-top, top).to(dtype)
         self.made.append((x, QTensor(codes, self.scale.reciprocal().reshape(()), fmt, PerTensor()), self.amax.clone()))
@@ -47,6 +47,13 @@ class Delayed:
     def make_quantizers(self):
         row = self.amax_history[0]
         return [Float8Quantizer(self.scale[i], row[i].reshape((1,)), self.dtype) for i in range(len(self.scale))]
+
+    def update(self):
+        """The newest amax makes the next scale, in place; then the next row is open."""
+        amax = self.amax_history[0]
+        self.scale.copy_(torch.where(amax > 0, MAX[self.dtype][0] / amax, self.scale))
+        self.amax_history.copy_(self.amax_history.roll(-1, 0))
+        self.amax_history[0] = 0
 
 
 class Product(torch.autograd.Function):
@@ -147,6 +154,36 @@ def test_its_history_is_read_and_not_written():
         histories.append([model[0].fp8_meta[key].amax_history.clone() for key in ("scaling_fwd", "scaling_bwd")])
         histories[-1] += [p.grad for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(*histories, strict=True))
+
+
+def test_in_a_loop_each_step_is_counted_by_the_scale_that_its_own_products_used():
+    """The forward's scales move on as the autocast ends, before the backward; the backward's, behind it."""
+    torch.manual_seed(8)
+    model = nn.Sequential(Linear())
+    meta, scales = model[0].fp8_meta, []
+
+    def step():
+        y = model(torch.randn(16, 32))
+        meta["scaling_fwd"].update()
+        y.cos().mean().backward()
+        meta["scaling_bwd"].update()
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+
+    for _ in range(4):
+        found, _ = recorded(model, step)
+        for role, key, place in (
+            ("input", "scaling_fwd", 0),
+            ("weight", "scaling_fwd", 1),
+            ("grad_output", "scaling_bwd", 0),
+        ):
+            tensor, q, amax = made(model[0], key, place)
+            row, scale = found[f"0:{role}"], q.scale.item()
+            check(row, ng.measure(tensor, q))
+            np.testing.assert_allclose(row["scale_max"], scale, rtol=1e-6)
+            np.testing.assert_allclose(row["amax_ratio"], amax.item() / (q.fmt.max * scale), rtol=1e-6)
+            scales.append(scale)
+    assert len(set(scales)) == len(scales)  # no step's scale is another's, so that none can stand in for it
 
 
 def test_outside_of_its_autocast_a_layer_is_judged_as_a_plain_one():
