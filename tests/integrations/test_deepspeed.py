@@ -3,11 +3,15 @@
 import math
 
 import pytest
-from tests.integrations.watched import check_tensors, check_unharmed, play
+from tests.integrations.watched import Case, Seen, check_converted, check_tensors, check_unharmed
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
-    "DeepSpeed", ("deepspeed",), "`deepspeed`, ZeRO 0 to 3 and its BF16 optimizers, accumulation, clipping", ranks=2
+    "DeepSpeed",
+    ("deepspeed",),
+    "`deepspeed`, ZeRO 0 to 3 (converted: to 2), its BF16 optimizers, accumulation, clipping",
+    ranks=2,
+    converted=True,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
@@ -15,8 +19,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, warm_python):
+    if reason := WORKS.missing():
+        pytest.skip(reason)
     launcher = ("deepspeed", "--num_gpus", "2", "--master_port", "PORT")
-    return play(WORKS, tmp_path_factory, "deepspeed_zero", launcher, warm_python)
+    case = Case(tmp_path_factory.mktemp("deepspeed"), "deepspeed_zero", launcher, WORKS.ranks, warm_python)
+    plain = case.by_hand()
+    assert plain.code == 0, plain.err
+    return Seen(case, plain, case.watched(), case.converted(STAGES="0 2 bf16-1"))
+
+
+def named(step, site):
+    """Its name in the run: each engine makes two steps, and a later model's layers have its class in front."""
+    which = (step - 1) // 2
+    return f"Sequential{which}.{site}" if which else site
 
 
 def engine(site, names):
@@ -31,10 +46,7 @@ def test_the_program_is_as_without_us(seen):
 
 def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):
     names = list(dict.fromkeys(row["model"] for row in seen.watched.said))
-    want = {}
-    for (step, site), row in seen.case.rows_by_hand().items():
-        which = (step - 1) // 2  # each engine makes two steps
-        want[step, f"Sequential{which}.{site}" if which else site] = row
+    want = {(step, named(step, site)): row for (step, site), row in seen.case.rows_by_hand().items()}
     check_tensors(seen, want)
     sites = {site for _, site in want}
     assert {engine(site, names) for site in sites} == {"0", "1", "2", "3", "bf16", "bf16-1", "bf16-3"}
@@ -70,3 +82,9 @@ def test_weights_and_their_update_are_those_that_the_optimizer_has(seen):
         assert norm == pytest.approx(row["param_norm"], rel=1e-5)
         assert ratio == pytest.approx(row["update_ratio"], rel=1e-3)
     assert compared == 12
+
+
+def test_its_layers_are_converted(seen):
+    check_converted(seen, named=named, steps=[1, 2, 5, 6, 11, 12])
+    names = {row["name"] for row in seen.case.run("converted").meta["conversion"] if row["recipe"] == "current"}
+    assert names == {"1", "Sequential1.1", "Sequential2.1"}  # and not their heads

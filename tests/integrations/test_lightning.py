@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 @pytest.fixture(scope="module", params=zip(WORKS, ({}, DDP), strict=True), ids=("one", "two"))
 def seen(request, tmp_path_factory, warm_python):
     works, env = request.param
-    return play(works, tmp_path_factory, "lightning_fit", warm=warm_python, **env)
+    return play(works, tmp_path_factory, "lightning_fit", warm=warm_python, really=works.ranks > 1, **env)
 
 
 def test_the_program_is_as_without_us(seen):

@@ -249,10 +249,11 @@ def check_tensors(seen, want):
     assert differences(seen.case.rows(), want) == []
 
 
-def check_converted(seen, *, named=lambda step, site: site, within=0.02):
+def check_converted(seen, *, named=lambda step, site: site, within=0.02, steps=None):
     """Its layers are in FP8 on every rank, tell what was computed of their tensors by hand, and still learn.
 
-    `named` gives a site's name in the run; `within` is how near the losses are to those in the baseline's precision.
+    `named` gives a site's name in the run; `within` is how near the losses are to those in the baseline's precision;
+    `steps` are the steps there, if it made others, that they are compared with.
     """
     assert seen.converted.code == 0, seen.converted.err
     case = seen.case
@@ -265,7 +266,8 @@ def check_converted(seen, *, named=lambda step, site: site, within=0.02):
     found = case.rows("converted")
     assert differences({key: found[key] for key in found.keys() & want.keys()}, want) == []
     assert run.events("replicas_disagree")["step"].tolist() == []
-    here, there = (list(case.losses_by_hand(name)[0].values()) for name in ("converted", "plain"))
+    converted, plain = (case.losses_by_hand(name)[0] for name in ("converted", "plain"))
+    here, there = list(converted.values()), [plain[step] for step in steps or sorted(plain)]
     assert here == pytest.approx(there, rel=within)
     assert here != there
     assert here[-1] < here[0]
