@@ -1,6 +1,5 @@
 """A file of 200 tensors costs about as much memory as its largest one: measured in a process of its own."""
 
-import subprocess
 import sys
 
 import pytest
@@ -46,10 +45,9 @@ print(most - before)
 """
 
 
-def growth(small, large, field):
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(large), field], capture_output=True, text=True, timeout=200
-    )
+def growth(warm_python, small, large, field):
+    (small.parent / "measure.py").write_text(MEASURE)
+    done = warm_python.run([sys.executable, "measure.py", small, large, field], cwd=small.parent)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
@@ -59,15 +57,15 @@ def tensors():
     return many | {"embed.weight": torch.randn(LARGEST * 512, 512)}
 
 
-def test_a_safetensors_file(tmp_path):
+def test_a_safetensors_file(warm_python, tmp_path):
     save_file({"w": torch.randn(64, 64)}, tmp_path / "small.safetensors")
     save_file(tensors(), tmp_path / "large.safetensors")
-    grown = growth(tmp_path / "small.safetensors", tmp_path / "large.safetensors", "VmRSS")
+    grown = growth(warm_python, tmp_path / "small.safetensors", tmp_path / "large.safetensors", "VmRSS")
     assert LARGEST / 2 < grown < WHOLE / 2
 
 
-def test_a_torch_checkpoint(tmp_path):
+def test_a_torch_checkpoint(warm_python, tmp_path):
     # Of a mapped file the system drops pages whenever it likes; what must stay small is what it cannot drop.
     torch.save({"w": torch.randn(64, 64)}, tmp_path / "small.pt")
     torch.save({"model": tensors()}, tmp_path / "large.pt")
-    assert growth(tmp_path / "small.pt", tmp_path / "large.pt", "RssAnon") < WHOLE / 2
+    assert growth(warm_python, tmp_path / "small.pt", tmp_path / "large.pt", "RssAnon") < WHOLE / 2
