@@ -67,6 +67,16 @@ def test_scaled_mm_pads_a_ragged_token_count(recipe):
     assert calc_diff(REFERENCE.gemm(a, b, torch.float32), SCALED_MM.gemm(a, b, torch.float32)) < 1e-10
 
 
+def test_scales_of_rows_may_lie_in_memory_as_a_line():
+    able(SCALED_MM, ROWWISE)
+    a, b = operands(ROWWISE, "fprop", p=32)
+    lines = [
+        QTensor(q.codes, q.scale.as_strided(q.scale.shape, (1, len(q.scale))), q.fmt, q.granularity) for q in (a, b)
+    ]
+    assert [q.scale.stride() for q in lines] == [(1, 32), (1, 48)]
+    assert torch.equal(SCALED_MM.gemm(*lines, torch.float32), SCALED_MM.gemm(a, b, torch.float32))
+
+
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=lambda b: b.name)
 def test_empty_operands(backend):
     a, b = operands(CURRENT, "fprop", p=0)

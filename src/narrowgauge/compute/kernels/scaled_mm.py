@@ -131,7 +131,7 @@ def _one_scale(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | No
 
 def _column(scale: Tensor) -> Tensor:
     """Scales [P, 1], one beside the other in memory."""
-    return scale if scale.stride(0) == 1 else scale.contiguous()
+    return scale if scale.stride() == (1, 1) else scale.reshape(-1).unsqueeze(1)
 
 
 def _block_scales(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
