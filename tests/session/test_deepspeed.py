@@ -97,9 +97,10 @@ def loaded(monkeypatch):
             vars(module).update(attributes)
             monkeypatch.setitem(sys.modules, name, module)
 
-    before = [dict(vars(kind)) for kind in (Engine, Zero)]
+    heard = (Engine, "_take_model_step"), (Zero, "scale_if_loss"), (Zero, "initialize_optimizer_states")
+    before = [getattr(*place) for place in heard]
     yield load
-    assert [dict(vars(kind)) for kind in (Engine, Zero)] == before  # nothing of ours stays in its classes
+    assert [getattr(*place) for place in heard] == before  # nothing of ours stays in its classes
 
 
 def model():
@@ -199,6 +200,22 @@ def test_the_norm_of_its_own_clip_is_the_one_from_before(tmp_path, loaded):
         sys.modules[ENGINE].clip_grad_norm_(net.parameters(), max_norm=1.0)
         optimizer.step()
     assert writer.column("grad_norm") == {1: 3.0}
+
+
+def test_an_engine_that_tells_nothing_trains_on(tmp_path, loaded, monkeypatch):
+    monkeypatch.setattr(Zero, "needs_scaler", None)  # as if another version had neither
+    monkeypatch.setattr(Engine, "get_global_grad_norm", None)
+    loaded()
+    with followed(tmp_path) as (session, writer):
+        engine = Engine(model())
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+    assert writer.column("microbatches") == {1: 1, 2: 1}
+    assert [note.partition(":")[0] for note in session.hearing.notes] == [
+        "Following the program failed in loss_multiplied",
+        "Following the program failed in engine_stepped",
+    ]
 
 
 def test_a_norm_that_it_calls_minus_one_is_none():

@@ -37,11 +37,11 @@ class HearsEngines(Protocol):
     def gradients_clipped(self, norm: Any, order: float) -> None:
         """Gradients were clipped; `norm`, of that order, is theirs from before."""
 
-    def loss_multiplied(self, before: Any, after: Any, scale: float | None) -> None:
+    def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | None]) -> None:
         """A loss was multiplied by a scale, which is None where it is none that changes."""
 
-    def engine_stepped(self, norm: float | Tensor | None, *, skipped: bool) -> None:
-        """An engine stepped, or skipped; `norm` is that of the gradients before clipping."""
+    def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
+        """An engine stepped: `told()` is the norm of its gradients before clipping, and whether it skipped."""
 
 
 def follow(seams: Seams, updates: HearsEngines) -> bool:
@@ -61,7 +61,7 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
     def scale(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, value: Any) -> Any:
             scaled = original(self, value)
-            updates.loss_multiplied(value, scaled, float(self.loss_scale) if self.needs_scaler() else None)
+            updates.loss_multiplied(value, scaled, lambda: float(self.loss_scale) if self.needs_scaler() else None)
             return scaled
 
         return run
@@ -78,9 +78,9 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
 
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self.skipped_steps
+            before = getattr(self, "skipped_steps", 0)
             out = original(self, *args, **kwargs)
-            updates.engine_stepped(_norm(self.get_global_grad_norm()), skipped=self.skipped_steps > before)
+            updates.engine_stepped(lambda: (_norm(self.get_global_grad_norm()), self.skipped_steps > before))
             return out
 
         return run

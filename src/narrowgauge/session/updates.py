@@ -71,9 +71,9 @@ class Updates:
         self._multiplied(before, after, getattr(scaler, "_scale", None))
 
     @heard
-    def loss_multiplied(self, before: Any, after: Any, scale: float | None) -> None:
-        """An engine multiplied the loss by a scale of its own."""
-        self._multiplied(before, after, scale)
+    def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | None]) -> None:
+        """An engine multiplied the loss by a scale of its own, if there is one."""
+        self._multiplied(before, after, scale())
 
     def _multiplied(self, before: Any, after: Any, scale: Any) -> None:
         if isinstance(before, Tensor) and isinstance(after, Tensor):
@@ -176,8 +176,9 @@ class Updates:
             self._skipped()
 
     @heard
-    def engine_stepped(self, norm: float | Tensor | None, *, skipped: bool) -> None:
-        """An engine that clips and skips by itself stepped; `norm` is that of all ranks' gradients before clipping."""
+    def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
+        """An engine stepped that clips and skips by itself: the norm of all ranks' gradients before, and if it did."""
+        norm, skipped = told()
         if skipped and not self._steps.made:
             self._skipped()
         line = self._steps.line
