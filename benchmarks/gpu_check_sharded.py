@@ -12,6 +12,7 @@ FSDP2's ranks have a batch each; the model in one piece has both, one after the 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -84,6 +85,7 @@ def train(model: nn.Module, whose: list[int], device: torch.device) -> tuple[lis
 def check(kind: str, name: str, device: torch.device) -> str:
     """One kind of parallelism by one recipe; a line."""
     rank, mesh = dist.get_rank(), init_device_mesh(device.type, (2,))
+    gc.collect()  # FSDP2 leaves circles behind, and their memory would count
     model = made(device)
     for block in model:
         if kind == "tensor":
