@@ -1,5 +1,7 @@
 """`[[high]]` on torchao's layers: what stays high is the plain product, bit by bit, and the rest is what it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.session.inline import followed
@@ -90,6 +92,14 @@ def test_a_weight_that_fsdp_gathers_in_fp8_has_only_its_gradient_s_product_to_sw
     with pytest.raises(ConversionError, match="whose weight FSDP gathers in FP8, so only its wgrad can stay high"):
         switch(net, [{"gemms": ["dgrad"]}], converting=False)
     assert switch(net, [{"gemms": ["wgrad"]}], converting=False) == {"0": "wgrad high", "1": "wgrad high"}
+
+
+def test_another_version_s_configuration_is_refused_in_words():
+    net = model()
+    net[1].config = SimpleNamespace(cast_config_input=None)
+    with pytest.raises(ConversionError, match="does not let '1' multiply fprop in high precision .AttributeError: "):
+        switch(net, [{"gemms": ["fprop"]}], converting=False)
+    assert net[0].config == model()[0].config
 
 
 def train(net):

@@ -68,15 +68,20 @@ def _products(layer: Layer, switches: Sequence[Switch]) -> tuple[str, ...]:
 
 def _without(config: Any, gemms: Sequence[str], name: str) -> Any:
     """The configuration with the casts of these products disabled."""
-    if config.enable_fsdp_float8_all_gather and {"fprop", "dgrad"} & set(gemms):
+    if getattr(config, "enable_fsdp_float8_all_gather", False) and {"fprop", "dgrad"} & set(gemms):
         raise ConversionError(
             f"high: {name!r} is a Float8Linear of torchao whose weight FSDP gathers in FP8, so only its wgrad can stay "
             "high; set enable_fsdp_float8_all_gather=False for the others."
         )
     changed = {}
-    for gemm in gemms:
-        for word in CASTS[gemm]:
+    try:
+        for word in (word for gemm in gemms for word in CASTS[gemm]):
             cast = getattr(config, word)
             disabled, tensorwise = type(cast.scaling_type).DISABLED, type(cast.scaling_granularity).TENSORWISE
             changed[word] = replace(cast, scaling_type=disabled, scaling_granularity=tensorwise)
-    return replace(config, **changed)
+        return replace(config, **changed)
+    except (AttributeError, TypeError, AssertionError) as error:
+        raise ConversionError(
+            f"high: this version of torchao does not let {name!r} multiply {' and '.join(gemms)} in high precision "
+            f"({type(error).__name__}: {error}); leave the layer out ('!{name}')."
+        ) from error
