@@ -80,7 +80,8 @@ def check(tmp_path, device):
     alone, _ = watched(tmp_path / "alone", device, recorded=False)
     told, done = watched(tmp_path / "watched", device)
     assert told == alone
-    assert told["children"] == [0] * 4
+    if device == "cpu":  # a child of a process that woke its GPU can do nothing, watched or not
+        assert told["children"] == [0] * 4
     assert "child:" not in done.stdout
     run = open_run(tmp_path / "watched" / "out")
     assert run.scalars("loss")["loss"].tolist() == pytest.approx(told["losses"], rel=1e-6)

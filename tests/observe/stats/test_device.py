@@ -82,7 +82,8 @@ def test_a_matrix_that_lies_the_other_way_is_not_copied_for_its_amax(monkeypatch
     x, rule = hard("normal", 131, 35).t(), RULES["tensor"]
     want = packed(x.contiguous(), rule, lambda look: count(x.contiguous(), rule, look))
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: pytest.fail("copied"))
-    torch.testing.assert_close(packed(x, rule, lambda look: count(x, rule, look)), want, rtol=1e-9, atol=0)
+    found = packed(x, rule, lambda look: count(x, rule, look))
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=0)  # summed in another order
 
 
 @pytest.mark.gpu
@@ -117,6 +118,7 @@ def test_a_collector_judges_on_a_gpu_what_it_would_be_shown(rule):
         want, found = (book.rows[step, f"m:{role}"] for step in range(2))
         for name in ("numel", "amax", "amin", "underflow_pct", "saturation_pct"):
             assert found[name] == pytest.approx(want[name], rel=1e-6), name
-        for name in ("mean", "std", "mse", "sqnr_db", "cosine", "gain", "scale_min", "scale_max"):
+        assert found["mean"] == pytest.approx(want["mean"], abs=1e-6 * want["std"])
+        for name in ("std", "mse", "sqnr_db", "cosine", "gain", "scale_min", "scale_max"):
             assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-9), name
     assert book.rows[1, "m:weight"]["numel"] == w.numel()

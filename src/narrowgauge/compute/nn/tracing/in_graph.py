@@ -128,21 +128,22 @@ def recoded(x_MK: Tensor, traced: Traced) -> tuple[Tensor, Tensor]:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     M, K = x_MK.shape
-    magnitudes, block = _magnitudes(x_MK), traced.whole[5]
-    if block:
+    if block := traced.whole[5]:
+        runs = -(-M // block)
         if not guard_or_false(M % block == 0):
-            magnitudes = F.pad(magnitudes, (0, 0, 0, -M % block))
-        amax = magnitudes.reshape((M + block - 1) // block, block, K).amax(1)
+            x_MK = F.pad(x_MK.detach(), (0, 0, 0, -M % block))  # zeros change no amax
+        x = x_MK.reshape(runs, block, K)  # so that amaxes and codes come from one read
+        amax = _magnitudes(x).amax(1, keepdim=True)
     else:
+        x = x_MK
+        magnitudes = _magnitudes(x)
         if not guard_or_false(M > 0):  # nothing has no maximum
             magnitudes = F.pad(magnitudes, (0, 0, 0, 1))
         amax = magnitudes.amax(0, keepdim=True)
-    amax = amax.view(x_MK.dtype).float()
+    amax = amax.view(x.dtype).float()
     inv_scale = inv_scale_of(amax, traced)
     scale = torch.where(amax < torch.inf, (1.0 / inv_scale.double()).float(), torch.nan)
-    if block:
-        inv_scale = inv_scale[:, None].expand(-1, block, -1).reshape(-1, K)[:M]
-    return codes_of(x_MK, inv_scale, traced).t().contiguous(), scale.reshape(-1)
+    return codes_of(x, inv_scale, traced).reshape(-1, K)[:M].t().contiguous(), scale.reshape(-1)
 
 
 def _magnitudes(x: Tensor) -> Tensor:
