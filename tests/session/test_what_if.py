@@ -208,7 +208,7 @@ exec(programs.BASIC)
 
 def test_the_last_step_of_a_process_is_there_for_every_recipe(tmp_path):
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "src")])
+    path = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path / "out"), "2"],
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=tmp_path,
