@@ -121,10 +121,10 @@ def test_triton_would_choose_the_same(monkeypatch):
     monkeypatch.setattr(launch.Launch, "__call__", asked)
     table = torch.ones(64, device="cuda")
     calls = 0
-    for M, K in ((256, 512), (256, 514), (130, 77), (1, 16), (16, 1), (128, 128)):
+    for M, K in ((256, 512), (130, 77), (1, 16), (16, 1)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for offset in (0, 1, 8):
-                for row in (0, 1, 4):
+                for row in (0, 1):
                     x = torch.randn(M * K + offset, device="cuda").to(dtype)[offset:].view(M, K)
                     for fmt in (E4M3FN, E5M2):
                         rule = Operand(fmt, PerTensor(), CURRENT)

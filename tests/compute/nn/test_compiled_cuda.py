@@ -100,6 +100,42 @@ def test_a_graph_replays_what_a_plain_run_computes(recipe):
         torch.testing.assert_close(other[key], state[key], rtol=1e-2, atol=0)
 
 
+class Nobody:
+    def add_tensors(self, step, sites, columns):
+        pass
+
+    def add_event(self, step, kind, message, site=None, **data):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_on_another_gpu_than_the_current_one(recipe, watched):
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        torch.manual_seed(0)
+        model = ng.convert(
+            nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16().to(device), recipe=recipe
+        )[0]
+        collector = Collector(type("Book", (list,), {"add_tensors": lambda self, *row: self.append(row)})())
+        set_observer(model, collector if watched else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            collector.begin_step(step)
+            x = torch.randn(256, 256, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        collector.flush()
+        assert torch.cuda.current_device() == 0
+        assert collector.failures == 0
+        found.append([loss.cpu(), *(p.detach().cpu() for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_watching_waits_for_nothing_either(recipe):
     class Writer:

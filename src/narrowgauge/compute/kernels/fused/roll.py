@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,7 +69,9 @@ def roll(history: Tensor, amax_now: Tensor, scale: Tensor, inv_scale: Tensor, ru
     `amax_now` is finite, or negative without data; `steps` counts the steps, this one included.
     """
     sites, width = history.shape
-    if sites:
+    if not sites:
+        return
+    with torch.cuda.device_of(history):  # kernels run on the current device
         _roll[(sites,)](
             history, amax_now, scale, inv_scale, rules.goal, rules.floor, rules.window, rules.every, rules.pow2,
             width, steps, triton.next_power_of_2(max(width, 2)), num_warps=4,
