@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,12 +31,10 @@ class Fused(ScaledMM):
 
     def amax(self, x_MK: Tensor, granularity: Granularity) -> Tensor:
         """Return the largest magnitudes of x's granules."""
-        from narrowgauge.compute.kernels.fused import quantize  # triton is slow to import, and not everywhere
-
         if elsewhere(x_MK):
             with torch.cuda.device(x_MK.device):
-                return quantize.amax(x_MK, granularity)
-        return quantize.amax(x_MK, granularity)
+                return _kernels().amax(x_MK, granularity)  # type: ignore[no-any-return]
+        return _kernels().amax(x_MK, granularity)  # type: ignore[no-any-return]
 
     def quantize_both(
         self,
@@ -49,12 +48,19 @@ class Fused(ScaledMM):
         look: Any | None = None,
     ) -> Both:
         """Quantize a tensor for up to two gemms; codes and scales are the reference's."""
-        from narrowgauge.compute.kernels.fused import quantize
-
+        options: dict[str, Any] = {"shared": shared, "given": given, "amax": amax, "look": look}
         if elsewhere(x_MK):
             with torch.cuda.device(x_MK.device):
-                return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax, look=look)
-        return quantize.quantize_both(x_MK, plain, turned, shared=shared, given=given, amax=amax, look=look)
+                return _kernels().quantize_both(x_MK, plain, turned, **options)  # type: ignore[no-any-return]
+        return _kernels().quantize_both(x_MK, plain, turned, **options)  # type: ignore[no-any-return]
+
+
+@cache
+def _kernels() -> Any:
+    """The module `quantize`: triton is slow to import, and not everywhere."""
+    from narrowgauge.compute.kernels.fused import quantize
+
+    return quantize
 
 
 def elsewhere(x: Tensor) -> bool:
