@@ -61,7 +61,7 @@ def convert(
     `tokens` rows of input, 8192 unless said otherwise; give a `SpeedMap` to use another one. Where no map holds, the
     report has a line that says so, and nothing is kept high for its speed.
 
-    `save_codes` lets a compiled forward save FP8 codes of every input, one byte per element: some 2% faster than
+    `save_codes` lets a compiled forward save FP8 codes of every input, one byte per element: 2 to 5% faster than
     leaving to the compiler what it saves (the default), which takes less memory. Not compiled, codes are always saved.
 
     `high` keeps single products or operands of converted layers high: mappings with `sites` (globs), `gemms` ("fprop",
