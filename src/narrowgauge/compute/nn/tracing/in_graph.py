@@ -132,7 +132,7 @@ def recoded(x_MK: Tensor, traced: Traced) -> tuple[Tensor, Tensor]:
         runs = -(-M // block)
         if not guard_or_false(M % block == 0):
             x_MK = F.pad(x_MK.detach(), (0, 0, 0, -M % block))  # zeros change no amax
-        x = x_MK.reshape(runs, block, K)  # so that amaxes and codes come from one read
+        x = x_MK.reshape(runs, block, K)
         amax = _magnitudes(x).amax(1, keepdim=True)
     else:
         x = x_MK
