@@ -324,7 +324,12 @@ def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> 
         return
     look = observer.look(state.name, role, x_MK, operand) if state.backend.watches else None
     whole = operand.granularity == PerTensor()
-    q, _, amax = state.backend.quantize_both(x_MK, operand, None, shared=whole, given=given, look=look)
+    try:
+        q, _, amax = state.backend.quantize_both(x_MK, operand, None, shared=whole, given=given, look=look)
+    except Exception:
+        if look is not None:
+            look.failed = True  # it holds another step's numbers
+        raise
     if look is None and q is not None:
         ratio = None if given is None or amax is None else amax_ratio(amax, given.scale, operand)
         observer.operand(state.name, role, x_MK, q, amax_ratio=ratio)

@@ -121,6 +121,19 @@ def test_what_the_graph_computes_is_exact(dtype, recipe, saves, tokens):
     assert counter.frame_count == 1  # of one graph, whatever the numbers
 
 
+@pytest.mark.parametrize("fmt", ["e4m3fnuz", "e5m2fnuz", "e5m2"])
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_a_format_that_is_not_left_to_the_graph_trains_all_the_same(recipe, fmt):
+    layers = [nn.Linear(64, 32, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, rule = torch.randn(128, 64), ng.recipes.by_name(recipe).with_(input=fmt)
+    for layer, backend in zip(layers, (None, "aot_eager"), strict=True):
+        model, _ = ng.convert(nn.Sequential(layer), recipe=rule, backend="reference")
+        call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+        call(x).square().sum().backward()
+    assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+
+
 def test_convert_chooses_what_is_saved():
     for recipe, plain, codes in (("delayed", RECODED, CODES), ("rowwise", RECODED, CODES), ("mxfp8", CODES, CODES)):
         for kwargs, want in (({}, plain), ({"save_codes": True}, codes)):

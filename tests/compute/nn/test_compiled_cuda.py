@@ -100,12 +100,12 @@ def test_a_graph_replays_what_a_plain_run_computes(recipe):
         torch.testing.assert_close(other[key], state[key], rtol=1e-2, atol=0)
 
 
-class Nobody:
+class Book(dict):
     def add_tensors(self, step, sites, columns):
-        pass
+        self.update({(step, site): columns["amax"][at] for at, site in enumerate(sites)})
 
     def add_event(self, step, kind, message, site=None, **data):
-        pass
+        raise AssertionError(message)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -115,10 +115,10 @@ def test_a_model_on_another_gpu_than_the_current_one(recipe, watched):
     found = []
     for device in ("cuda:0", "cuda:1"):
         torch.manual_seed(0)
-        model = ng.convert(
-            nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16().to(device), recipe=recipe
-        )[0]
-        collector = Collector(type("Book", (list,), {"add_tensors": lambda self, *row: self.append(row)})())
+        plain = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16().to(device)
+        model = ng.convert(plain, recipe=recipe)[0]
+        book = Book()
+        collector = Collector(book)
         set_observer(model, collector if watched else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -131,8 +131,11 @@ def test_a_model_on_another_gpu_than_the_current_one(recipe, watched):
         collector.flush()
         assert torch.cuda.current_device() == 0
         assert collector.failures == 0
-        found.append([loss.cpu(), *(p.detach().cpu() for p in model.parameters())])
-    for a, b in zip(*found, strict=True):
+        found.append(([loss.cpu(), *(p.detach().cpu() for p in model.parameters())], book))
+    (here, rows), (there, others) = found
+    assert rows == others
+    assert bool(rows) == watched
+    for a, b in zip(here, there, strict=True):
         assert torch.equal(a, b)
 
 

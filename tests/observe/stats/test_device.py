@@ -86,6 +86,23 @@ def test_a_matrix_that_lies_the_other_way_is_not_copied_for_its_amax(monkeypatch
     torch.testing.assert_close(found, want, rtol=1e-6, atol=0)  # summed in another order
 
 
+def test_a_look_that_nobody_could_fill_is_left_out():
+    looks, rule = Looks(DEVICE), RULES["tensor"]
+    for step in range(2):
+        for site, factor in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+            x = factor * (1 + step) * hard("normal", 64, 32)
+            look = looks.open(site, x, rule, step)
+            if step and site == "b":
+                look.failed = True
+            else:
+                count(x, rule, look)
+        sites, found = looks.pack()
+        assert sites == (["a", "c"] if step else ["a", "b", "c"])
+        looks.clear()
+    want = packed(x, rule, lambda look: count(x, rule, look))
+    torch.testing.assert_close(found[1], want[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -62,6 +62,7 @@ def test_codes_and_scales_are_its_own_bit_by_bit(recipe, role):
         torch.full((4, 64), 1e-20),
     ):
         rule = _rule(layer.config, role, x)
+        assert _rule(layer.config, role, x).operand is rule.operand  # what is prepared for it is found again
         ours = quantize(x, rule.operand.fmt, rule.operand.granularity, scaling=rule.operand.scaling)
         want = theirs(layer, x, role)
         assert torch.equal(ours.codes.view(torch.uint8), want.codes.view(torch.uint8))

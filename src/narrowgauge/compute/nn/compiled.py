@@ -106,7 +106,7 @@ def linear_forward(
         if q_x.turned is not None:
             codes, scale = q_x.turned.codes.contiguous(), _flat(q_x.turned.scale)
         elif by_lines:
-            scale = x.new_empty(1, dtype=torch.float32)
+            scale = x.new_empty(1, dtype=torch.int32)  # read by nobody; as float32 it might be NaN
         else:
             scale = q_x.plain.scale
             inv_scale = None if own_scale else q_x.inv_scale_used()
@@ -143,7 +143,8 @@ def _(
         return y, nothing, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     amax_w = x.new_empty(one, dtype=torch.float32) if traced.own_scale else x.new_empty(0)
     if traced.saves != CODES:
-        scale = x.new_empty(1 if traced.by_lines else one, dtype=torch.float32)
+        lines = traced.by_lines
+        scale = x.new_empty(1 if lines else one, dtype=torch.int32 if lines else torch.float32)
         known = traced.own_scale or traced.by_lines
         inv_scale = x.new_empty(0) if known else x.new_empty(one, dtype=torch.float32)
         return y, nothing, scale, inv_scale, amax_w
@@ -226,6 +227,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
     _, codes, scale, inv_scale, amax_w = output
     ctx.traced = Traced(*numbers)
     high = () if ctx.traced.saves == CODES else (x, inv_scale if amax is None else amax)
+    if not ctx.needs_input_grad[2]:  # a frozen weight needs no x
+        codes = codes.new_empty(0)
     ctx.save_for_backward(weight, amax_w, codes, scale, handle, *high)
     ctx.x_like, ctx.x_dtype = list(x.shape), x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -253,7 +256,15 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return dx, None, dw, db, *5 * (None,)
 
 
+def _twice(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(
+        "trying to differentiate twice a converted layer: its gradients are products of FP8 codes, which have no "
+        "derivative. Leave out what is differentiated twice (skip=...), or revert the model."
+    )
+
+
 derivative_of(linear_forward, _differentiate, _save)
+derivative_of(linear_backward, _twice, lambda ctx, inputs, output: None)
 
 
 def _keep_samples(call: Call, mark: Tensor, samples: Samples) -> None:

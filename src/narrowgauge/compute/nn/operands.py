@@ -67,15 +67,20 @@ def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: 
     together = (plain or recipe.shares(role)) and (rule == rule_T or not turned)
     if together and call.watched and call.mode == "write" and state.backend.watches and state.observer is not None:
         look = state.observer.look(state.name, role, x_MK, rule)
-    q, q_T, amax = state.backend.quantize_both(
-        x_MK,
-        rule if plain else None,
-        rule_T if turned else None,
-        shared=recipe.shares(role),
-        given=given,
-        amax=amax,
-        look=look,
-    )
+    try:
+        q, q_T, amax = state.backend.quantize_both(
+            x_MK,
+            rule if plain else None,
+            rule_T if turned else None,
+            shared=recipe.shares(role),
+            given=given,
+            amax=amax,
+            look=look,
+        )
+    except Exception:
+        if look is not None:
+            look.failed = True  # a program may go on after an error; the look holds another step's numbers
+        raise
     ratio = None
     if given is not None and amax is not None:
         if given.slot is None and x_MK.numel():  # an expert without tokens has no data, and pushes none out

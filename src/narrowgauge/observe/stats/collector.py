@@ -191,7 +191,11 @@ class Collector:
                     look = self._looks_on(x.device).open(site, x, rule, self._turn)
                 if look is None:
                     return False
-                count(x, rule, look, given)
+                try:
+                    count(x, rule, look, given)
+                except Exception:
+                    look.failed = True  # what its room holds is of another step
+                    raise
             else:
                 counted = judged(x, rule, self._turn)
                 if counted is None:
@@ -207,7 +211,7 @@ class Collector:
         if not self._open or y.numel() == 0:
             return
         held = self._held_on(y.device)
-        with self._guarded(f"{module}:{role}", y.device, held):
+        with self._guarded(f"{module}:{role}", y.device, held), _current(y.device):
             site = _address(module, role)
             vector = result_head(y, check)
             with self._lock:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.operands import OperandRole
+from narrowgauge.compute.quant import Granularity, Scaling
 from narrowgauge.compute.recipes import Operand
+from narrowgauge.formats import Format
 
 Turn = Callable[[Tensor], Tensor]
 
@@ -29,6 +32,12 @@ class Rule(NamedTuple):
 
     operand: Operand
     given: Given | None = None
+
+
+@lru_cache(256)
+def operand(fmt: Format, granularity: Granularity, scaling: Scaling, margin: int = 0) -> Operand:
+    """The same object for the same rule: what is prepared for it is found again."""
+    return Operand(fmt, granularity, scaling, margin)
 
 
 # A role and its matrix, to how the layer quantizes it; or the reason why it does not.

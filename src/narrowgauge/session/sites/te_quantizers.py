@@ -19,9 +19,8 @@ from typing import Any
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, E8M0_UP, Block, PerTensor, Scaling
-from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN, E5M2
-from narrowgauge.session.sites.part import Rule
+from narrowgauge.session.sites.part import Rule, operand
 
 
 def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
@@ -34,15 +33,15 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     fmt = E5M2 if "E5M2" in getattr(quantizer.dtype, "name", str(quantizer.dtype)) else E4M3FN
     if kind == "Float8Quantizer":
         inv_scale = quantizer.scale.detach().reshape(()).float()
-        return Rule(Operand(fmt, PerTensor(), CURRENT, margin), Given(inv_scale.reciprocal(), inv_scale))
+        return Rule(operand(fmt, PerTensor(), CURRENT, margin), Given(inv_scale.reciprocal(), inv_scale))
     if kind == "Float8CurrentScalingQuantizer":
-        return Rule(Operand(fmt, PerTensor(), _scaling(quantizer)))
+        return Rule(operand(fmt, PerTensor(), _scaling(quantizer)))
     if kind == "Float8BlockQuantizer":
         side = quantizer.block_len if quantizer.block_scaling_dim == 2 else 1
-        return Rule(Operand(fmt, Block(side, quantizer.block_len), _scaling(quantizer)))
+        return Rule(operand(fmt, Block(side, quantizer.block_len), _scaling(quantizer)))
     if kind == "MXFP8Quantizer":
         side = 32 if getattr(quantizer, "with_2d_quantization", False) else 1
-        return Rule(Operand(fmt, Block(side, 32), E8M0_UP))
+        return Rule(operand(fmt, Block(side, 32), E8M0_UP))
     return f"TransformerEngine quantizes the {role} of some layers by a {kind}, which is not known here; not recorded."
 
 

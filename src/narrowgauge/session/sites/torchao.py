@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.quant import ROWWISE, ROWWISE_POW2, Granularity, PerRow, PerTensor
 from narrowgauge.compute.quant.dtypes import format_of
-from narrowgauge.compute.recipes import Operand
-from narrowgauge.session.sites.part import Part, Rule, first_tensor, is_a, output_of
+from narrowgauge.session.sites.part import Part, Rule, first_tensor, is_a, operand, output_of
 
 CASTS = {  # the configuration's words for the operands of each product
     "fprop": ("cast_config_input", "cast_config_weight"),
@@ -61,4 +60,4 @@ def _rule(config: Any, role: OperandRole, x_MK: Tensor) -> Rule | str:
     if granularity is None:
         return f"torchao scales the {role} of a Float8Linear by {cast.scaling_granularity}, which is unknown here."
     scaling = ROWWISE_POW2 if config.round_scales_to_power_of_2 else ROWWISE
-    return Rule(Operand(format_of(cast.target_dtype), granularity, scaling))
+    return Rule(operand(format_of(cast.target_dtype), granularity, scaling))

@@ -148,7 +148,7 @@ def _prepare(
     made = (
         _CASTS[kind](x_MK, rule, *wanted, *more) if plan is None else _WATCHED[kind](x_MK, rule, plan, *wanted, *more)
     )
-    return _Prepared(kind, made, rule, rules)
+    return _Prepared(kind, made, rule, (rules, plan))
 
 
 def _remember(key: Hashable, prepared: _Prepared) -> _Prepared:

@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.compute.quant import Block, BLOCK_1x128, Granularity, PerRow, PerTensor
+from narrowgauge.compute.quant import Block, BLOCK_1x128, Granularity, PerRow, PerTensor, torch_dtype
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.formats import E4M3FN, E5M2
 
 CODES, RECODED = 0, 1
+_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Traced:
     """What a graph knows of a layer's recipe, in numbers that an operator takes.
 
     Args:
-        whole: what is saved of the input (CODES, RECODED); is its scale its own, E5M2, a power of two; rows and columns
-            of its granule, 0 for all.
+        whole: what is saved of the input (CODES, RECODED); is its scale its own, which dtype, a power of two; rows and
+            columns of its granule, 0 for all.
         real: what an amax is scaled to, and the least amax.
     """
 
@@ -42,10 +43,11 @@ class Traced:
 
     @classmethod
     def of(cls, recipe: Recipe, saves: int) -> Traced:
-        """The numbers of a recipe's input. Squares' codes are shared, and those of the 1x32 blocks padded: not left."""
+        """The numbers of a recipe's input. Squares' codes are shared, 1x32 blocks padded: not left; nor is FNUZ."""
         rule = recipe.uses("input")[1]
         per_tensor = rule.granularity == PerTensor()
-        recodes = rule.scaling.e8m0 is None and rule.granularity in (PerTensor(), PerRow(), BLOCK_1x128)
+        granules, formats = (PerTensor(), PerRow(), BLOCK_1x128), (E4M3FN, E5M2)
+        recodes = rule.scaling.e8m0 is None and rule.granularity in granules and rule.fmt in formats
         match rule.granularity:
             case Block(rows, cols):
                 grain = [rows, cols]
@@ -54,7 +56,7 @@ class Traced:
             case _:
                 grain = [0, 0]
         own_scale = per_tensor and recipe.state == "none"
-        kinds = [own_scale, rule.fmt == E5M2, rule.scaling.power_of_two]
+        kinds = [own_scale, _DTYPES.index(torch_dtype(rule.fmt)), rule.scaling.power_of_two]
         whole = [saves if recodes else CODES, *(int(kind) for kind in kinds), *grain]
         return cls(whole, [rule.fmt.max * 2.0**-rule.margin, rule.scaling.amax_floor])
 
@@ -81,7 +83,7 @@ class Traced:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of codes."""
-        return torch.float8_e5m2 if self.whole[2] else torch.float8_e4m3fn
+        return _DTYPES[self.whole[2]]
 
     @property
     def granularity(self) -> Granularity:
@@ -116,7 +118,7 @@ def inv_scale_of(amax: Tensor, traced: Traced) -> Tensor:
 
 def codes_of(x: Tensor, inv_scale: Tensor, traced: Traced) -> Tensor:
     """The codes of x under inv_scale [], in x's layout."""
-    largest = (E5M2 if traced.whole[2] else E4M3FN).max
+    largest = (E5M2 if traced.dtype == torch.float8_e5m2 else E4M3FN).max
     return (_rounded(x.detach()) * inv_scale).clamp(-largest, largest).to(traced.dtype)
 
 
@@ -130,7 +132,7 @@ def recoded(x_MK: Tensor, traced: Traced) -> tuple[Tensor, Tensor]:
     M, K = x_MK.shape
     if block := traced.whole[5]:
         runs = -(-M // block)
-        if not guard_or_false(M % block == 0):
+        if not (isinstance(M, int) and M % block == 0):  # whether a length divides would be a reason to compile anew
             x_MK = F.pad(x_MK.detach(), (0, 0, 0, -M % block))  # zeros change no amax
         x = x_MK.reshape(runs, block, K)
         amax = _magnitudes(x).amax(1, keepdim=True)

@@ -51,6 +51,7 @@ class Look:
     whole: bool  # one scale for the whole tensor
     turn: int = 0
     asked: tuple[Any, ...] = ()  # shape, dtype and rule that it was opened for last
+    failed: bool = False  # whoever was to fill it could not
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -94,12 +95,12 @@ class Looks:
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
             look.asked = asked
-        look.site, look.turn = site, turn
+        look.site, look.turn, look.failed = site, turn, False
         self._open.append(look)
         return look
 
     def pack(self) -> tuple[list[str], Tensor]:
-        """The sites of all open looks, in order, and their packed moments [L, width] float64."""
+        """The sites of all open looks that did not fail, in order, and their packed moments [L, width] float64."""
         if self._neutral is None:
             self._neutral = torch.from_numpy(MOMENTS.empty()).to(self.device)
         count = len(self._open)
@@ -109,6 +110,9 @@ class Looks:
             packing.lines[(count, packing.LINE_PROGRAMS)](
                 self._headers, out, MOMENTS.width, packing.WORDS, 512, num_warps=4
             )
+        if any(look.failed for look in self._open):
+            filled = [at for at, look in enumerate(self._open) if not look.failed]
+            return [self._open[at].site for at in filled], out[filled]
         return [look.site for look in self._open], out
 
     def clear(self) -> None:
