@@ -12,6 +12,7 @@ rounds: other work on the machine does not count.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -143,10 +144,12 @@ def layers(recipe: str) -> list[dict[str, Any]]:
     backward = torch.ops.narrowgauge.linear_backward_traced.default
     numbers = (state.handle, torch.bfloat16, True, *traced.numbers)
     with torch.no_grad():
-        _, codes, scale, _, amax_w = forward(x, amax, weight, None, *numbers)
+        _, codes, mark, _, amax_w = forward(x, amax, weight, None, *numbers)
+        granules = traced.granularity.scale_shape((SIDE, SIDE))
+        scale = torch.ones(math.prod(granules)) if granules else mark  # where the graph makes them
         if not codes.numel():
             codes = torch.zeros(SIDE, SIDE, dtype=torch.float8_e4m3fn)
-        saved = ([SIDE, SIDE], torch.bfloat16, weight, amax_w, None, codes, scale, scale, state.handle, torch.bfloat16)
+        saved = ([SIDE, SIDE], torch.bfloat16, weight, amax_w, None, codes, scale, mark, state.handle, torch.bfloat16)
         needs = [True, True, False]
         return [
             {"what": f"{recipe}, forward", "us": microseconds(lambda: forward(x, amax, weight, None, *numbers))},
