@@ -51,3 +51,8 @@ def room(x_MK: Tensor, fmt: Format, plain: bool, turned: bool) -> tuple[Tensor |
 def facts(fmt: Format, scaling: Scaling, margin: int) -> tuple[int, float, float, bool, float]:
     """Mantissa bits and largest number of a format; what amax is scaled to, and how the quotient is rounded."""
     return fmt.mantissa_bits, fmt.max, fmt.max * 2.0**-margin, scaling.power_of_two, scaling.amax_floor
+
+
+def half_step(fmt: Format) -> float:
+    """Half of a format's least positive number: what is scaled below it becomes zero."""
+    return 2.0 ** (1 - fmt.bias - fmt.mantissa_bits) / 2

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.launch import Launch
-from narrowgauge.compute.kernels.fused.room import facts, matrix, room, turned_matrix
+from narrowgauge.compute.kernels.fused.room import facts, half_step, matrix, room, turned_matrix
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
     SIDE,
@@ -198,11 +198,10 @@ class _WatchedBlocks:
         x, W, stride_m, stride_w, kind = even(x_MK)
         self._fmt, self._plain, self._turned, self._copies = rule.fmt, plain, turned, x is not x_MK
         self._blocks_M, self._blocks_K = triton.cdiv(M, SIDE), triton.cdiv(K, SIDE)
-        mantissa, largest, goal, pow2, floor = facts(rule.fmt, rule.scaling, rule.margin)
-        half = 2.0 ** (1 - rule.fmt.bias - mantissa) / 2
+        numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
         constants = (
-            grain, kind, mantissa, largest, goal, pow2, floor, half, plain, turned, INTERPRETED, SIDE, PIECE, WORDS,
+            grain, kind, *numbers, plain, turned, INTERPRETED, SIDE, PIECE, WORDS,
             plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
             COUNTS,
         )  # fmt: skip

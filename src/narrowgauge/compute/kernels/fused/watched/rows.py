@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.launch import Launch
-from narrowgauge.compute.kernels.fused.room import facts, matrix, room
+from narrowgauge.compute.kernels.fused.room import facts, half_step, matrix, room
 from narrowgauge.compute.kernels.fused.rows import Amaxes
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
@@ -166,10 +166,9 @@ class WatchedRows:
         x, W, stride_m, stride_w, kind = even(x_MK)
         self._fmt, self._plain, self._turned, self._copies = rule.fmt, plain, turned, x is not x_MK
         self._amaxes = Amaxes(x, True, turned)
-        mantissa, largest, goal, pow2, floor = facts(rule.fmt, rule.scaling, rule.margin)
-        half = 2.0 ** (1 - rule.fmt.bias - mantissa) / 2
+        numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
-            kind, mantissa, largest, goal, pow2, floor, half, plain, turned, INTERPRETED, plan.walk.rows, WORDS,
+            kind, *numbers, plain, turned, INTERPRETED, plan.walk.rows, WORDS,
             plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
             COUNTS,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.launch import Launch
-from narrowgauge.compute.kernels.fused.room import facts, number, room
+from narrowgauge.compute.kernels.fused.room import facts, half_step, number, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
 from narrowgauge.compute.kernels.fused.tile import high, load, low, registers, store_plain, store_turned, words
@@ -179,10 +179,9 @@ class _Watched:
         M, K = x_MK.shape
         W, stride_m, stride_w, kind = words(x_MK)
         self._fmt, self._plain, self._turned = rule.fmt, plain, turned
-        mantissa, largest, goal, pow2, floor = facts(rule.fmt, rule.scaling, rule.margin)
-        half = 2.0 ** (1 - rule.fmt.bias - mantissa) / 2
+        numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
-            kind, mantissa, largest, goal, pow2, floor, half, plain, turned, given, seen, INTERPRETED, plan.walk.rows,
+            kind, *numbers, plain, turned, given, seen, INTERPRETED, plan.walk.rows,
             WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS,
             RANGE_BLOCK, COUNTS,
         )  # fmt: skip
