@@ -47,7 +47,7 @@ PINNED = {
     "session.config": "Config load",
     "session.dumps": "Dumper",
     "session.sites": "Census KINDS Kind Own Part Products kind_of",
-    "session.ranks": "Ranks",
+    "session.ranks": "Ranks Told",
     "session.same_weights": "RecipeVariant SameWeightsProbe Variant snapshot_steps",
 }
 

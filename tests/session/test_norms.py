@@ -64,6 +64,15 @@ def test_the_ranks_parts_sum_to_the_whole_beside_plain_tensors(mesh):
     assert float(sum(parts)) == pytest.approx(float(whole.double().square().sum() + bias.double().square().sum()))
 
 
+def test_what_lies_on_a_smaller_mesh_is_the_same_on_the_ranks_beside_it(mesh):
+    whole, head = torch.randn(8, 4), torch.randn(4, 4)
+    parts = []
+    for rank, shard in enumerate(whole.chunk(4)):  # the head is sharded along the first dimension alone
+        mine = part(head.chunk(2)[rank // 2], mesh["copies"], Shard(0))
+        parts.append(Parts([part(shard, mesh, Shard(0), Shard(0)), mine]).squares().total)
+    assert float(sum(parts)) == pytest.approx(float(whole.double().square().sum() + head.double().square().sum()))
+
+
 def test_summands_say_nothing(mesh):
     assert Parts([part(torch.ones(2, 2), mesh, Replicate(), Partial())]).squares() is None
 

@@ -55,10 +55,10 @@ def test_a_summand_says_nothing_of_the_sum(mesh):
 
 def test_a_weight_that_was_gathered_is_a_copy_on_all_that_it_was_gathered_from(mesh):
     kept = spread(mesh, Shard(0), Shard(0))
-    assert used_of(torch.nn.Parameter(LOCAL), kept)[1:] == (0, 4)  # sharded over all of the mesh, and whole now
+    assert used_of(torch.nn.Parameter(LOCAL), kept)[1:] == (0, 4, 0)  # sharded over all of the mesh, and whole now
     still_cut = DTensor.from_local(LOCAL, mesh["tp"], [Shard(0)], run_check=False)
-    assert used_of(still_cut, kept)[1:] == (1, 2)  # gathered along dp, a part along tp
-    assert used_of(kept, kept)[1:] == (None, 1)  # it is not gathered for this layer
+    assert used_of(still_cut, kept)[1:] == (1, 2, 0)  # gathered along dp, a part along tp
+    assert used_of(kept, kept)[1:] == (None, 1, 0)  # it is not gathered for this layer
 
 
 def test_what_is_here_keeps_its_gradient(mesh):

@@ -30,7 +30,7 @@ from narrowgauge.session.hearing import Hearing
 from narrowgauge.session.ledger import Ledger
 from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.ranks import Ranks
+from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
@@ -75,7 +75,8 @@ class Session:
             compiles=lambda: self._compiled is not None and self._compiled.any(),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
-        self.ranks = Ranks(plan, writer, self.recorder.collector, self._copies, lambda: self.roots.taken)
+        told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)
+        self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
@@ -126,6 +127,9 @@ class Session:
     def _copies(self, site: str) -> int | None:
         first = self.plain.copies.get(site)
         return first if first is not None else self.roots.copies(site)
+
+    def _mesh(self, site: str) -> int | None:
+        return self.plain.meshes.get(site, self.roots.mesh(site))
 
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""

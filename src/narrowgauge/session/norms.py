@@ -4,8 +4,8 @@ total = Σ ‖x_here‖² / copies(x)         norms in float32, their squares in
 norm  = sqrt(total)                     if all of every x is here
 else  `total` is this rank's part: the ranks' parts together are the square of the norm
 
-copies   how many ranks hold the same part of x: the mesh's dimensions that replicate it (`sharded.py`); of a plain
-         tensor next to sharded ones, all ranks of their mesh
+copies   how many ranks hold the same part of x: the mesh's dimensions that replicate it (`sharded.py`), times the ranks
+         of the largest mesh for each one of x's own; a plain tensor next to sharded ones is on a mesh of one rank
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.session.sharded import Held, is_distributed, local_of
+from narrowgauge.session.sharded import Held, is_distributed, local_of, mesh_size
 
 
 class Squares(NamedTuple):
@@ -55,13 +55,13 @@ class Parts:
         self.here: list[Tensor] = []
         self.copies: list[int] = []
         self.partial = in_parts
-        ranks = max((_mesh_size(x) for x in tensors), default=1)
+        ranks = max((mesh_size(x) for x in tensors), default=1)
         for x, owner in owned:
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue
             self.here.append(held.tensor)
-            self.copies.append(held.copies if is_distributed(x) else ranks)
+            self.copies.append(held.copies * (ranks // mesh_size(x)))
             self.partial |= _is_part(x, held) or getattr(owner, "_fsdp_flattened", False)  # FSDP1 marks what it sharded
         if not self.partial:
             self.copies = [1] * len(self.here)
@@ -102,9 +102,5 @@ def named(what: str, found: Squares) -> dict[str, Tensor]:
     return {f"{what}_square_local": found.total} if found.partial else {f"{what}_norm": found.total.sqrt()}
 
 
-def _mesh_size(x: Tensor) -> int:
-    return int(x.device_mesh.size()) if is_distributed(x) else 1  # type: ignore[attr-defined]
-
-
 def _is_part(x: Tensor, held: Held) -> bool:
-    return is_distributed(x) and held.copies < _mesh_size(x)
+    return is_distributed(x) and held.copies < mesh_size(x)

@@ -92,6 +92,7 @@ class PlainSites:
         self._products = Products(self._heard, self._failed)
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
         self.copies: dict[str, int] = {}  # sites whose values other ranks hold as well, and the lowest that does
+        self.meshes: dict[str, int] = {}  # sites of weights on a mesh, and its lowest rank
         self.dtype = ""  # of the first product's result
         self._steps = 0
         self._deaf = False  # products were not listened to
@@ -135,6 +136,7 @@ class PlainSites:
         self.end()
         self._weights.clear()
         self.copies.clear()
+        self.meshes.clear()
         self._census.begin()
         if self._recipe is None:
             return
@@ -269,8 +271,11 @@ class PlainSites:
             if not x.numel() or not selects(state.observer, state.name, role):
                 return
             first = held.first if held.first is not None else first
+            site = f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"
             if first is not None:
-                self.copies[f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"] = first
+                self.copies[site] = first
+            if held.mesh is not None and role == "weight":
+                self.meshes[site] = held.mesh
             if state.observer is not None and state.observer.wants(state.name):
                 self._look(state, role, turn(x), own)
         except Exception as error:

@@ -35,7 +35,7 @@ from narrowgauge.session.plain_sites import PlainSites
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.root import AUTOCAST, Root
-from narrowgauge.session.sharded import class_name, copied_by, shape_of
+from narrowgauge.session.sharded import class_name, copied_by, lowest, shape_of
 from narrowgauge.session.trained import Trained
 
 
@@ -236,6 +236,12 @@ class Roots:
         if not site.endswith(":weight"):
             return None
         return self._copied.get(max((p for p in self._copied if site.startswith(p)), key=len, default=""))
+
+    def mesh(self, site: str) -> int | None:
+        """The lowest rank of the mesh that a converted layer's weight lies on."""
+        name, _, role = site.rpartition(":")
+        layer = self._layers.get(name)
+        return lowest(layer.mesh) if layer is not None and role == "weight" and layer.mesh is not None else None
 
     @property
     def refusal(self) -> str:

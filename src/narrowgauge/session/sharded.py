@@ -6,10 +6,13 @@
     DTensor, Partial()        a summand: no statistic of it says anything of the sum
     Tensor with `ds_shape`    DeepSpeed's ZeRO 3: empty between its uses, all of it while its layer runs
 
-Copies are named by the lowest rank that has them. A 2 x 2 mesh with placements (Replicate, Shard(0)):
+Copies and meshes are named by the lowest rank that has them. A 2 x 2 mesh with placements (Replicate, Shard(0)):
 
-    ranks  0 1      holds  a b      named  0 1
-           2 3             a b             0 1
+    ranks  0 1      holds  a b      named  0 1      mesh  0 0
+           2 3             a b             0 1            0 0
+
+Of ranks outside of its mesh a DTensor says nothing: of a layer that is cut over {0, 1} and, the same layer again, over
+{2, 3}, only the values tell that there are two of it.
 
 A weight that FSDP2 shards is whole while its layer runs: then it is a copy on every rank that it was gathered from, and
 its bits are those that are multiplied. Between its uses it is a part. Nothing here starts a collective, or waits on the
@@ -20,14 +23,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.parallel.placements import holders, is_distributed
 
-__all__ = ["Held", "class_name", "copied_by", "here", "holders", "is_distributed", "local_of", "used_of"]
+__all__ = [
+    "Held",
+    "class_name",
+    "copied_by",
+    "here",
+    "holders",
+    "is_distributed",
+    "local_of",
+    "lowest",
+    "mesh_size",
+    "used_of",
+]
 
 WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
@@ -42,11 +56,13 @@ class Held(NamedTuple):
         tensor: a plain tensor; None if what is here is only a summand.
         first: the lowest rank that holds the same values; None if nobody else is known to.
         copies: how many ranks hold the same values.
+        mesh: the lowest rank of those of which all this is known; None if nothing is.
     """
 
     tensor: Tensor | None
     first: int | None = None
     copies: int = 1
+    mesh: int | None = None
 
 
 def local_of(x: Tensor) -> Held:
@@ -61,7 +77,8 @@ def local_of(x: Tensor) -> Held:
         return Held(None)
     local = _waited(x.to_local())  # type: ignore[attr-defined]
     everywhere = [placement.is_replicate() for placement in placements]
-    return Held(local, *holders(x.device_mesh, everywhere)) if any(everywhere) else Held(local)  # type: ignore[attr-defined]
+    known = holders(x.device_mesh, everywhere) if any(everywhere) else (None, 1)  # type: ignore[attr-defined]
+    return Held(local, *known, lowest(x.device_mesh))  # type: ignore[attr-defined]
 
 
 def used_of(used: Tensor, kept: Tensor | None) -> Held:
@@ -77,7 +94,17 @@ def used_of(used: Tensor, kept: Tensor | None) -> Held:
     if len(rest) == mesh.ndim:  # it was not gathered
         return held
     gathered = [True] * (mesh.ndim - len(rest)) + [placement.is_replicate() for placement in rest]
-    return Held(held.tensor, *holders(mesh, gathered))
+    return Held(held.tensor, *holders(mesh, gathered), lowest(mesh))
+
+
+def lowest(mesh: Any) -> int:
+    """The lowest rank of a mesh."""
+    return int(mesh.mesh.min())
+
+
+def mesh_size(x: Tensor) -> int:
+    """Over how many ranks `x` is known to be spread, or to be the same."""
+    return int(x.device_mesh.size()) if is_distributed(x) else 1  # type: ignore[attr-defined]
 
 
 def here(x: Tensor) -> Tensor:
@@ -104,11 +131,11 @@ def copied_by(modules: Iterable[nn.Module]) -> int | None:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class, as its author wrote it: FSDP2 puts another in front, `FSDP<name>`."""
+    """The name of a module's class, as its author wrote it: FSDP2 puts others in front and calls it `FSDP<name>`."""
     kind = type(module)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if fsdp is not None and isinstance(module, fsdp):
-        kind = next((base for base in kind.__bases__ if base is not fsdp), kind)
+        kind = next((base for base in kind.__bases__ if not issubclass(base, fsdp)), kind)
     return kind.__name__
 
 

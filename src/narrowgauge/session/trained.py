@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.session.sharded import shape_of
+from narrowgauge.session.sharded import is_distributed, lowest, mesh_size, shape_of
 
 
 class Trained:
@@ -47,6 +47,12 @@ class Trained:
         """The ids of all parameters that optimizers hold, or held when they were made."""
         found = {id(p) for optimizer in self for p in _parameters(optimizer)}
         return found | {at for made in list(self._made.values()) for at, p in made.items() if p() is not None}
+
+    def mesh(self) -> int | None:
+        """The lowest rank of the largest mesh that anything of it lies on; None if nothing lies on one."""
+        spread = [p for optimizer in self for p in _parameters(optimizer) if is_distributed(p)]
+        largest = max(spread, key=mesh_size, default=None)
+        return None if largest is None else lowest(largest.device_mesh)  # type: ignore[attr-defined]
 
     def in_parts(self, optimizer: Optimizer) -> bool:
         """Whether what it holds now seems to be this rank's part of what it was made with, laid flat."""

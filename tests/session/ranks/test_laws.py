@@ -31,6 +31,8 @@ def test_a_nan_on_one_rank_is_one_of_all():
         ((3.0, 4.0), "ab", 5.0),  # stages
         ((3.0, 3.0, 4.0, 4.0), "aabb", 5.0),  # stages, each of which two ranks train
         ((3.0, 3.0, 3.0, 3.0), "aabb", 3.0),  # a norm that the program took over all of them
+        ((3.0, 4.0, 3.0, 4.0), "aaaa", 5.0),  # parts of each of two copies
+        ((3.0, 3.0, 4.0), "aaa", 34**0.5),  # parts, two of them alike by chance
     ],
 )
 def test_norms_of_copies_count_once_and_those_of_parts_add_up(norms, kinds, norm):
@@ -41,6 +43,20 @@ def test_squares_of_shards_add_up_to_norms():
     rows = [{"grad_square_local": 9.0, "param_square_local": 64.0, "update_square_local": 3.0}] * 2
     rows[1] = {"grad_square_local": 16.0, "param_square_local": 36.0, "update_square_local": 1.0}
     assert merged(rows, "aa") == {"grad_norm": 5.0, "param_norm": 10.0, "update_norm": 2.0, "update_ratio": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("squares", "kinds", "meshes", "norm"),
+    [
+        ((9.0, 16.0, 9.0, 16.0), "aaaa", (0, 0, 2, 2), 5.0),  # the whole on each of two meshes
+        ((9.0, 16.0, 9.0, 16.0), "aabb", (0, 0, 2, 2), 50**0.5),  # two stages
+        ((9.0, 9.0, 16.0, 16.0), "aaaa", (0, 0, 2, 2), 50**0.5),  # stages whose layers have the same names
+        ((4.5, 8.0, 4.5, 8.0), "aaaa", (0, 0, 0, 0), 5.0),  # one mesh, where each says its share
+        ((9.0, 16.0), "aa", (None, None), 5.0),
+    ],
+)
+def test_squares_of_several_meshes_are_parts_or_copies(squares, kinds, meshes, norm):
+    assert merged([{"grad_square_local": square} for square in squares], kinds, meshes)["grad_norm"] == norm
 
 
 def test_the_same_data_counts_once_and_stages_pass_on_what_the_first_counted():

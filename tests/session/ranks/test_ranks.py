@@ -16,7 +16,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.moments import moments
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.ranks import Ranks, group, ranks
+from narrowgauge.session.ranks import Ranks, Told, group, ranks
 from narrowgauge.session.ranks.agreement import LAG
 from narrowgauge.session.ranks.ranks import Met
 
@@ -58,15 +58,14 @@ def _quick(monkeypatch):
 class Rank:
     """One rank of a program that has `steps` steps and records `every` so many."""
 
-    def __init__(self, folder, store, rank, world, every=1, copies=None, **watch):
+    def __init__(self, folder, store, rank, world, every=1, copies=None, meshes=None, **watch):
         plan = Plan("asis", str(folder), ("train.py",), every=every, watch=watch)
         self.writer = RunWriter(folder, {}, rank=rank)
         self.collector = Collector(self.writer, every=every)
         said = copies or {}
         self.models = 1
-        self.ranks = Ranks(
-            plan, self.writer, self.collector, said.get, lambda: self.models, meet=lambda: Met(store, rank, world)
-        )
+        told = Told(said.get, (meshes or {}).get, models=lambda: self.models)
+        self.ranks = Ranks(plan, self.writer, self.collector, told, meet=lambda: Met(store, rank, world))
         self.step = 0
 
     def begin(self):
@@ -204,6 +203,19 @@ def test_copies_of_parts_are_told_apart(tmp_path):
     train(program, 1, lambda rank, step: {"w:weight": halves[rank % 2]})
     run = finished(program, tmp_path)
     assert row(run, "w:weight", 1)["numel"] == torch.cat(halves).numel()
+
+
+@pytest.mark.parametrize("unlike", [True, False])
+def test_weights_of_two_meshes_are_copies_where_they_are_alike_and_those_of_one_mesh_are_what_it_says(tmp_path, unlike):
+    """Ranks 0 1 / 2 3 cut the same layer, each pair over a mesh of its own; its parts may be alike, being zeros."""
+    w = torch.zeros(8, 32)
+    halves = [w + (1 + who) if unlike else w for who in range(2)]
+    program = made(tmp_path, world=4, meshes=[{"w:weight": rank - rank % 2} for rank in range(4)])
+    train(program, 2, lambda rank, step: {"w:weight": halves[rank % 2] + (step == 2) * 10 * rank})
+    run = finished(program, tmp_path)
+    assert row(run, "w:weight", 1)["numel"] == 2 * w.numel()
+    assert row(run, "w:weight", 2)["numel"] == 4 * w.numel()
+    assert events(run, "replicas_disagree") == []  # nothing says that they have to be alike
 
 
 def test_copies_that_disagree_leave_one_event_until_they_agree_again(tmp_path):
@@ -384,7 +396,7 @@ def test_a_gather_holds_no_more_than_rank_0_can_take(tmp_path, monkeypatch):
 def test_one_rank_alone_is_not_touched(tmp_path):
     writer = RunWriter(tmp_path / "run", {})
     collector = Collector(writer)
-    alone = Ranks(Plan("asis", str(tmp_path), ()), writer, collector, lambda site: None)
+    alone = Ranks(Plan("asis", str(tmp_path), ()), writer, collector, Told())
     assert not alone.offer(1, [])
     assert alone.facts() == {}
     writer.close()

@@ -34,6 +34,7 @@ class Landing:
         self._writer, self._collector = writer, collector
         self._mergers: dict[tuple[str, ...], Merger] = {}
         self._kinds: Sequence[str] = [""] * world
+        self._meshes: Sequence[int | None] = [None] * world
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
         self._models: Sequence[int] = ()  # of each rank, at the last step
@@ -59,6 +60,7 @@ class Landing:
             step, copy, merger = self._looks.popleft()
             copies, tables = merger.split(copy.host.numpy())
             self._kinds = [one.sites for one in merger.layouts]
+            self._meshes = [one.mesh for one in merger.layouts]
             self._forget_models([one.models for one in merger.layouts])
             self._compare(step, merger, copies)
             for rank, (one, table) in enumerate(zip(merger.layouts, tables, strict=True)):
@@ -79,7 +81,8 @@ class Landing:
             if len(rows) < 2:
                 continue
             ranks = sorted(rows)
-            merged = laws.merged([rows[rank] for rank in ranks], [self._kinds[rank] for rank in ranks])
+            kinds, meshes = [self._kinds[rank] for rank in ranks], [self._meshes[rank] for rank in ranks]
+            merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes)
             self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
             found = disagreements(rows, self._kinds)
             for name in laws.COMPARED:
@@ -112,7 +115,7 @@ class Landing:
             differ: dict[int, Any] | None = None
             for first, members in groups.items():
                 same = _alike(copies[members, d])
-                if first is None and same and len(members) == len(ranks):
+                if first is None and same and len(members) == len(ranks) and not any(union.on_mesh[u]):
                     self._alike.add(site)
                 if not same and (first is not None or site in self._alike):
                     differ = {ranks[i]: dict(zip(COMPARED, copies[i, d].tolist(), strict=True)) for i in members}

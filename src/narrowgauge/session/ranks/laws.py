@@ -4,7 +4,8 @@
     max      seconds, bytes, counts of what happened to a step (microbatches, skipped, nonfinite)
     min      clean: undisturbed only if it was on every rank
     norm     of copies once, else sqrt(sum of squares): among the ranks of one kind, then among the kinds
-    squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums
+    squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums.
+             Of several meshes with one kind of ranks, each of which has all of it, one counts
     once     lr, loss_scale, data_digest: the first rank's; the first two are compared
     tokens   the sum over different batches: ranks with the same data (tensor parallel) count once, and of pipeline
              stages, whose later ones are fed activations, the one that counts most
@@ -27,17 +28,19 @@ PART = "_square_local"
 Row = Mapping[str, float]
 
 
-def merged(rows: Sequence[Row], kinds: Sequence[str]) -> dict[str, float]:
+def merged(rows: Sequence[Row], kinds: Sequence[str], meshes: Sequence[int | None] | None = None) -> dict[str, float]:
     """One step's scalars of all ranks as one.
 
     Args:
         rows: each rank's, in their order; a name may be missing.
         kinds: what kind of rank each is: of one kind are those that run the same part of the model.
+        meshes: which mesh each one's weights lie on, None without one.
     """
+    owners = list(zip(kinds, meshes or [None] * len(rows), strict=True))
     names = dict.fromkeys(name for row in rows for name in row)
     out = {name: _merged(name, rows, kinds) for name in names if not name.endswith(PART)}
     parts = [name for name in names if name.endswith(PART)]
-    sums = {name.removesuffix(PART): sum(row.get(name, 0.0) for row in rows) for name in parts}
+    sums = {name.removesuffix(PART): _total(name, rows, owners) for name in parts}
     out |= {f"{what}_norm": math.sqrt(total) for what, total in sums.items()}
     if sums.get("param"):
         out |= {"update_ratio": math.sqrt(sums["update"] / sums["param"])} if "update" in sums else {}
@@ -85,8 +88,27 @@ def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str]) -> float:
     return sum(values) / len(values)
 
 
+def _total(name: str, rows: Sequence[Row], owners: Sequence[tuple[str, int | None]]) -> float:
+    """The sum of squares of all kinds of ranks, of each over one of the meshes that have the same."""
+    by_kind: dict[str, dict[int | None, float]] = {}
+    for row, (kind, mesh) in zip(rows, owners, strict=True):
+        by_mesh = by_kind.setdefault(kind, {})
+        by_mesh[mesh] = by_mesh.get(mesh, 0.0) + row.get(name, 0.0)
+    sums = [list(by_mesh.values()) for by_mesh in by_kind.values()]
+    return sum(each[0] if alike(each) else sum(each) for each in sums)
+
+
 def _norm(values: Sequence[float]) -> float:
-    return values[0] if alike(values) else math.sqrt(sum(v * v for v in values))
+    """Of parts. Where each of them is there several times, equally often, these are copies."""
+    distinct: list[list[float]] = []
+    for value in sorted(values):
+        if distinct and alike([distinct[-1][0], value]):
+            distinct[-1].append(value)
+        else:
+            distinct.append([value])
+    if len({len(same) for same in distinct}) == 1:
+        values = [same[0] for same in distinct]
+    return values[0] if len(values) == 1 else math.sqrt(sum(v * v for v in values))
 
 
 def _tokens(rows: Sequence[Row], kinds: Sequence[str]) -> float:

@@ -28,7 +28,10 @@ class Layout:
         scalars: names, in the order of their columns.
         rows: of scalars.
         copies: per operand site, the lowest rank that holds the same values; null where nobody else is known to.
+        meshes: per operand site, the lowest rank of the mesh that its weight lies on; null where it says of none.
         models: how many there were so far: another one may have the sites' names from here on.
+        mesh: the lowest rank of the mesh that what is trained lies on, null without one: ranks of one mesh hold parts
+            of the same norms.
     """
 
     operands: tuple[str, ...] = ()
@@ -36,7 +39,9 @@ class Layout:
     scalars: tuple[str, ...] = ()
     rows: int = 0
     copies: tuple[int | None, ...] = ()
+    meshes: tuple[int | None, ...] = ()
     models: int = 0
+    mesh: int | None = None
 
     @cached_property
     def text(self) -> str:
@@ -58,7 +63,7 @@ class Layout:
     @cached_property
     def sites(self) -> str:
         """A name for its sites alone: ranks that run the same part of a model have equal ones."""
-        return replace(self, scalars=(), rows=0, copies=(), models=0).digest
+        return replace(self, scalars=(), rows=0, copies=(), meshes=(), models=0, mesh=None).digest
 
     @property
     def cuts(self) -> tuple[int, int, int]:

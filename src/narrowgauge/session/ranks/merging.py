@@ -6,7 +6,8 @@ Ranks hold parts of a tensor (their share of the batch, a shard) or copies of it
 one is taken, or a weight that eight ranks have would count its elements eight times:
 
     declared    DDP, FSDP2 and DTensors say who has the same values: the lowest of these ranks is taken
-    alike       of weights that nobody declared: those with equal extremes, counts and squares are copies
+    alike       of weights: those with equal extremes, counts and squares are copies, unless they lie on one mesh, which
+                has declared what they are
 
 What was taken for copies travels to the host beside the result, a few numbers a rank, and is compared there.
 
@@ -35,29 +36,49 @@ CHUNK = 256  # sites merged together: bounds the room for intermediate results
 
 @dataclass(frozen=True)
 class Union:
-    """Who has which site: `places[u]` are the (rank, row) of site u, `copies[u]` what their layouts say."""
+    """Who has which site: `places[u]` are the (rank, row) of site u, `copies[u]` and `meshes[u]` what layouts say."""
 
     sites: tuple[str, ...]
     places: tuple[tuple[tuple[int, int], ...], ...]
     copies: tuple[tuple[int | None, ...], ...]
+    meshes: tuple[tuple[int | None, ...], ...]
 
     @classmethod
-    def of(cls, sites: Sequence[Sequence[str]], copies: Sequence[Sequence[int | None]]) -> Union:
-        """The union of the ranks' sites, in the order in which the first of them has them."""
+    def of(cls, sites: Sequence[Sequence[str]], layouts: Sequence[Layout] = ()) -> Union:
+        """The union of the ranks' sites, in the order in which the first of them has them; `layouts`, of operands."""
         places: dict[str, list[tuple[int, int]]] = {}
-        said: dict[str, list[int | None]] = {}
-        for rank, (names, firsts) in enumerate(zip(sites, copies, strict=True)):
-            for row, (site, first) in enumerate(zip(names, firsts or (None,) * len(names), strict=True)):
+        said: dict[str, list[tuple[int | None, int | None]]] = {}
+        for rank, names in enumerate(sites):
+            firsts, meshes = (layouts[rank].copies, layouts[rank].meshes) if layouts else ((), ())
+            for row, site in enumerate(names):
                 places.setdefault(site, []).append((rank, row))
-                said.setdefault(site, []).append(first)
-        return cls(tuple(places), tuple(map(tuple, places.values())), tuple(map(tuple, said.values())))
+                said.setdefault(site, []).append((firsts[row] if firsts else None, meshes[row] if meshes else None))
+        copies, meshes_of = (tuple(tuple(each[i] for each in one) for one in said.values()) for i in (0, 1))
+        return cls(tuple(places), tuple(map(tuple, places.values())), copies, meshes_of)
+
+    @cached_property
+    def _counting(self) -> tuple[tuple[int, ...], ...]:
+        """Which of a site's places count: of declared copies, the first that there is."""
+        return tuple(
+            tuple(i for i, first in enumerate(said) if first is None or first not in said[:i]) for said in self.copies
+        )
 
     @cached_property
     def taken(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The places that count: of declared copies, the first that there is."""
+        """The places that count."""
+        return tuple(tuple(places[i] for i in which) for places, which in zip(self.places, self._counting, strict=True))
+
+    @cached_property
+    def on_mesh(self) -> tuple[tuple[bool, ...], ...]:
+        """Whether what counts is known to be on a mesh."""
+        return tuple(tuple(mesh is not None for mesh in each) for each in self.meshes)
+
+    @cached_property
+    def mesh_taken(self) -> tuple[tuple[int, ...], ...]:
+        """The meshes of what counts; of what lies on none a number that nothing else has."""
         return tuple(
-            tuple(at for i, at in enumerate(places) if said[i] is None or said[i] not in said[:i])
-            for places, said in zip(self.places, self.copies, strict=True)
+            tuple(-1 - i if (mesh := meshes[i]) is None else mesh for i in which)
+            for meshes, which in zip(self.meshes, self._counting, strict=True)
         )
 
     @cached_property
@@ -80,9 +101,8 @@ class Merger:
 
     def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
         self.layouts = tuple(layouts)
-        nothing: list[tuple[int | None, ...]] = [()] * len(self.layouts)
-        self.operands = Union.of([one.operands for one in layouts], [one.copies for one in layouts])
-        self.results = Union.of([one.results for one in layouts], nothing)
+        self.operands = Union.of([one.operands for one in layouts], self.layouts)
+        self.results = Union.of([one.results for one in layouts])
         offsets = np.cumsum([0] + [len(one.operands) for one in layouts])
         self._take = _indices(self.operands.taken, offsets, device)
         self._take_results = _indices(
@@ -90,13 +110,17 @@ class Merger:
         )
         compared = tuple(self.operands.places[u] for u in self.operands.compared)
         self._compare = _indices(compared, offsets, device)
-        # Weights that nobody declared: taken once where they are alike.
-        undeclared = [
-            site.endswith(":weight") and all(first is None for first in said)
-            for site, said in zip(self.operands.sites, self.operands.copies, strict=True)
+        # Weights of which a mesh does not say all: taken once where they are alike.
+        meshes = self.operands.mesh_taken
+        doubtful = [
+            site.endswith(":weight") and len(set(each)) > 1
+            for site, each in zip(self.operands.sites, meshes, strict=True)
         ]
-        self._undeclared = torch.tensor(undeclared, dtype=torch.bool, device=device)
-        self._any_undeclared = any(undeclared)
+        self._doubtful = torch.tensor(doubtful, dtype=torch.bool, device=device)
+        most = max(map(len, meshes), default=1)
+        padded = [each + (-1 - most,) * (most - len(each)) for each in meshes]
+        self._meshes_PU = torch.tensor(padded, dtype=torch.int64, device=device).reshape(-1, most).t()
+        self._any_doubtful = any(doubtful)
 
     def __call__(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The merged operands [U, W] and results [V, H], and what the host is to look at.
@@ -116,28 +140,28 @@ class Merger:
         seen = torch.stack([together[:, slot][self._compare] for slot in slots], -1).reshape(-1)
         merged = None
         if self.operands.sites:
-            parts = zip(self._take.split(CHUNK, 1), self._undeclared.split(CHUNK), strict=True)
-            merged = torch.cat([merge(self._once(together[take], undeclared)) for take, undeclared in parts])
+            cuts_of = (self._take.split(CHUNK, 1), self._doubtful.split(CHUNK), self._meshes_PU.split(CHUNK, 1))
+            merged = torch.cat([merge(self._once(together[take], *rest)) for take, *rest in zip(*cuts_of, strict=True)])
         heads = None
         if self.results.sites:
             rows_of_results = _with_neutral(results)
             heads = torch.cat([merge(rows_of_results[part]) for part in self._take_results.split(CHUNK, 1)])
         return merged, heads, torch.cat([seen, *scalars])
 
-    def _once(self, parts_PUW: Tensor, undeclared_U: Tensor) -> Tensor:
-        """The parts, without those of undeclared weights that an earlier rank has as well."""
-        if not self._any_undeclared:
+    def _once(self, parts_PUW: Tensor, doubtful_U: Tensor, meshes_PU: Tensor) -> Tensor:
+        """The parts, without those of doubtful weights that an earlier rank, on no mesh or another, has as well."""
+        if not self._any_doubtful:
             return parts_PUW
         numel, amax, m2 = (parts_PUW[..., MOMENTS.offsets[name]] for name in COMPARED)
         near = (m2[:, None] - m2).abs() <= ALIKE * m2
-        alike_PPU = (numel[:, None] == numel) & (amax[:, None] == amax) & near
-        seen_PU = (alike_PPU & self._earlier(len(numel))).any(0) & undeclared_U
+        alike_PPU = (numel[:, None] == numel) & (amax[:, None] == amax) & near & (meshes_PU[:, None] != meshes_PU)
+        seen_PU = (alike_PPU & self._earlier(len(numel))).any(0) & doubtful_U
         neutral = empty(parts_PUW.device, 1, 1)
         return torch.where(seen_PU[..., None], neutral, parts_PUW)
 
     def _earlier(self, parts: int) -> Tensor:
         """Which part comes before which, [P, P, 1]."""
-        order = torch.arange(parts, device=self._undeclared.device)
+        order = torch.arange(parts, device=self._doubtful.device)
         return (order[:, None] < order)[..., None]
 
     def split(self, vector: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.float64]]]:

@@ -13,6 +13,23 @@ from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.session.ranks.layout import Layout
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the session knows of this rank's tensors, asked at the end of each recorded step.
+
+    Args:
+        copies: of an operand site, the lowest rank that holds the same values; None where nobody is known to.
+        meshes: of a weight's site, the lowest rank of the mesh that it lies on; None without one.
+        models: how many models the program has had so far.
+        mesh: the lowest rank of the mesh that what is trained lies on; None without one.
+    """
+
+    copies: Callable[[str], int | None] = lambda site: None
+    meshes: Callable[[str], int | None] = lambda site: None
+    models: Callable[[], int] = lambda: 0
+    mesh: Callable[[], int | None] = lambda: None
+
+
 @dataclass
 class OpenStep:
     """What a step left on each of this rank's devices, and its table: operands and results (layout.py)."""
@@ -27,17 +44,15 @@ class OpenStep:
         cls,
         step: int,
         packed: list[Packed],
-        copies: Callable[[str], int | None],
+        told: Told,
         scalars: tuple[str, ...],
         rows: int,
-        models: int,
     ) -> OpenStep:
         """The step's tables in one, on the first of its GPUs if there is any.
 
         Args:
-            copies: of an operand site, the lowest rank that holds the same values.
+            told: of what lies where.
             scalars, rows: names and number of the rows that will go with it.
-            models: how many there were so far.
         """
         operands, results = ([getattr(each, kind) for each in packed] for kind in ("operands", "results"))
         tables: list[Tensor] = [table for _, table in (*operands, *results) if table is not None]
@@ -48,8 +63,10 @@ class OpenStep:
             results=tuple(site for names, _ in results for site in names),
             scalars=scalars,
             rows=rows,
-            copies=tuple(copies(site) for site in sites),
-            models=models,
+            copies=tuple(told.copies(site) for site in sites),
+            meshes=tuple(told.meshes(site) for site in sites),
+            models=told.models(),
+            mesh=told.mesh(),
         )
         parts = [table.reshape(-1).to(home) for table in tables]
         table = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=home)

@@ -33,7 +33,7 @@ from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
 from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.layout import Layout
-from narrowgauge.session.ranks.open_step import OpenStep
+from narrowgauge.session.ranks.open_step import OpenStep, Told
 from narrowgauge.session.ranks.scalars import Waiting
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
@@ -65,8 +65,7 @@ class Ranks:
         plan: its `every`, and whether every rank's own rows are kept as well (`watch.ranks`).
         writer: this rank's.
         collector: whose recorded steps come here first.
-        copies: the lowest rank that holds the same values as this one at a site; None where nobody is known to.
-        models: how many models the program has had so far.
+        told: what is known of its tensors.
         meet: the program's ranks, None as long as it has none; asked until there are some.
     """
 
@@ -75,12 +74,11 @@ class Ranks:
         plan: Plan,
         writer: RunWriter,
         collector: Collector,
-        copies: Callable[[str], int | None],
-        models: Callable[[], int] = lambda: 0,
+        told: Told,
         meet: Callable[[], Met | None] | None = None,
     ) -> None:
-        self._plan, self._writer, self._collector, self._copies = plan, writer, collector, copies
-        self._models, self._meet = models, meet or programs_own
+        self._plan, self._writer, self._collector, self._told = plan, writer, collector, told
+        self._meet = meet or programs_own
         self.notes: list[str] = []
         self._agreement: Agreement | None = None
         self._kept_alive: Any = None  # the process that started a store ends it with its last reference
@@ -109,7 +107,7 @@ class Ranks:
             if self._off:
                 raise RuntimeError("ranks are not merged")
             rows = min(2 * (self._plan.every + LAG) + 8, 4096)
-            mine = OpenStep.of(step, packed, self._copies, self._waiting.names, rows, self._models())
+            mine = OpenStep.of(step, packed, self._told, self._waiting.names, rows)
             size, device = mine.layout.cuts[2], mine.table.device
             if size * 8 * self._world > MOST_BYTES:
                 raise RuntimeError(

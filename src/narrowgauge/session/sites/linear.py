@@ -4,6 +4,9 @@
     a subclass with another forward    the F.linear inside of it if there is one, which sees what is really multiplied
                                        (a weight cast, masked or merged before); else as if it were an nn.Linear
 
+A weight that is a parameter between its uses may be another tensor in them: torch's DDP of tensor parallel layers makes
+a DTensor of it, under its name, for as long as the model runs.
+
 `Fp8Linear` shows its operands itself.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.session.sites.part import Part, first_tensor, output_of
@@ -35,7 +38,7 @@ class Plain:
 
     def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """One product."""
-        return (Part(first_tensor(args, kwargs, "input"), module._parameters.get("weight"), output_of(output)),)
+        return (Part(first_tensor(args, kwargs, "input"), _weight(module), output_of(output)),)
 
 
 class Derived(Plain):
@@ -46,3 +49,10 @@ class Derived(Plain):
     def knows(self, module: nn.Module) -> bool:
         """Whether it is any other nn.Linear, but for ours."""
         return isinstance(module, nn.Linear) and not isinstance(module, Fp8Linear)
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    own = module._parameters.get("weight")
+    if own is None and type(module).forward is nn.Linear.forward:
+        own = vars(module).get("weight")
+    return own if isinstance(own, Tensor) else None
