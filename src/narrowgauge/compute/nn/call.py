@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.compute.nn.observer import ResultRole, selects
 
@@ -41,6 +42,10 @@ class Call:
     @classmethod
     def begin(cls, state: LayerState, compute_dtype: torch.dtype, mode: Mode, captured: bool = False) -> Call:
         """A call in `mode`, watched if the layer's observer wants this step; what is `captured` cannot be watched."""
+        if state.table is not None:
+            wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward runs
+            if wrapper is not None:
+                state.table.runs_in(wrapper, captured=captured)
         watched = mode != "read" and state.observer is not None and not captured and state.observer.wants(state.name)
         turn = state.clock.step
         checked = state.result_to_check(turn) if watched else None

@@ -99,6 +99,8 @@ class Convert(Table):
     """Layers that FP8 was measured to slow down on this GPU stay high."""
     tokens: Positive | None = None
     """Rows of input at which `skip_slow` judges."""
+    reduce_amax: bool = True
+    """Ranks that train a layer together make delayed scales from the largest amax of all; else each from its own."""
 
     @model_validator(mode="after")
     def _possible(self) -> Convert:

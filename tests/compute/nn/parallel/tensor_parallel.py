@@ -4,10 +4,13 @@ import torch
 import torch.distributed as dist
 from tests.compute.nn.parallel.model import CASES, LAYERS, RECIPES, STEPS, Model, batch, data, layer, optimizer_of
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.compute.nn import set_observer
@@ -73,19 +76,22 @@ for name, style in CASES:
     found[name, style] = [whole(x) for x in results], ng.scaling_state(model)
 
 
-def trained(first, *, shard):
+def trained(first, *, spread=None):
     model = Model()
     if first == "convert":
         ng.convert(model, RECIPES["delayed"])
     for block in model.blocks:
         parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if shard:
+    if spread is DistributedDataParallel:
+        _pre_dp_module_transform(model)
+        model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    elif spread:
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh["dp"])
+            spread(part, mesh=mesh["dp"])
     if first != "convert":
         ng.convert(model, RECIPES["delayed"])
     set_observer(model, Unwatched())
-    optimizer, losses, who = optimizer_of(model), [], mesh["dp"].get_local_rank() if shard else 0
+    optimizer, losses, who = optimizer_of(model), [], mesh["dp"].get_local_rank() if spread else 0
     for step in range(STEPS):
         loss = model(batch(step, who)).square().mean()
         loss.backward()
@@ -96,8 +102,10 @@ def trained(first, *, shard):
     return losses, {name: whole(p) for name, p in model.named_parameters()}, ng.scaling_state(model), copies
 
 
-found["cut"] = trained("convert", shard=False)
-found["cut and sharded"] = trained("convert", shard=True)
-found["sharded, then converted"] = trained("cut", shard=True)
+found["cut"] = trained("convert")
+found["cut and sharded"] = trained("convert", spread=fully_shard)
+found["sharded, then converted"] = trained("cut", spread=fully_shard)
+found["cut and replicated"] = trained("cut", spread=replicate)
+found["cut and copied"] = trained("cut", spread=DistributedDataParallel)
 torch.save(found, f"rank{rank}.pt")
 dist.destroy_process_group()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -49,6 +50,7 @@ def convert(
     tokens: int | None = None,
     save_codes: bool = False,
     high: Sequence[Switch | Mapping[str, Any]] = (),
+    reduce_amax: bool | Any = True,
 ) -> tuple[Model, ConversionReport]:
     """Convert the linear layers of `model` to FP8 in place; return the same model and what was done.
 
@@ -68,9 +70,15 @@ def convert(
     "dgrad", "wgrad"), `roles` ("input", "weight", "grad_output") and `keep` ("high", or "bf16_gemm": quantized, and
     multiplied in the layer's own dtype), all optional; see docs/convert.md.
 
+    `reduce_amax` is for scales that outlive a step (delayed, static), on several ranks: True makes them from the
+    largest amax of all ranks that are known to train the layer together (DistributedDataParallel, FSDP2, DTensors), by
+    one collective per step; False from each rank's own. A `ProcessGroup` says who they are where nothing else does:
+    all its ranks must step together.
+
     Raises ConversionError when a rule, `skip`, `only` or `high` matches nothing, when no layer is eligible, and when
-    the model is already converted (call `revert` first: converting over it would drop its scaling state), and for
-    `tokens` below 1 or without `skip_slow`; RecipeError for an unknown recipe. After an error the model is as it was.
+    the model is already converted (call `revert` first: converting over it would drop its scaling state), for
+    `tokens` below 1 or without `skip_slow`, and for a `reduce_amax` that is no group; RecipeError for an unknown
+    recipe. After an error the model is as it was.
     """
     request = Request(
         recipe=resolve(recipe),
@@ -84,6 +92,11 @@ def convert(
     )
     if tokens is not None and not skip_slow:
         raise ConversionError(f"tokens={tokens} is only used by skip_slow; pass skip_slow=True, or leave tokens out.")
+    if not isinstance(reduce_amax, bool) and not (dist.is_available() and isinstance(reduce_amax, dist.ProcessGroup)):
+        raise ConversionError(
+            f"reduce_amax is a {type(reduce_amax).__name__}; expected True, False, or a torch.distributed.ProcessGroup "
+            "that this rank is in."
+        )
     slow = SlowLayers(skip_slow, tokens) if skip_slow else None
     layers = survey(model)
     _refuse_converted(layers)
@@ -93,7 +106,7 @@ def convert(
     plans = make_plans(request, layers, slow)
     if not any(plan.recipe for plan in plans):
         raise nothing_to_convert(model, plans)
-    rows = _adopt(model, plans, CODES if save_codes else RECODED)
+    rows = _adopt(model, plans, CODES if save_codes else RECODED, reduce_amax)
     backends = {plan.recipe.name: plan for plan in reversed(plans) if plan.recipe}
     report = ConversionReport(
         model=type(model).__name__,
@@ -140,8 +153,8 @@ def _refuse_converted(layers: Sequence[Layer]) -> None:
         )
 
 
-def _adopt(model: nn.Module, plans: Sequence[Plan], saves: int) -> list[Row]:
-    table, clock = ScaleTable(next(p.layer.weight.device for p in plans if p.recipe)), StepClock()
+def _adopt(model: nn.Module, plans: Sequence[Plan], saves: int, reduce_amax: Any) -> list[Row]:
+    table, clock = ScaleTable(next(p.layer.weight.device for p in plans if p.recipe), reduce_amax), StepClock()
     try:
         states = [_adopt_one(plan, table, clock) for plan in plans]
         for plan in plans:

@@ -48,6 +48,16 @@ def warn_unowned(steps: int) -> None:
     )
 
 
+def warn_joined() -> None:
+    """Say that ranks which may run out of data keep their scales to themselves."""
+    warnings.warn(
+        "inside of DistributedDataParallel's join() some ranks may have no data left, so amaxes are not reduced over "
+        "the ranks there: each has scales of its own. To have them the same, give all ranks as many batches.",
+        NarrowgaugeWarning,
+        stacklevel=2,
+    )
+
+
 def steps_taken(optimizer: Optimizer) -> int:
     """How many steps the optimizer counts; 0 when it keeps no count (plain SGD)."""
     counts = (state.get("step", 0) for state in optimizer.state.values() if isinstance(state, dict))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.scaling.over_ranks import OverRanks
@@ -41,9 +41,10 @@ class ScaleTable:
     """history [S, H]; scale, inv_scale and amax_now [S] of every delayed or static site; all float32.
 
     They are changed in place, so that a captured CUDA graph finds them; what is saved for a backward pass are copies.
+    `reduce_amax` says which ranks have amaxes in common: those that are known to (True), none, or a process group.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", reduce_amax: Any = True) -> None:
         self.history = torch.zeros(0, 1, device=device)
         self.scale = torch.zeros(0, device=device)
         self.inv_scale = torch.zeros(0, device=device)  # kept beside scale, whose reciprocal would round twice
@@ -58,11 +59,12 @@ class ScaleTable:
         self._indices: dict[tuple[int, ...], Tensor] = {}
         self._given: dict[int, Given] = {}  # views of the rows
         self._rules: Any = None  # of every row, for the kernel that rolls them
-        self._over_ranks = OverRanks()
+        self._over_ranks = OverRanks(reduce_amax)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the views, which would be copied apart from what they show, and the ranks, which are not copied."""
-        return {**vars(self), "_given": {}, "_rules": None, "_over_ranks": OverRanks()}
+        alone = self._over_ranks.wanted is False
+        return {**vars(self), "_given": {}, "_rules": None, "_over_ranks": OverRanks(not alone)}
 
     def add(self, module: str, recipe: Recipe) -> int:
         """Add the three sites of `module` and return the row of the first."""
@@ -95,6 +97,15 @@ class ScaleTable:
     def share(self, row: int, mesh: Any) -> None:
         """Let the layer whose first row this is have its amaxes in common with the ranks of a mesh, from now on."""
         self._over_ranks.add(row, len(ROLES), mesh)
+
+    def runs_in(self, wrapper: nn.Module, *, captured: bool) -> None:
+        """A layer of it runs inside of a DistributedDataParallel, whose ranks have this step's amaxes in common."""
+        self._over_ranks.runs(wrapper, self, len(ROLES), captured=captured)
+
+    @property
+    def asks_others(self) -> bool:
+        """Whether to end this step takes ranks that need not all save the model."""
+        return self._over_ranks.in_step
 
     def check_scales(self, recipe: Recipe) -> None:
         """Raise ConversionError if `recipe` gives a scale to a site that no converted layer has."""

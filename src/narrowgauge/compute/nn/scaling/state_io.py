@@ -38,8 +38,12 @@ class Stateful(Protocol):
 
 
 def saved_from(state: Stateful) -> dict[str, Tensor]:
-    """What is saved of a layer; empty without scales of its own. A step that is over is ended first."""
-    state.clock.catch_up()
+    """What is saved of a layer; empty without scales of its own. A step that is over is ended first.
+
+    Unless its end takes other ranks, of which one may be saving alone: then the step is saved as one that still runs.
+    """
+    if state.table is None or not state.table.asks_others:
+        state.clock.catch_up()
     return {} if state.table is None else state.table.state(state.name)
 
 
