@@ -9,7 +9,7 @@ from tests.integrations.works_with import WorksWith
 WORKS = WorksWith(
     "DeepSpeed",
     ("deepspeed",),
-    "`deepspeed`, ZeRO 0 to 3 (converted: to 2), its BF16 optimizers, accumulation, clipping",
+    "`deepspeed`, ZeRO 0 to 3, its BF16 optimizers, accumulation, clipping",
     ranks=2,
     converted=True,
 )
@@ -25,7 +25,7 @@ def seen(tmp_path_factory, warm_python):
     case = Case(tmp_path_factory.mktemp("deepspeed"), "deepspeed_zero", launcher, WORKS.ranks, warm_python)
     plain = case.by_hand()
     assert plain.code == 0, plain.err
-    return Seen(case, plain, case.watched(), case.converted(STAGES="0 2 bf16-1"))
+    return Seen(case, plain, case.watched(), case.converted(STAGES="0 2 3 bf16-1 bf16-3"))
 
 
 def named(step, site):
@@ -85,6 +85,10 @@ def test_weights_and_their_update_are_those_that_the_optimizer_has(seen):
 
 
 def test_its_layers_are_converted(seen):
-    check_converted(seen, named=named, steps=[1, 2, 5, 6, 11, 12])
+    check_converted(seen, named=named, steps=[1, 2, 5, 6, 7, 8, 11, 12, 13, 14])
     names = {row["name"] for row in seen.case.run("converted").meta["conversion"] if row["recipe"] == "current"}
-    assert names == {"1", "Sequential1.1", "Sequential2.1"}  # and not their heads
+    said = {}
+    for row in seen.converted.said:
+        said.setdefault(row["model"], []).append(row["loss"])
+    assert said["3"] == pytest.approx(said["0"], rel=1e-6)  # a weight that is gathered is quantized as one that stays
+    assert names == {"1", *(f"Sequential{which}.1" for which in range(1, 5))}  # and not their heads

@@ -1,7 +1,10 @@
-"""A layer whose weight is whole only while it runs (FSDP2), in a program that is not compiled.
+"""A layer whose weight is whole only while it runs (FSDP2, ZeRO 3), in a program that is not compiled.
 
-    forward    w is gathered and quantized; saved are x's codes, and w itself, whose memory FSDP2 frees and fills again
+    forward    w is gathered and quantized; saved are x's codes, and w itself, which is emptied and filled again
     backward   w is gathered again, and quantized again for dgrad
+
+FSDP2 frees and fills w's own memory, ZeRO 3 gives the same parameter other memory (`p.data = ...`): autograd saves a
+parameter as that object, so both are found again.
 
 Where a weight stays, its codes would be saved. Here those of all layers, from forward to backward, would be the whole
 model on every rank, which is what sharding is there to avoid; so they are not kept between microbatches either

@@ -13,7 +13,7 @@ from torch import Tensor
 from narrowgauge.compute.kernels import Backend
 from narrowgauge.compute.nn.kept_weight import KeptWeight
 from narrowgauge.compute.nn.observer import Observer, ResultRole, Samples
-from narrowgauge.compute.nn.parallel.placements import holders, is_distributed
+from narrowgauge.compute.nn.parallel.placements import holders, is_distributed, is_partitioned
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.nn.tracing.handle import new_handle
@@ -84,7 +84,7 @@ class LayerState:
     def gathers(self, weight: Tensor) -> bool:
         """Whether this weight, which is about to be multiplied, is there for this use only."""
         if self.mesh is None:
-            return False
+            return is_partitioned(weight)
         kept = weight.device_mesh.size() if is_distributed(weight) else 0  # type: ignore[attr-defined]
         return bool(kept < self.mesh.size())
 

@@ -131,7 +131,8 @@ class Fp8Linear(nn.Linear):
             if _exporting():
                 raise ConversionError(_EXPORTED)
             return compiled_linear(x, weight, bias, state, expected_dtype(x, weight, bias))
-        if state.mesh is not None and state.gathers(self.weight):
+        if state.gathers(weight):
+            state.kept_weight.lasting = False
             if state.observer is not None and not is_distributed(self.weight):
                 state.note_copies(self.weight)
             if torch.is_grad_enabled() and not state.keeps_high:

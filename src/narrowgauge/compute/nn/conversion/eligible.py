@@ -36,9 +36,7 @@ def refusal(layer: Layer) -> str | None:
         return "its weight is on the meta device: materialize the model (`to_empty`, then load), then convert"
     if weight.dtype not in DTYPES:
         return f"its weight is {_dtype(weight.dtype)}; float32, bfloat16 or float16 can be quantized"
-    if hasattr(weight, "ds_shape"):
-        return "its weight is there only while it runs (DeepSpeed's ZeRO 3): train it by ZeRO 0, 1 or 2"
-    if not weight.numel():
+    if not weight.numel() and not placements.is_partitioned(weight):
         return "its weight is empty"
     if weight.layout != torch.strided:
         return f"its weight's layout is {str(weight.layout).removeprefix('torch.')}, not strided"

@@ -7,6 +7,7 @@ A mesh of ranks has one dimension or several, and along each the weight is cut o
     [Replicate, Shard]                     whole, a plain tensor        fully_shard on two dimensions
     [Shard(0)], [Shard(1)], [Replicate]    as it is: these parts        parallelize_module
     [Shard, ..., Shard(0 or 1)]            cut by the last one only     both: FSDP2 gathers along the leading dimensions
+    a plain tensor, empty, `ds_shape`      whole, a plain tensor        DeepSpeed's ZeRO 3
 
 Legend: N = output features, K = input features.
 """
@@ -26,6 +27,11 @@ def is_distributed(x: Any) -> bool:
     """Whether `x` is a DTensor; a program that has none need not import them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def is_partitioned(weight: Tensor | None) -> bool:
+    """Whether DeepSpeed's ZeRO 3 has cut this parameter, which is empty but while its layer runs."""
+    return hasattr(weight, "ds_shape")
 
 
 def gathered_modules(modules: Iterable[nn.Module]) -> set[int]:
