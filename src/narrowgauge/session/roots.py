@@ -26,7 +26,6 @@ from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.errors import ConversionError
-from narrowgauge.session import foreign_switches
 from narrowgauge.session.family import Family
 from narrowgauge.session.fingerprint import weights_hash
 from narrowgauge.session.machine import native_fp8
@@ -36,6 +35,7 @@ from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.root import AUTOCAST, Root
 from narrowgauge.session.sharded import class_name, copied_by, lowest, shape_of
+from narrowgauge.session.switches import foreign
 from narrowgauge.session.trained import Trained
 
 
@@ -69,6 +69,8 @@ class Roots:
         self._linear_dtype = ""
         self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
         self._asked = False  # the settings name some
+        self._kept: list[foreign.Kept] = []
+        self._idle: list[str] = []  # switches that did nothing
         self._copied: dict[str, int | None] = {}  # by the prefix of a model's sites
         self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
         self.notes: list[str] = []
@@ -119,7 +121,7 @@ class Roots:
         kinds = [known.kind for known in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
         self._copied[prefix] = copied_by((module, *model.modules()))
-        self._switch(model, prefix)
+        self._switch(model, module, prefix)
         self._convert(model, trained, prefix)
         self._plain.add(model, self._recorder.under(prefix))
         return root
@@ -164,19 +166,21 @@ class Roots:
         if self._plan.recipe is not None:
             self._observe(model, prefix)
 
-    def _switch(self, model: nn.Module, prefix: str) -> None:
+    def _switch(self, model: nn.Module, called: nn.Module, prefix: str) -> None:
         high = self._plan.convert.get("high", ())
         if high and self._plan.compiling:  # a comparison's baseline is the program as it is written
-            kept = foreign_switches.switch(model, high, converting=self._plan.recipe is not None)
-            self._switched |= {prefix + name: what for name, what in kept.items()}
+            kept = foreign.switch(model, high, called, converting=self._plan.recipe is not None)
+            self._switched |= {prefix + name: what for name, what in kept.told.items()}
+            self._kept.append(kept)
             self._asked = True
 
     @property
     def unmet(self) -> list[str]:
         """What the settings ask of layers and no layer takes."""
         if not self._asked or self._switched or self._plan.recipe is not None:
-            return []
-        return ["high matched nothing in this program; it is for layers that --convert takes to FP8, and torchao's."]
+            return self._idle
+        whose = "layers that --convert takes to FP8, torchao's and TransformerEngine's"
+        return [f"high matched nothing in this program; it is for {whose}."]
 
     def _hear(self, model: nn.Module, prefix: str) -> None:
         """Look at the layers that the program itself converted, unless somebody does already."""
@@ -197,7 +201,8 @@ class Roots:
     def _converted(self, model: nn.Module) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
         if self._plan.recipe is not None:
-            return convert(model, by_name(self._plan.recipe), **self._plan.convert)[1]
+            left = {"high": self._kept[-1].tables} if self._kept else {}  # those that speak of others are met
+            return convert(model, by_name(self._plan.recipe), **{**self._plan.convert, **left})[1]
         refusals: dict[str, ConversionError] = {}
         for name in self._plan.rehearse:
             try:
@@ -217,6 +222,8 @@ class Roots:
         """
         for root in list(self._roots.values()):
             root.leave()
+        for kept in self._kept:
+            self._idle += kept.undo()
         for known in list(self._models):
             model = known.module()
             for module in () if model is None else model.modules():

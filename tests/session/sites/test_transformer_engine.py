@@ -308,3 +308,23 @@ def test_what_cannot_be_known_is_named():
     assert "high precision" in rule_of(None, "grad_output", 0)
     reduced = type("Float8CurrentScalingQuantizer", (), {"with_amax_reduction": True})()
     assert "reduced over ranks" in rule_of(reduced, "input", 0)
+
+
+def test_a_quantizer_of_two_directions_is_read_by_the_first_that_is_in_fp8():
+    high = type("IdentityQuantizer", (), {})()
+    codes = type("Codes", (type(high),), {})()
+    by = SimpleNamespace(force_pow_2_scales=True, dtype="kFloat8E4M3", block_len=128, block_scaling_dim=1)
+    block = type("Float8BlockQuantizer", (SimpleNamespace,), {})(**vars(by))
+    codes.of = block
+
+    def of(rows, columns):
+        return rule_of(SimpleNamespace(rowwise_quantizer=rows, columnwise_quantizer=columns), "input", 0)
+
+    rule = rule_of(block, "input", 0)
+    assert rule.operand.granularity == BLOCK_1x128
+    assert of(block, high) == of(codes, high) == rule_of(codes, "input", 0) == rule
+    assert "only for a second product, by column" in of(high, block)
+    block.block_scaling_dim = 2
+    assert of(high, block).operand.granularity == BLOCK_128x128
+    assert of(high, high) == rule_of(high, "input", 0) == rule_of(None, "input", 0)
+    assert "leaves the input of some layers in high precision" in of(high, high)

@@ -81,9 +81,29 @@ high=[{"sites": ["*.down"], "gemms": ["wgrad"]}])`.
 
 **torchao's layers** are switched by torchao's own configuration, with `--convert` or without it: the casts of a
 product that stays high are disabled before the model first runs, and `run.json` says of which (`switched`). An
-operand alone (`roles`) or `bf16_gemm` it cannot do, and says so. What is not converted at all has nothing to switch;
-tables that meet only such layers are told when the program ends. TransformerEngine's recipe holds for all layers
-below its autocast: they are not switched from here.
+operand alone (`roles`) or `bf16_gemm` it cannot do, and says so.
+
+**TransformerEngine's layers** (`Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`) are switched by its own
+means, from the model's first call to the end of the watch, and not by its debug mode:
+
+| what stays high | how | of which layers |
+|---|---|---|
+| all products | the layer is called outside of the program's autocast; a step costs what it costs in BF16 | all four |
+| some, operands, `bf16_gemm` | its quantizers are joined anew, by `HybridQuantizer` (2.20) | all but `LayerNormMLP` |
+
+Scales, amax histories and checkpoints stay the program's. What is not possible ends the program before its first step,
+with the reason: single products of `LayerNormMLP`, and of experts in one grouped kernel (`use_grouped_tensor`); high
+weights where FP8 ones are the only ones (`quantized_model_init`), of which `wgrad` alone can stay high; products that
+overlap with communication. A layer that never ran in FP8, or whose recipe keeps its backward high already
+(`backward_override`), is told when the program ends.
+
+Three things to know. Codes that are multiplied high (`bf16_gemm`, or beside an operand in `roles`) are those by rows,
+also where a recipe's blocks lie otherwise by columns. A layer that norms inside rounds the normed input to BF16 first
+if its input stays high in a product, so that its other products may differ by a rounding. Under `torch.compile` the
+graph breaks at switched layers, which `fullgraph=True` refuses; what was captured as a CUDA graph before the watch
+began is not switched, nor is a copy of the model that is made meanwhile.
+
+What is not converted at all has nothing to switch; tables that meet only such layers are told when the program ends.
 """,
     "dump": """\
 A step is one safetensors file per rank, `dumps/step00000100-rank0.safetensors` in the run's folder: of each site

@@ -110,7 +110,7 @@ class Convert(Table):
 
 
 class High(Table):
-    """One switch for converted layers, torchao's among them: what it names is not multiplied in FP8."""
+    """One switch for layers in FP8, also torchao's and TransformerEngine's: what it names is not multiplied in FP8."""
 
     sites: list[Glob] = ["*"]
     """Globs on the names of linear layers. A name covers everything below it; `!` in front leaves out."""

@@ -5,6 +5,7 @@
     Float8CurrentScalingQuantizer   CURRENT, per tensor; powers of two if it forces them
     Float8BlockQuantizer            CURRENT_POW2, 1x128 or 128x128
     MXFP8Quantizer                  E8M0_UP, 1x32, or 32x32
+    HybridQuantizer                 that of its first product, or of the second where the first is not in FP8
 
 Its `scale` multiplies towards FP8: our inv_scale. Delayed, the row says how far amaxes have run from their history:
 amax_ratio = amax now / amax that the scale assumes. Above 1 the tensor saturates, where current scaling would not.
@@ -26,8 +27,12 @@ from narrowgauge.session.sites.part import Rule, operand
 def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     """The rule of a quantizer, or why it has none; `margin` is its recipe's, for a delayed scale."""
     kind = type(quantizer).__name__
-    if quantizer is None:
-        return f"TransformerEngine leaves the {role} of some layers in high precision; it is not recorded."
+    if hasattr(quantizer, "rowwise_quantizer"):
+        return _of_two(quantizer.rowwise_quantizer, quantizer.columnwise_quantizer, role, margin)
+    if hasattr(quantizer, "of"):  # [[high]] has its codes multiplied in high precision
+        return rule_of(quantizer.of, role, margin)
+    if _is_high(quantizer):
+        return left_high(role)
     if getattr(quantizer, "with_amax_reduction", False):
         return "TransformerEngine's scales that are reduced over ranks within a step are not known here; not recorded."
     fmt = E5M2 if "E5M2" in getattr(quantizer.dtype, "name", str(quantizer.dtype)) else E4M3FN
@@ -43,6 +48,24 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
         side = 32 if getattr(quantizer, "with_2d_quantization", False) else 1
         return Rule(operand(fmt, Block(side, 32), E8M0_UP))
     return f"TransformerEngine quantizes the {role} of some layers by a {kind}, which is not known here; not recorded."
+
+
+def left_high(role: str) -> str:
+    """Why an operand has no row."""
+    return f"TransformerEngine leaves the {role} of some layers in high precision; it is not recorded."
+
+
+def _of_two(by_rows: Any, by_columns: Any, role: str, margin: int) -> Rule | str:
+    if not _is_high(by_rows):
+        return rule_of(by_rows, role, margin)
+    if not _is_high(by_columns) and getattr(by_columns, "block_scaling_dim", 2) == 1:
+        return f"TransformerEngine casts the {role} of some layers only for a second product, by column; not recorded."
+    return rule_of(by_columns, role, margin)
+
+
+def _is_high(quantizer: Any) -> bool:
+    held = any(kind.__name__ == "IdentityQuantizer" for kind in type(quantizer).__mro__)
+    return quantizer is None or (held and not hasattr(quantizer, "of"))
 
 
 def _scaling(quantizer: Any) -> Scaling:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +28,15 @@ from torch.nn import functional as F
 
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.session.sites.part import Part, Rule, Turn, first_tensor, is_a, output_of, rows
-from narrowgauge.session.sites.te_quantizers import rule_of
+from narrowgauge.session.sites.te_quantizers import left_high, rule_of
 
-_PACKAGE = "transformer_engine.pytorch.module"
+PACKAGE = "transformer_engine.pytorch.module"
 _INSIDE = "The input of fc2 and the gradient of fc1 never leave TransformerEngine's LayerNormMLP, and are not recorded."
 _ON_DEVICE = (
     "TransformerEngine's GroupedLinear is not recorded where its tokens per expert are counted on the GPU, for which "
     "the host would have to wait, or where its experts' weights are one parameter."
 )
+KEPT_HIGH: WeakSet[nn.Module] = WeakSet()  # those that the settings keep out of the autocast; nothing is said of FP8
 
 
 class TransformerEngine:
@@ -44,24 +46,24 @@ class TransformerEngine:
 
     def knows(self, module: nn.Module) -> bool:
         """Known by name; Megatron-Core's TE layers are derived from these."""
-        return is_a(module, _PACKAGE, "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+        return is_a(module, PACKAGE, "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
     def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """One product, two, or one per expert."""
         layer: Any = module
         x, y = first_tensor(args, kwargs, "inp"), output_of(output)
-        own = partial(_rule, layer) if layer.fp8 else None
-        if is_a(module, _PACKAGE, "GroupedLinear"):
+        own = partial(_rule, layer) if layer.fp8 else partial(_high, layer) if module in KEPT_HIGH else None
+        if is_a(module, PACKAGE, "GroupedLinear"):
             splits = args[1] if len(args) > 1 else kwargs.get("m_splits")
             return list(_experts(layer, x, y, splits, own))
-        if is_a(module, _PACKAGE, "LayerNormMLP"):
+        if is_a(module, PACKAGE, "LayerNormMLP"):
             fc1, fc2 = (module._parameters[name] for name in ("fc1_weight", "fc2_weight"))
             x_rows = partial(_normed, layer)
             return (
                 Part(x, fc1, None, x_rows, own=_of(own, 0), suffix=".fc1", holds=("fc1_weight",)),
                 Part(None, fc2, y, own=_of(own, 1), suffix=".fc2", holds=("fc2_weight",), hidden=_INSIDE),
             )
-        normed = is_a(module, _PACKAGE, "LayerNormLinear")
+        normed = is_a(module, PACKAGE, "LayerNormLinear")
         x_rows = partial(_normed, layer) if normed else partial(_cast, dtype=layer.activation_dtype)
         return (Part(x, _weight(layer), y, x_rows, own=_of(own, 0), holds=tuple(layer.weight_names)),)
 
@@ -76,6 +78,10 @@ def _rule(module: Any, gemm: int, role: OperandRole, x: Tensor) -> Rule | str:
     place = 2 * gemm if backward else 3 * gemm + (role == "weight")
     margin = getattr(module.fp8_meta.get("recipe"), "margin", 0)
     return rule_of(held[place] if place < len(held) else None, role, margin)
+
+
+def _high(module: Any, gemm: int, role: OperandRole, x: Tensor) -> str:
+    return left_high(role)
 
 
 def _weight(module: Any) -> Tensor:

@@ -1,46 +1,30 @@
-"""`[[high]]` for layers that another package converted: by that package's own switches, before the model first runs.
+"""torchao's layers: products that stay high, by torchao's own configuration.
 
     torchao's Float8Linear      output = x wᵀ     dx = dy w     dw = dyᵀ x
     its configuration           two casts per product, both disabled: it multiplies what it is given
 
 A layer gets a configuration of its own, derived from the one that it has, which torchao checks as it checks any.
-One operand of a product, or FP8 operands in a high product, it cannot do: that is refused. TransformerEngine's recipe
-holds for all layers below its autocast; nothing is switched there.
+One operand of a product, or FP8 operands in a high product, it cannot do: that is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from narrowgauge.compute.nn.conversion.structure import Layer, clean, is_wrapper, survey
-from narrowgauge.compute.nn.conversion.switches import Switch, check_switches
+from narrowgauge.compute.nn.conversion.structure import Layer
+from narrowgauge.compute.nn.conversion.switches import Switch
 from narrowgauge.errors import ConversionError
-from narrowgauge.session.sites.torchao import CASTS, TorchAO
+from narrowgauge.session.sites.torchao import CASTS
 
 
-def switch(model: nn.Module, tables: Sequence[Mapping[str, Any]], *, converting: bool) -> dict[str, str]:
-    """Keep high what the tables name of torchao's layers in `model`: layer -> which products, in words.
+def switch(layers: Sequence[Layer], switches: Sequence[Switch]) -> dict[str, str]:
+    """Keep high what the switches name of these layers: layer -> which products, in words.
 
-    Args:
-        model: whatever it holds; without a layer of torchao's, nothing happens.
-        tables: as `convert(high=...)` takes them.
-        converting: whether other layers are converted, and the tables may speak of these.
-
-    Raises ConversionError for what torchao has no switch for, and for a name that no layer has.
+    Raises ConversionError for what torchao has no switch for.
     """
-    layers = survey(model)
-    theirs = [layer for layer in layers if TorchAO().knows(layer.module)]
-    if not theirs:
-        return {}
-    switches = [Switch.of(table) for table in tables]
-    if not converting:
-        wrapped = is_wrapper(model)
-        check_switches(switches, layers, [clean(name, wrapped=wrapped) for name, _ in model.named_modules()])
-    chosen = {layer.name: (layer, gemms) for layer in theirs if (gemms := _products(layer, switches))}
+    chosen = {layer.name: (layer, gemms) for layer in layers if (gemms := _products(layer, switches))}
     configs: dict[tuple[int, tuple[str, ...]], Any] = {}  # layers that share a configuration go on sharing one
     for layer, gemms in chosen.values():
         module: Any = layer.module

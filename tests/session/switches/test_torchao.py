@@ -8,11 +8,16 @@ from tests.session.inline import followed
 from torch import nn
 
 from narrowgauge.errors import ConversionError
-from narrowgauge.session.foreign_switches import switch
+from narrowgauge.session.switches import foreign
 
 pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.filterwarnings("ignore")
+
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def switch(model, tables, *, converting):
+    return foreign.switch(model, tables, model, converting=converting).told
 
 
 def model(recipe="tensorwise"):
@@ -127,7 +132,8 @@ def test_tables_that_no_layer_takes_are_told(tmp_path):
     with followed(tmp_path, every=1, judge="current", compiling=True, convert={"high": high}) as (session, _):
         train(nn.Sequential(nn.Linear(32, 16)))
     assert session.facts()["unmet"] == [
-        "high matched nothing in this program; it is for layers that --convert takes to FP8, and torchao's."
+        "high matched nothing in this program; it is for layers that --convert takes to FP8, torchao's and "
+        "TransformerEngine's."
     ]
 
 

@@ -1,0 +1,91 @@
+"""Quantizers of ours, derived from TransformerEngine's when they are first needed.
+
+    Hybrid      two directions, each by a quantizer of its own
+    Identity    the tensor as it is
+    Codes       what a tensor's codes stand for
+
+TransformerEngine's kernels for one scale per tensor make no transposed codes alone: there Hybrid's direction by columns
+makes both.
+
+Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor/hybrid_tensor.py and identity_tensor.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WHOLE = ("Float8Quantizer", "Float8CurrentScalingQuantizer")  # one scale per tensor
+_TENSOR = "transformer_engine.pytorch.tensor"
+
+
+class _Ours:
+    """What stands in the place of a layer's own quantizer; a copy or a pickle of the layer has the own one."""
+
+    theirs: Any
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.theirs,)
+
+
+@cache
+def parts() -> Any:
+    """Ours, derived from TransformerEngine's; AttributeError or ImportError if it has none of these."""
+    hybrid: Any = import_module(f"{_TENSOR}.hybrid_tensor").HybridQuantizer
+    identity: Any = import_module(f"{_TENSOR}.identity_tensor").IdentityQuantizer
+
+    class Hybrid(_Ours, hybrid):  # type: ignore[misc]
+        def pin(self) -> None:
+            child = self.columnwise_quantizer
+            if type(child).__name__ in _WHOLE:
+                child.set_usage(rowwise=True, columnwise=True)
+
+        def copy(self) -> Any:
+            made = super().copy()
+            made.__class__ = Hybrid
+            made.theirs = self.theirs
+            made.pin()
+            return made
+
+    class Identity(_Ours, identity):  # type: ignore[misc]
+        def copy(self) -> Any:
+            made = super().copy()
+            made.__class__ = Identity
+            made.theirs = self.theirs
+            return made
+
+    class Codes(_Ours, identity):  # type: ignore[misc]
+        of: Any
+
+        def copy(self) -> Any:
+            made = super().copy()
+            made.__class__ = Codes
+            made.theirs, made.of = self.theirs, self.of.copy()
+            return made
+
+        def quantize_impl(self, tensor: Tensor) -> Any:
+            return super().quantize_impl(self._read(tensor))
+
+        def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+            return super().update_quantized(self._read(src), dst, noop_flag=noop_flag)
+
+        def _read(self, tensor: Tensor) -> Tensor:
+            with torch.no_grad():
+                read: Tensor = self.of.quantize(tensor.detach()).dequantize(dtype=self.dtype or tensor.dtype)
+            return read
+
+    return SimpleNamespace(base=identity, Hybrid=Hybrid, Identity=Identity, Codes=Codes)
+
+
+def available() -> bool:
+    """Whether this version of TransformerEngine has the parts."""
+    try:
+        return parts() is not None
+    except (ImportError, AttributeError):
+        return False
