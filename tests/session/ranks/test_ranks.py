@@ -328,6 +328,40 @@ def test_a_rank_that_is_gone_keeps_nobody(tmp_path):
     assert [each["missing"] for each in events(run, "ranks_apart") if "missing" in each][-1] == [1]
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_rank_that_is_gone_between_its_promise_and_the_gather(tmp_path, monkeypatch, comes_back):
+    monkeypatch.setattr(ranks, "BEAT", 0.02)
+    monkeypatch.setattr(ranks, "GONE", 0.2)
+    aborted = []
+    monkeypatch.setattr(group.Group, "abort", lambda self: aborted.append(self._rank))
+    first, second = program = made(tmp_path)
+    shown = lambda rank, step: {"a:input": batch(rank, step)}  # noqa: E731
+    train(program, 3, shown)  # what all have told of is agreed
+    second.ranks._pulse.stop()
+    if not comes_back:
+        second.ranks.forget()
+    patience = time.monotonic() + 30
+    while not first.ranks._off and time.monotonic() < patience:
+        train([first], 1, shown)
+        time.sleep(0.02)
+    last = first.step
+    assert (first.ranks._off, aborted) == (True, [0])
+    if comes_back:
+        train([second], 6, lambda rank, step: shown(1, step))  # it was stopped, and joins no gather that is left
+        run = finished(program, tmp_path)
+        note = "Ranks are not merged, each records its own rows: RuntimeError: another rank has given up merging"
+        assert second.ranks.notes == [note]
+        assert [row(run, "a:input", step, rank=1)["numel"] for step in range(1, 10)] == [256] * 9
+    else:
+        first.finish()
+        second.writer.close("failed")
+        run = open_run(tmp_path / "run")
+    assert [row(run, "a:input", step)["numel"] for step in range(1, last + 1)] == [256] * last
+    told = [each for each in events(run, "ranks_apart") if "sign of life" in each["message"]]
+    assert [(each["step"], each["rank"]) for each in told] == [(1, 0)]
+    assert told[0]["message"].endswith("RuntimeError: rank 1 gave no sign of life for 0.2 s")
+
+
 def test_a_store_that_is_gone_leaves_every_rank_its_own_rows(tmp_path, monkeypatch):
     program = made(tmp_path)
     train(program, 2, lambda rank, step: {"a:input": batch(rank, step)})

@@ -7,6 +7,8 @@ A collective that one rank starts and another does not would hang. Here all read
 "merge" is only ever set when every rank has its table ready and will come by: from there it can but die. All of it are
 small keys in the store that the program's own process group came up by, asked over a connection of our own.
 
+But it can: who gives up merging after its promise says so by one more key, which is asked before each gather.
+
 Keys, for W ranks: n/<step> (a counter), of/<step>/<rank> (size, device and digest of the rank's layout), what/<step>,
 layout/<digest>. A step's keys are deleted as soon as every rank is known to have read them.
 """
@@ -17,6 +19,8 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
+
+from narrowgauge.session.ranks.pulse import give_up, given_up
 
 MERGE, APART = "merge", "apart"
 LAG = 4  # steps: a rank whose host is that far ahead of another's goes on without it
@@ -106,6 +110,14 @@ class Agreement:
         text = str(self._store.get(f"end/{rank}").decode())
         self._store.set(f"read/{rank}", "")
         return text
+
+    def give_up(self) -> None:
+        """Tell all ranks that this one joins no further gather, whatever was agreed."""
+        give_up(self._store)
+
+    def given_up(self) -> bool:
+        """Whether any rank told so."""
+        return given_up(self._store)
 
     def was_read(self) -> bool:
         """Whether rank 0 has read what this rank left."""

@@ -4,7 +4,8 @@
 
 It is made from its backend's own class, by a store, as the ranks first merge: `new_group` would be a barrier in the
 program's own group. Asked whether a gather is done, it answers; it is waited for at the end of the program alone, and
-there for seconds.
+there for seconds. A gather that a rank will never join is no burden on a CPU. On a GPU it is: a kernel that runs until
+it is aborted, for which everything waits that waits for the device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -31,6 +33,7 @@ class Gather:
 
     def __init__(self, work: Any, mine: Tensor, rows: Tensor | None, stream: Any) -> None:
         self._work, self._mine, self.rows, self.stream = work, mine, rows, stream
+        self.began = time.monotonic()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -61,6 +64,7 @@ class Group:
         self._stream: Any = None
         self._group: Any = None
         self._error: Exception | None = None
+        self._aborted = False
         self._meeting = threading.Thread(target=self._meet, args=(store, device), name="narrowgauge-ranks", daemon=True)
         self._meeting.start()
 
@@ -85,8 +89,12 @@ class Group:
             self._stream = torch.cuda.Stream(device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = PATIENCE
+            torch.cuda.set_device(device)  # of this thread
             with _harmless():
-                self._group = dist.ProcessGroupNCCL(store, rank, world, options)
+                group = dist.ProcessGroupNCCL(store, rank, world, options)
+            # Left to the first gather, meeting would hold up the program's own thread.
+            group.eager_connect_single_device(device)
+            self._group = group
         else:
             self._group = dist.ProcessGroupGloo(store, rank, world, PATIENCE)
 
@@ -107,6 +115,12 @@ class Group:
             work = self._group.gather([] if rows is None else [list(rows.unbind(0))], [mine], options)
         return Gather(work, mine, rows, self._stream)
 
+    def abort(self) -> None:
+        """End a gather that a rank will never join; from any thread. The group is of no more use."""
+        if self._group is not None and self._stream is not None and not self._aborted:
+            self._aborted = True
+            self._group.abort()
+
     def close(self, *, broken: bool) -> None:
         """Leave it.
 
@@ -119,6 +133,8 @@ class Group:
         if broken:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if self._stream is None:
+            return
+        if self._aborted:
             return
         leaving = threading.Thread(target=group.abort if broken else group.shutdown, daemon=True)
         leaving.start()

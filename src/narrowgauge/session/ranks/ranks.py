@@ -5,9 +5,10 @@
     as it arrives              rank 0 merges, beside the program's own work, and writes                  tick
     end of program             the same for what is still open, waiting for seconds at most              finish
 
-The gather is launched at a place in the program that is the same on all ranks: between two steps. Whatever fails in
-here (a store that is gone, a backend that is missing, ranks that die) is noted, and from then on every rank writes its
-own rows, as it does in a program of one.
+The gather is launched at a place in the program that is the same on all ranks: between two steps. Whoever dies between
+its promise to come by and that place is missed by the others (pulse.py), who end the gather. Whatever fails in here (a
+store that is gone, a backend that is missing, ranks that die) is noted, and from then on every rank writes its own
+rows, as it does in a program of one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.open_step import OpenStep, Told
+from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
@@ -86,6 +88,8 @@ class Ranks:
         self._turn = 0  # which watch of these ranks it is, from 1
         self._off = False
         self._group: Group | None = None
+        self._pulse: Pulse | None = None
+        self._lost = ""  # why gathers that are under way will not end
         self._open: deque[OpenStep] = deque()
         self._flying: deque[tuple[OpenStep, Gather, Sequence[Layout]]] = deque()
         self._landing: Landing | None = None
@@ -115,6 +119,9 @@ class Ranks:
                     "0 gathers; record fewer sites"
                 )
             self._group = self._group or Group(self._store("gather"), self._rank, self._world, device)
+            self._pulse = self._pulse or Pulse(
+                self._store("agreement"), self._rank, self._world, self._oldest, self._give_up, BEAT, GONE
+            )
             assert self._agreement is not None
             self._agreement.post(step, Posted(max(size, 1), device.type, mine.layout.digest), mine.layout.text)
         except Exception as error:
@@ -141,6 +148,7 @@ class Ranks:
         if not (self._open or self._flying or self._landing):
             return
         with self._collector.guard(self._failed):
+            self._miss()
             while self._open and step >= self._open[0].step + LAG:
                 self._resolve(MEETING)
             self._land()
@@ -151,6 +159,8 @@ class Ranks:
             self._settle()
         with self._collector.guard(self._failed):
             self._last_words()
+        if self._pulse is not None:
+            self._pulse.stop()
         with self._collector.guard(self._failed):
             if self._group is not None:
                 self._group.close(broken=self._off or bool(self._flying))
@@ -163,7 +173,7 @@ class Ranks:
 
     def forget(self) -> None:
         """This is a forked child: nothing here is its own."""
-        self._off, self._agreement = True, None
+        self._off, self._agreement, self._pulse = True, None, None
         self._open.clear()
         self._flying.clear()
 
@@ -212,6 +222,8 @@ class Ranks:
         assert self._agreement is not None
         mine = self._open[0]
         decision = self._agreement.decide(mine.step)
+        if decision.merge and self._agreement.given_up():
+            raise RuntimeError("another rank has given up merging")
         if decision.merge:
             self._launch(mine, decision.size, patience)
         else:
@@ -252,6 +264,24 @@ class Ranks:
             self._landing.look()
 
     # The end, and other ways out.
+
+    def _oldest(self) -> float | None:
+        """When the oldest gather under way began; asked by another thread."""
+        try:
+            return self._flying[0][1].began
+        except IndexError:
+            return None
+
+    def _give_up(self, why: str) -> None:
+        """Gathers that are under way will not end; told by another thread, and seen to when the program comes by."""
+        self._lost = why
+        if self._group is not None:
+            self._group.abort()
+
+    def _miss(self) -> None:
+        why, self._lost = self._lost, ""
+        if why:
+            raise RuntimeError(why)
 
     def _settle(self) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -314,7 +344,12 @@ class Ranks:
             self._off = True
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
-            self._writer.add_event(self._open[0].step if self._open else 0, "ranks_apart", self.notes[-1])
+            first = next((mine.step for mine in (*(each[0] for each in self._flying), *self._open)), 0)
+            self._writer.add_event(first, "ranks_apart", self.notes[-1])
+            if self._pulse is not None:
+                self._pulse.stop()
+            if self._agreement is not None and self._group is not None:
+                self._agreement.give_up()
         for mine in self._open:
             self._keep(mine.packed)
         for mine, _, _ in self._flying:
