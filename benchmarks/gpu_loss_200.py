@@ -6,7 +6,8 @@
     |mean(fast) - mean(reference)| <= 3 sqrt(var(fast) / n + var(reference) / n)
 
 of the mean validation loss of the last evaluations. Runs differ by a factor (1 + 1e-6 N) on their initial weights:
-after two hundred steps that is worth percents, so that one pair of runs says nothing.
+after two hundred steps that is worth percents, so that one pair of runs says nothing. Recipes run beside each other, a
+process each.
 
 python -m benchmarks.gpu_loss_200 [--size small] [--steps 200] [--runs 5]
 """
@@ -14,8 +15,10 @@ python -m benchmarks.gpu_loss_200 [--size small] [--steps 200] [--runs 5]
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
 
 import torch
 from benchmarks.record import record
@@ -69,6 +72,25 @@ def train(size: Size, steps: int, recipe: str | None, backend: str | None, compi
     return sum(losses) / len(losses)
 
 
+def compare(size: Size, steps: int, recipe: str, runs: int) -> dict[str, Any]:
+    """One recipe's row: mean and scatter of both ways, and whether they lie within each other's noise."""
+    losses = {
+        "fast": [train(size, steps, recipe, None, compiled=True, run=run) for run in range(runs)],
+        "reference": [train(size, steps, recipe, "reference", compiled=False, run=run) for run in range(runs)],
+    }
+    means = {name: statistics.fmean(found) for name, found in losses.items()}
+    band = 3 * sum(statistics.variance(found) / runs for found in losses.values()) ** 0.5
+    gap = means["fast"] - means["reference"]
+    return {
+        "recipe": recipe,
+        **{name: round(mean, 5) for name, mean in means.items()},
+        **{f"sd of {name}": round(statistics.stdev(found), 5) for name, found in losses.items()},
+        "gap": round(gap, 5),
+        "band": round(band, 5),
+        "within": abs(gap) <= band,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -76,31 +98,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="of each kind; at least 2")
     parser.add_argument("--recipes", default=",".join(RECIPES))
     args = parser.parse_args()
-    size = replace(SIZES[args.size])
-    rows = []
-    for recipe in args.recipes.split(","):
-        torch._dynamo.reset()
-        losses = {
-            "fast": [train(size, args.steps, recipe, None, compiled=True, run=run) for run in range(args.runs)],
-            "reference": [
-                train(size, args.steps, recipe, "reference", compiled=False, run=run) for run in range(args.runs)
-            ],
-        }
-        means = {name: statistics.fmean(found) for name, found in losses.items()}
-        band = 3 * sum(statistics.variance(found) / args.runs for found in losses.values()) ** 0.5
-        gap = means["fast"] - means["reference"]
-        rows.append(
-            {
-                "recipe": recipe,
-                **{name: round(mean, 5) for name, mean in means.items()},
-                **{f"sd of {name}": round(statistics.stdev(found), 5) for name, found in losses.items()},
-                "gap": round(gap, 5),
-                "band": round(band, 5),
-                "within": abs(gap) <= band,
-            }
-        )
-        print(rows[-1], flush=True)
-    record("loss_200", {"size": args.size, "steps": args.steps, "runs": args.runs}, rows)
+    recipes, rows = args.recipes.split(","), []
+    settings = {"size": args.size, "steps": args.steps, "runs": args.runs}
+    with ProcessPoolExecutor(len(recipes), multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(compare, SIZES[args.size], args.steps, recipe, args.runs) for recipe in recipes]
+        for found in as_completed(waiting):
+            rows.append(found.result())
+            print(rows[-1], flush=True)
+            record("loss_200", settings, sorted(rows, key=lambda row: recipes.index(row["recipe"])))
 
 
 if __name__ == "__main__":

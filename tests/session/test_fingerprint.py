@@ -32,6 +32,15 @@ def test_the_compiled_walk_gives_what_the_passes_give(dtype, monkeypatch):
     assert len(walked) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("piece", [7, 20, 60])
+def test_in_pieces_it_is_the_same(dtype, piece, monkeypatch):
+    x = (100 * torch.randn(6, 10)).to(dtype)
+    whole = digest(x)
+    monkeypatch.setattr(fingerprint, "PIECE", piece)
+    assert digest(x) == whole
+
+
 @given(st.permutations(list(range(6))))
 def test_order_matters(order):
     x = torch.tensor([3, 1, 4, 1, 5, 9])

@@ -25,6 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
 # A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
 STORED_BITS = 52
+PIECE = 1 << 22  # elements mixed at once: a weight as a whole might not find room on a full GPU
 LARGE = 1 << 16  # elements; below that, passes take less than loading what is compiled
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,8 +52,15 @@ def digest(x: Tensor) -> Tensor:
         walk = kernel()
         if walk is not None and flat.data_ptr():
             return torch.tensor(walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64)
-    bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
-    mixed = bits + torch.arange(bits.numel(), device=bits.device, dtype=torch.int64).mul_(GOLDEN)
+    pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)
+    found = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
+
+
+def _mixed(bits: Tensor, first: int) -> Tensor:
+    """What elements from `first` on add to a digest; 16 bytes of memory for each, until it is known."""
+    places = torch.arange(first, first + len(bits), device=bits.device, dtype=torch.int64)
+    mixed = places.mul_(GOLDEN).add_(bits)
     for _ in range(2):
         mixed.bitwise_xor_(mixed >> 32).mul_(FOLD)
     return mixed.sum()

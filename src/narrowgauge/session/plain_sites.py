@@ -327,7 +327,7 @@ def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> 
     observer, (operand, given) = state.observer, rule
     if observer is None:
         return
-    look = observer.look(state.name, role, x_MK, operand) if state.backend.watches else None
+    look = observer.look(state.name, role, x_MK, operand, turned=False) if state.backend.watches else None
     whole = operand.granularity == PerTensor()
     try:
         q, _, amax = state.backend.quantize_both(x_MK, operand, None, shared=whole, given=given, look=look)

@@ -102,14 +102,14 @@ class Recorder:
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
         return recorded or (self.dumper is not None and self.dumper.wants(module))
 
-    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
+    def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand that is selected."""
         module = self.prefix + module
         if self.dumper is not None and self.dumper.selects(module, role):
             return None  # a kernel that counts shows no codes
         if self.what_if is not None and self.what_if.wants():
             return None  # nor what it quantized
-        return self.collector.look(module, role, x, rule) if self._records(module, role) else None
+        return self.collector.look(module, role, x, rule, turned) if self._records(module, role) else None
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """Pass on what is selected, where nobody wants the codes themselves."""

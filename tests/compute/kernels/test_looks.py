@@ -79,8 +79,8 @@ hard = partial(hardest, binades=40)  # whose squares are float32 too
 NAMES = [*HARD, "far from zero"]
 
 
-def assert_packed(found, want, share=1.0, skip=()):
-    """Counts equal, sums to 1e-5, histograms but for lines on the edge of two bins."""
+def assert_packed(found, want, share=1.0, skip=(), edges=0.02):
+    """Counts equal, sums to 1e-5, histograms but for lines on the edge of two bins: two and a share of all."""
     found, want = found.cpu(), want.cpu()
     energy = float(want[MOMENTS["xx"]]) * share
     for slot in MOMENTS.slots:
@@ -88,8 +88,8 @@ def assert_packed(found, want, share=1.0, skip=()):
             continue
         a, b = found[MOMENTS[slot.name]], want[MOMENTS[slot.name]]
         if slot.width > 1:
-            edge = 0.02 * float(b.sum()) + 2 if "sqnr" in slot.name else 0
-            assert float((a - b).abs().sum()) <= edge, slot.name
+            moved = (a - b).cumsum(0).abs().sum()  # lines, each to the next bin
+            assert float(moved) <= (edges * float(b.sum()) + 2 if "sqnr" in slot.name else 0), slot.name
             assert float(a.sum()) == float(b.sum()), slot.name
         elif slot.name in EXACT:
             assert torch.equal(a, b), (slot.name, a, b)
@@ -191,7 +191,9 @@ def test_moments_of_a_tensor_under_many_scales(name, kind):
         x = hard(name, *shape).to(dtype)
         packed, codes, _ = look_at_grains(x, kind, **wanted)
         # Where a scale has a floor, squares of subnormal numbers are below float32's.
-        assert_packed(packed, moments(x, codes), skip=COMPARED if name == "subnormal" and kind == "rows" else ())
+        skip = COMPARED if name == "subnormal" and kind == "rows" else ()
+        # A quarter of the columns of one row of ties have a ratio that is the edge itself.
+        assert_packed(packed, moments(x, codes), skip=skip, edges=0.3 if name == "ties" and len(x) == 1 else 0.02)
 
 
 @pytest.mark.parametrize("kind", GRAINS)

@@ -53,7 +53,7 @@ class Seen:
     def wants(self, module):
         return self.wanted
 
-    def look(self, module, role, x, rule):
+    def look(self, module, role, x, rule, turned):
         return None
 
     def operand(self, module, role, x, q, moments=None, amax_ratio=None):

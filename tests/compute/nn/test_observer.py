@@ -17,7 +17,7 @@ RESULTS = ("output", "grad_input", "grad_weight")
 
 def turn_of(layer, role):
     """Make it the turn of a result to be checked in the next step."""
-    layer._fp8.check = (-1, RESULTS.index(role) + 2)
+    layer._fp8.check = (-1, RESULTS.index(role) + 2, 1)
 
 
 def watched(recipe=CURRENT, *, checked="output", **kwargs):

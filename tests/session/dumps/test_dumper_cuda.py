@@ -24,7 +24,7 @@ class Door:
     def wants(self, module):
         return self.dumper.wants(module)
 
-    def look(self, module, role, x, rule):
+    def look(self, module, role, x, rule, turned):
         return None
 
     def operand(self, module, role, x, q, moments=None, amax_ratio=None):

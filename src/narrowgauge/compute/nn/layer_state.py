@@ -20,7 +20,7 @@ from narrowgauge.compute.nn.tracing.handle import new_handle
 from narrowgauge.compute.nn.tracing.in_graph import RECODED, Traced
 from narrowgauge.compute.recipes import Recipe
 
-LAYERS_IN_TURN = 8  # of so many layers one shows a result in a step, where kernels watch the operands
+LAYERS_IN_TURN = 16  # of so many layers one shows a result in a step, where kernels watch the operands
 RESULT_ROLES: tuple[ResultRole, ...] = get_args(ResultRole)
 
 
@@ -48,7 +48,7 @@ class LayerState:
     sample_rows: int = 4
     sample_outputs: int = 128  # a gradient is mostly noise: of few of its elements the gain would scatter by percents
     sample_columns: int = 16
-    check: tuple[int, int] = (-1, -1)
+    check: tuple[int, int, int] = (-1, -1, 1)  # a step, where its turn stands, how far that went
     kept_weight: KeptWeight = field(default_factory=KeptWeight)
     samples: dict[tuple[int, int], Samples] = field(default_factory=dict)  # of compiled forwards, by step and codes
     recorded: tuple[int, int] = (-1, 0)  # a step, and how many of its compiled forwards wait for their backward
@@ -113,13 +113,16 @@ class LayerState:
     def result_to_check(self, step: int) -> ResultRole | None:
         """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere.
 
-        None where it is other layers' turn: on a GPU an eighth of them is checked in a step.
+        None where it is other layers' turn: on a GPU a sixteenth of them is checked in a step, or an eighth where steps
+        that are not watched lie between.
         """
-        before, turn = self.check
+        before, turn, _ = self.check
         if step != before:
-            self.check = step, (turn if turn >= 0 else zlib.crc32(self.name.encode())) + 1
+            turn = turn if turn >= 0 else zlib.crc32(self.name.encode())
+            pace = 1 if step == before + 1 or not self.backend.watches else 2
+            self.check = step, turn + pace, pace
         round_, later = divmod(self.check[1], LAYERS_IN_TURN if self.backend.watches else 1)
-        return None if later else RESULT_ROLES[round_ % len(RESULT_ROLES)]
+        return RESULT_ROLES[round_ % len(RESULT_ROLES)] if later < self.check[2] else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         """A copy that shares nothing that changes; layers of one model share one copied table and clock."""

@@ -46,10 +46,11 @@ class Observer(Protocol):
         """Return whether this step is recorded for the layer `module`; cheap, asked on every forward."""
         ...
 
-    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
+    def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Return room for what a watching kernel counts while it quantizes x [rows, features] by `rule`.
 
-        None: show it to `operand` afterwards. What was given room is not shown again.
+        `turned`: whether it makes codes of x transposed as well. None: show it to `operand` afterwards. What was
+        given room is not shown again.
         """
         ...
 

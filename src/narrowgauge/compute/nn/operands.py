@@ -66,7 +66,7 @@ def _quantize(call: Call, role: OperandRole, x_MK: Tensor, plain: bool, turned: 
     # By two rules no kernel quantizes, and none counts; and what it counts are the plain codes.
     together = (plain or recipe.shares(role)) and (rule == rule_T or not turned)
     if together and call.watched and call.mode == "write" and state.backend.watches and state.observer is not None:
-        look = state.observer.look(state.name, role, x_MK, rule)
+        look = state.observer.look(state.name, role, x_MK, rule, turned)
     try:
         q, q_T, amax = state.backend.quantize_both(
             x_MK,

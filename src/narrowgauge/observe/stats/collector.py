@@ -127,7 +127,7 @@ class Collector:
         self._step, self._open = step, self._due(step)
         return self._open
 
-    def look(self, module: str, role: str, x: Tensor, rule: Operand) -> Any | None:
+    def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
         if not self._open:
             return None
@@ -136,7 +136,7 @@ class Collector:
             return None
         try:  # a guard would also look at the time, which on a GPU is not the host's
             with self._lock:
-                look = self._looks_on(x.device).open(site, x, rule, self._turn)
+                look = self._looks_on(x.device).open(site, x, rule, self._turn, turned)
         except Exception as error:
             self._failed(site, error)
             return None
@@ -188,7 +188,7 @@ class Collector:
             if on_gpu:
                 look = None
                 with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
-                    look = self._looks_on(x.device).open(site, x, rule, self._turn)
+                    look = self._looks_on(x.device).open(site, x, rule, self._turn, turned=False)
                 if look is None:
                     return False
                 try:

@@ -42,6 +42,7 @@ from narrowgauge.compute.kernels.fused.watched.grains import (
     TILES,
     add_scales,
     close_grained,
+    close_lines,
     close_scales,
     common_inverse,
     no_scales,
@@ -72,7 +73,7 @@ from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
 PIECE = 32  # rows of a tile that are counted together
-WARPS, REGISTERS = 8, 80  # of a program, and of a thread where numbers have 16 bits
+WARPS, REGISTERS = 8, 64  # of a program, and of a thread where numbers have 16 bits
 
 
 @triton.jit(do_not_specialize=LATE)
@@ -175,12 +176,17 @@ def _watched_blocks(
                     s, q, least, flushed, c, d, vc, vd, limit, RUN, KIND, INTERPRET, True, factor
                 )
             step += 1
-        unit = 1.0 / inv_unit.to(tl.float64)
-        again = close_own(record, P, s, q, least, flushed, rows * columns, unit, KIND, INTERPRET)
-        known = tl.max(top, 0).to(tl.float32, bitcast=True)
-        healthy_rows = close_scales(record, P, count, total, squares, smallest, largest)
-        if GRAIN == SQUARES:
-            healthy_rows = tl.max(scaled, 0)
+        n, unit = rows * columns, 1.0 / inv_unit.to(tl.float64)
+        if GRAIN == TILES:
+            again, healthy_rows, top = close_lines(
+                record, P, s, q, least, flushed, n, unit, count, total, squares, smallest, largest, top,
+                KIND, INTERPRET,
+            )  # fmt: skip
+        else:
+            again = close_own(record, P, s, q, least, flushed, n, unit, KIND, INTERPRET)
+            close_scales(record, P, count, total, squares, smallest, largest)
+            healthy_rows, top = tl.max(scaled, 0), tl.max(top, 0)
+        known = top.to(tl.float32, bitcast=True)
         ratio_ptr = room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples
         close_grained(record, P, known, healthy_rows, columns, at, ratio_ptr)
         if again | ((known < float("inf")) == 0):

@@ -27,6 +27,9 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     SCALE_SQUARES,
     SCALE_SUM,
     SCALED,
+    join_own,
+    rows_of_own,
+    write_own,
 )
 
 WHOLE, TILES, SQUARES, LINES = (Constant(i) for i in range(4))  # WHOLE: one scale for all
@@ -83,6 +86,30 @@ def add_scales(count, total, squares, least, largest, scale, counted):
 
 
 @triton.jit
+def close_lines(
+    record, P, s, q, low, flushed, n, unit, count, total, squares, least, largest, top,
+    KIND: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """`close_own` and `close_scales` where sums and scales lie by rows: everything is added up at once.
+
+    Returns whether float64 has to look again, how many scales there were, and the largest of `top`.
+    """
+    s, q, low, flushed = rows_of_own(s, q, low, flushed, KIND, INTERPRET)
+    parts = (s, q, low, flushed, count, total, squares, least, largest, top)
+    s, q, low, flushed, count, total, squares, least, largest, top = tl.reduce(parts, 0, _join_lines)
+    again = write_own(record, P, s, q, low, flushed, n, unit, KIND, INTERPRET)
+    write_scales(record, P, count, total, squares, least, largest)
+    return again, count, top
+
+
+@triton.jit
+def _join_lines(s, q, w, f, a, b, c, d, e, t, s_, q_, w_, f_, a_, b_, c_, d_, e_, t_):
+    s, q, w, f = join_own(s, q, w, f, s_, q_, w_, f_)
+    a, b, c, d, e = _join_scales(a, b, c, d, e, a_, b_, c_, d_, e_)
+    return s, q, w, f, a, b, c, d, e, tl.maximum(t, t_)
+
+
+@triton.jit
 def _join_scales(a, b, c, d, e, a_, b_, c_, d_, e_):
     return a + a_, b + b_, c + c_, tl.minimum(d, d_), tl.maximum(e, e_)
 
@@ -91,12 +118,18 @@ def _join_scales(a, b, c, d, e, a_, b_, c_, d_, e_):
 def close_scales(record, P, count, total, squares, least, largest):
     """Write what `add_scales` gathered; returns how many there were."""
     count, total, squares, least, largest = tl.reduce((count, total, squares, least, largest), 0, _join_scales)
+    write_scales(record, P, count, total, squares, least, largest)
+    return count
+
+
+@triton.jit
+def write_scales(record, P, count, total, squares, least, largest):
+    """Write what `close_scales` added up."""
     tl.store(record + SCALE_N * P, count.to(tl.float64))
     tl.store(record + SCALE_SUM * P, total)
     tl.store(record + SCALE_SQUARES * P, squares)
     tl.store(record + SCALE_MIN * P, least.to(tl.float64))
     tl.store(record + SCALE_MAX * P, largest.to(tl.float64))
-    return count
 
 
 @triton.jit

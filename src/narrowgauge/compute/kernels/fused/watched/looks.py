@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.watched import packing
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
-from narrowgauge.compute.kernels.fused.watched.plan import LINES, SQUARES, TENSOR, TILES, Plan, pieces
+from narrowgauge.compute.kernels.fused.watched.plan import LINES, PLAIN_TILES, SQUARES, TENSOR, TILES, Plan, pieces
 from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, ERRORS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
@@ -30,6 +30,7 @@ from narrowgauge.metrics import MOMENTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WALKS = {PerTensor(): TENSOR, PerRow(): LINES, BLOCK_1x128: TILES, BLOCK_128x128: SQUARES}  # by granularity
+PLAIN_WALKS = {**WALKS, BLOCK_1x128: PLAIN_TILES}  # without turned codes
 CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
@@ -50,7 +51,7 @@ class Look:
     end: tuple[int, int]  # chunk, and where in it the next look begins
     whole: bool  # one scale for the whole tensor
     turn: int = 0
-    asked: tuple[Any, ...] = ()  # shape, dtype and rule that it was opened for last
+    asked: tuple[Any, ...] = ()  # shape, dtype, rule and codes that it was opened for last
     failed: bool = False  # whoever was to fill it could not
 
     @property
@@ -83,15 +84,16 @@ class Looks:
     _neutral: Tensor | None = None
     _kept: list[Tensor] = field(default_factory=list)
 
-    def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int) -> Look | None:
-        """Room for one call's sums; None for what no watched kernel can do."""
-        order, asked = len(self._open), (x_MK.shape, x_MK.dtype, rule)
+    def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int, turned: bool = True) -> Look | None:
+        """Room for the sums of one call, which makes `turned` codes or none; None for what no watched kernel can do."""
+        order, asked = len(self._open), (x_MK.shape, x_MK.dtype, rule, turned)
         look = self._known[order] if order < len(self._known) else None
         if look is None or look.asked != asked:  # a step mostly asks as the one before did
             if not _can(x_MK, rule):
                 return None
             M, K = x_MK.shape
-            plan, whole = Plan.of(M, K, WALKS[rule.granularity]), rule.granularity == PerTensor()
+            walk = (WALKS if turned else PLAIN_WALKS)[rule.granularity]
+            plan, whole = Plan.of(M, K, walk), rule.granularity == PerTensor()
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
             look.asked = asked

@@ -162,7 +162,8 @@ def nothing_yet(R: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, INTERPRET:
 
 
 @triton.jit
-def _join_own(s, q, low, flushed, s_, q_, low_, flushed_):
+def join_own(s, q, low, flushed, s_, q_, low_, flushed_):
+    """Two rows' or programs' numbers as one's."""
     return s + s_, q + q_, tl.minimum(low, low_), flushed + flushed_
 
 
@@ -175,11 +176,23 @@ def close_own(record, P, s, q, low, flushed, n, unit, KIND: tl.constexpr, INTERP
         n: elements of this program.
         unit: float64, v * unit = x.
     """
+    s, q, low, flushed = tl.reduce(rows_of_own(s, q, low, flushed, KIND, INTERPRET), 0, join_own)
+    return write_own(record, P, s, q, low, flushed, n, unit, KIND, INTERPRET)
+
+
+@triton.jit
+def rows_of_own(s, q, low, flushed, KIND: tl.constexpr, INTERPRET: tl.constexpr):
+    """What `add_own` gathered, by rows [R], of whole numbers."""
     if KIND >= BF16 and not INTERPRET:
         flushed = (flushed & 0xFFFF) + ((flushed >> 16) & 0xFFFF)
         minus, minus_b = low & 0xFFFF, (low >> 16) & 0xFFFF
         low = tl.minimum((0xFFFF - minus).to(tl.uint32), (0xFFFF - minus_b).to(tl.uint32))  # |x| - 1; 0xFFFF: none
-    s, q, low, flushed = tl.reduce(tl.reduce((s, q, low, flushed), 1, _join_own), 0, _join_own)
+    return tl.reduce((s, q, low, flushed), 1, join_own)
+
+
+@triton.jit
+def write_own(record, P, s, q, low, flushed, n, unit, KIND: tl.constexpr, INTERPRET: tl.constexpr):
+    """Write what a program gathered, as `close_own` does, which adds it up."""
     if KIND >= BF16 and not INTERPRET:
         some = low != 0xFFFF
         least = (low + 1).to(tl.int32)

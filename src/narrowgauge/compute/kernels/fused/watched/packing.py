@@ -54,37 +54,64 @@ _S_ROWS, _S_COLUMNS, _S_EXPONENTS, _S_RANGES = map(_at, ("row_sqnr", "col_sqnr",
 
 
 @triton.jit
-def _total(ptr, count, CHUNK: tl.constexpr):
-    """The sum of `count` float64 numbers."""
-    total = tl.zeros((CHUNK,), tl.float64)
-    first = tl.zeros_like(count)
-    while first < count:
-        i = first + tl.arange(0, CHUNK)
-        total += tl.load(ptr + i, mask=i < count, other=0.0)
+def _own(record, P, CHUNK: tl.constexpr):
+    """What all records hold of numbers: n, sum, squares, amin, amax, flushed, saturated, NaNs, Infs, scaled."""
+    zero = tl.zeros((CHUNK,), tl.float64)
+    n, total, squares, flushed, saturated = zero, zero, zero, zero, zero
+    nans, infs, scaled, amin, amax = zero, zero, zero, zero + float("inf"), zero - float("inf")
+    first = tl.zeros_like(P)
+    while first < P:  # all fields at once: one after the other, each would wait for its loads
+        at, inside = record + first + tl.arange(0, CHUNK), first + tl.arange(0, CHUNK) < P
+        n += tl.load(at + _N * P, mask=inside, other=0.0)
+        total += tl.load(at + _SUM * P, mask=inside, other=0.0)
+        squares += tl.load(at + _SQUARES * P, mask=inside, other=0.0)
+        flushed += tl.load(at + _FLUSHED * P, mask=inside, other=0.0)
+        saturated += tl.load(at + _SATURATED * P, mask=inside, other=0.0)
+        nans += tl.load(at + _NANS * P, mask=inside, other=0.0)
+        infs += tl.load(at + _INFS * P, mask=inside, other=0.0)
+        scaled += tl.load(at + _SCALED * P, mask=inside, other=0.0)
+        amin = tl.minimum(amin, tl.load(at + _AMIN * P, mask=inside, other=float("inf")))
+        amax = tl.maximum(amax, tl.load(at + _AMAX * P, mask=inside, other=-float("inf")))
         first += CHUNK
-    return tl.sum(total, 0)
+    return (
+        tl.sum(n, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.min(amin, 0), tl.max(amax, 0), tl.sum(flushed, 0),
+        tl.sum(saturated, 0), tl.sum(nans, 0), tl.sum(infs, 0), tl.sum(scaled, 0),
+    )  # fmt: skip
 
 
 @triton.jit
-def _largest(ptr, count, CHUNK: tl.constexpr):
-    largest = tl.full((CHUNK,), -float("inf"), tl.float64)
-    first = tl.zeros_like(count)
+def _scales(record, P, count, CHUNK: tl.constexpr):
+    """What the first `count` records hold of scales: how many, sum, squares, least and largest."""
+    zero = tl.zeros((CHUNK,), tl.float64)
+    n, total, squares, least, largest = zero, zero, zero, zero + float("inf"), zero - float("inf")
+    first = tl.zeros_like(P)
     while first < count:
-        i = first + tl.arange(0, CHUNK)
-        largest = tl.maximum(largest, tl.load(ptr + i, mask=i < count, other=-float("inf")))
+        at, inside = record + first + tl.arange(0, CHUNK), first + tl.arange(0, CHUNK) < count
+        n += tl.load(at + _SCALE_N * P, mask=inside, other=0.0)
+        total += tl.load(at + _SCALE_SUM * P, mask=inside, other=0.0)
+        squares += tl.load(at + _SCALE_SQUARES * P, mask=inside, other=0.0)
+        least = tl.minimum(least, tl.load(at + _SCALE_MIN * P, mask=inside, other=float("inf")))
+        largest = tl.maximum(largest, tl.load(at + _SCALE_MAX * P, mask=inside, other=-float("inf")))
         first += CHUNK
-    return tl.max(largest, 0)
+    return tl.sum(n, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.min(least, 0), tl.max(largest, 0)
 
 
 @triton.jit
-def _smallest(ptr, count, CHUNK: tl.constexpr):
-    smallest = tl.full((CHUNK,), float("inf"), tl.float64)
-    first = tl.zeros_like(count)
-    while first < count:
-        i = first + tl.arange(0, CHUNK)
-        smallest = tl.minimum(smallest, tl.load(ptr + i, mask=i < count, other=float("inf")))
+def _errors(ptr, E, CHUNK: tl.constexpr):
+    """What all programs left that looked at errors: taken, xx, xd, dd, ee and the flushed energy."""
+    zero = tl.zeros((CHUNK,), tl.float64)
+    taken, xx, xd, dd, ee, lost = zero, zero, zero, zero, zero, zero
+    first = tl.zeros_like(E)
+    while first < E:
+        at, inside = ptr + first + tl.arange(0, CHUNK), first + tl.arange(0, CHUNK) < E
+        taken += tl.load(at + _TAKEN * E, mask=inside, other=0.0)
+        xx += tl.load(at + _XX * E, mask=inside, other=0.0)
+        xd += tl.load(at + _XD * E, mask=inside, other=0.0)
+        dd += tl.load(at + _DD * E, mask=inside, other=0.0)
+        ee += tl.load(at + _EE * E, mask=inside, other=0.0)
+        lost += tl.load(at + _LOST * E, mask=inside, other=0.0)
         first += CHUNK
-    return tl.min(smallest, 0)
+    return tl.sum(taken, 0), tl.sum(xx, 0), tl.sum(xd, 0), tl.sum(dd, 0), tl.sum(ee, 0), tl.sum(lost, 0)
 
 
 @triton.jit
@@ -141,47 +168,35 @@ def heads(headers_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, CHUNK: tl.constexpr,
     record = tl.load(header + ROOM).to(tl.pointer_type(tl.float64))
     errors = record + _FIELDS * P
     groups = errors + _ERRORS * E
-    n, nans, infs = (
-        _total(record + _N * P, P, CHUNK),
-        _total(record + _NANS * P, P, CHUNK),
-        _total(record + _INFS * P, P, CHUNK),
-    )
+    n, total, squares, amin, amax, flushed, saturated, nans, infs, scaled = _own(record, P, CHUNK)
     tl.store(out + _S_NUMEL, n + nans + infs)
     tl.store(out + _S_NAN, nans)
     tl.store(out + _S_INF, infs)
-    tl.store(out + _S_AMAX, _largest(record + _AMAX * P, P, CHUNK))
-    tl.store(out + _S_AMIN, _smallest(record + _AMIN * P, P, CHUNK))
-    _put_group(out + _S_N, n, _total(record + _SUM * P, P, CHUNK), _total(record + _SQUARES * P, P, CHUNK))
+    tl.store(out + _S_AMAX, amax)
+    tl.store(out + _S_AMIN, amin)
+    _put_group(out + _S_N, n, total, squares)
 
     # One scale for all: it was finite, and is still if everything under it is.
-    scales = tl.where(whole, 1, P)
-    scale_n = _total(record + _SCALE_N * P, scales, CHUNK)
+    scale_n, total, squares, least, largest = _scales(record, P, tl.where(whole, 1, P), CHUNK)
     healthy = (scale_n > 0) & ((nans + infs == 0) | (whole == 0))
     tl.store(header + HEALTHY, healthy.to(tl.int64))
     if healthy:
-        scaled = n
-        if whole == 0:
-            scaled = _total(record + _SCALED * P, P, CHUNK)
+        scaled = tl.where(whole, n, scaled)
         tl.store(out + _S_SCALED, scaled)
         tl.store(out + _S_COMPARED, scaled)
-        tl.store(out + _S_FLUSHED, _total(record + _FLUSHED * P, P, CHUNK))
-        tl.store(out + _S_SATURATED, _total(record + _SATURATED * P, P, CHUNK))
-        total, squares = (
-            _total(record + _SCALE_SUM * P, scales, CHUNK),
-            _total(record + _SCALE_SQUARES * P, scales, CHUNK),
-        )
+        tl.store(out + _S_FLUSHED, flushed)
+        tl.store(out + _S_SATURATED, saturated)
         _put_group(out + _S_SCALE, scale_n, total, squares)
-        tl.store(out + _S_SCALE + 3, _smallest(record + _SCALE_MIN * P, scales, CHUNK))
-        tl.store(out + _S_SCALE + 4, _largest(record + _SCALE_MAX * P, scales, CHUNK))
-        taken = _total(errors + _TAKEN * E, E, CHUNK)
+        tl.store(out + _S_SCALE + 3, least)
+        tl.store(out + _S_SCALE + 4, largest)
+        taken, xx, xd, dd, ee, lost = _errors(errors, E, CHUNK)
         share = tl.where(taken > 0, scaled / tl.maximum(taken, 1.0), 0.0)
-        xx = _total(errors + _XX * E, E, CHUNK) * share
-        tl.store(out + _S_XX, xx)
-        tl.store(out + _S_SCALED_XX, xx)
-        tl.store(out + _S_XD, _total(errors + _XD * E, E, CHUNK) * share)
-        tl.store(out + _S_DD, _total(errors + _DD * E, E, CHUNK) * share)
-        tl.store(out + _S_EE, _total(errors + _EE * E, E, CHUNK) * share)
-        tl.store(out + _S_FLUSHED_XX, _total(errors + _LOST * E, E, CHUNK) * share)
+        tl.store(out + _S_XX, xx * share)
+        tl.store(out + _S_SCALED_XX, xx * share)
+        tl.store(out + _S_XD, xd * share)
+        tl.store(out + _S_DD, dd * share)
+        tl.store(out + _S_EE, ee * share)
+        tl.store(out + _S_FLUSHED_XX, lost * share)
     tl.store(out + _S_RATIO, tl.load(groups + _GROUP * samples))
     _put_sample(out + _S_SAMPLE, groups, samples, CHUNK)
 

@@ -48,8 +48,9 @@ class Walk:
     enough: int = 0
 
 
-TENSOR = Walk(32, 16, down=True)  # one scale for all
-TILES = Walk(128, 1, down=True)  # a tile is a block; a program of several keeps more than 80 registers hold
+TENSOR = Walk(32, 16, down=True, enough=2048)  # one scale for all
+TILES = Walk(128, 1, down=True)  # a tile is a block; a program of several keeps more than its registers hold
+PLAIN_TILES = Walk(128, 4, down=True, enough=1536)  # but where only plain codes are made, or none
 SQUARES = Walk(128, 2, down=True, enough=1024)
 LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
 
