@@ -218,6 +218,21 @@ def test_weights_of_two_meshes_are_copies_where_they_are_alike_and_those_of_one_
     assert events(run, "replicas_disagree") == []  # nothing says that they have to be alike
 
 
+def test_ranks_that_are_fed_the_same_hold_copies_where_nothing_is_said_of_them(tmp_path):
+    """Ranks 0 1 / 2 3 are two tensor-parallel pairs, which happen to be given equal batches."""
+    copies = [{"cut:input": rank - rank % 2} for rank in range(4)]
+    program = made(tmp_path, world=4, copies=copies)
+    whole = batch(1, 1)
+
+    def shown(rank, step):
+        return {"cut:input": whole, "whole:input": whole, "rows:input": batch(rank, step), "whole:grad_output": whole}
+
+    train(program, 1, shown)
+    run = finished(program, tmp_path)
+    numel = {site: row(run, site, 1)["numel"] // whole.numel() for site in run.sites}
+    assert numel == {"cut:input": 2, "whole:input": 2, "rows:input": 4, "whole:grad_output": 2}
+
+
 def test_copies_that_disagree_leave_one_event_until_they_agree_again(tmp_path):
     def shown(rank, step):
         w = batch(7, 7)

@@ -18,9 +18,10 @@ from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.observe.stats.transfer import HostCopy, Packed
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.ranks import laws
+from narrowgauge.session.ranks.alike import ALIKE, COMPARED
 from narrowgauge.session.ranks.group import Gather
 from narrowgauge.session.ranks.layout import Layout
-from narrowgauge.session.ranks.merging import ALIKE, COMPARED, Merger
+from narrowgauge.session.ranks.merging import Merger
 from narrowgauge.session.ranks.scalars import Joined, Rows, disagreements, rows_of
 
 MOST_EVENTS = 16  # sites of one step that are named one by one

@@ -6,8 +6,7 @@ Ranks hold parts of a tensor (their share of the batch, a shard) or copies of it
 one is taken, or a weight that eight ranks have would count its elements eight times:
 
     declared    DDP, FSDP2 and DTensors say who has the same values: the lowest of these ranks is taken
-    alike       of weights: those with equal extremes, counts and squares are copies, unless they lie on one mesh, which
-                has declared what they are
+    alike       what nobody declared and may be copies all the same (alike.py): those with equal values
 
 What was taken for copies travels to the host beside the result, a few numbers a rank, and is compared there.
 
@@ -27,10 +26,9 @@ from torch import Tensor
 
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.merging import empty, merge
+from narrowgauge.session.ranks.alike import COMPARED, Alike, Owner, fed_alike
 from narrowgauge.session.ranks.layout import Layout
 
-COMPARED = ("numel", "amax", "m2")  # what copies must agree in
-ALIKE = 1e-9  # relative: sums of the same numbers, added up by a GPU in another order
 CHUNK = 256  # sites merged together: bounds the room for intermediate results
 
 
@@ -74,11 +72,11 @@ class Union:
         return tuple(tuple(mesh is not None for mesh in each) for each in self.meshes)
 
     @cached_property
-    def mesh_taken(self) -> tuple[tuple[int, ...], ...]:
-        """The meshes of what counts; of what lies on none a number that nothing else has."""
+    def owners(self) -> tuple[tuple[Owner, ...], ...]:
+        """The ranks whose places count, and the meshes that they lie on."""
         return tuple(
-            tuple(-1 - i if (mesh := meshes[i]) is None else mesh for i in which)
-            for meshes, which in zip(self.meshes, self._counting, strict=True)
+            tuple((places[i][0], meshes[i]) for i in which)
+            for places, meshes, which in zip(self.places, self.meshes, self._counting, strict=True)
         )
 
     @cached_property
@@ -110,17 +108,10 @@ class Merger:
         )
         compared = tuple(self.operands.places[u] for u in self.operands.compared)
         self._compare = _indices(compared, offsets, device)
-        # Weights of which a mesh does not say all: taken once where they are alike.
-        meshes = self.operands.mesh_taken
-        doubtful = [
-            site.endswith(":weight") and len(set(each)) > 1
-            for site, each in zip(self.operands.sites, meshes, strict=True)
-        ]
-        self._doubtful = torch.tensor(doubtful, dtype=torch.bool, device=device)
-        most = max(map(len, meshes), default=1)
-        padded = [each + (-1 - most,) * (most - len(each)) for each in meshes]
-        self._meshes_PU = torch.tensor(padded, dtype=torch.int64, device=device).reshape(-1, most).t()
-        self._any_doubtful = any(doubtful)
+        fed = [fed_alike(one) for one in layouts]
+        self._alike, self._alike_results = (
+            Alike(union.sites, union.owners, fed, device) for union in (self.operands, self.results)
+        )
 
     def __call__(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The merged operands [U, W] and results [V, H], and what the host is to look at.
@@ -140,29 +131,12 @@ class Merger:
         seen = torch.stack([together[:, slot][self._compare] for slot in slots], -1).reshape(-1)
         merged = None
         if self.operands.sites:
-            cuts_of = (self._take.split(CHUNK, 1), self._doubtful.split(CHUNK), self._meshes_PU.split(CHUNK, 1))
-            merged = torch.cat([merge(self._once(together[take], *rest)) for take, *rest in zip(*cuts_of, strict=True)])
+            merged = _merged(together, self._take, self._alike)
         heads = None
         if self.results.sites:
             rows_of_results = _with_neutral(results)
-            heads = torch.cat([merge(rows_of_results[part]) for part in self._take_results.split(CHUNK, 1)])
+            heads = _merged(rows_of_results, self._take_results, self._alike_results)
         return merged, heads, torch.cat([seen, *scalars])
-
-    def _once(self, parts_PUW: Tensor, doubtful_U: Tensor, meshes_PU: Tensor) -> Tensor:
-        """The parts, without those of doubtful weights that an earlier rank, on no mesh or another, has as well."""
-        if not self._any_doubtful:
-            return parts_PUW
-        numel, amax, m2 = (parts_PUW[..., MOMENTS.offsets[name]] for name in COMPARED)
-        near = (m2[:, None] - m2).abs() <= ALIKE * m2
-        alike_PPU = (numel[:, None] == numel) & (amax[:, None] == amax) & near & (meshes_PU[:, None] != meshes_PU)
-        seen_PU = (alike_PPU & self._earlier(len(numel))).any(0) & doubtful_U
-        neutral = empty(parts_PUW.device, 1, 1)
-        return torch.where(seen_PU[..., None], neutral, parts_PUW)
-
-    def _earlier(self, parts: int) -> Tensor:
-        """Which part comes before which, [P, P, 1]."""
-        order = torch.arange(parts, device=self._doubtful.device)
-        return (order[:, None] < order)[..., None]
 
     def split(self, vector: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.float64]]]:
         """What `__call__` returned last, on the host: compared copies [P, D, 3], and each rank's scalars [K, 1 + N]."""
@@ -184,6 +158,12 @@ def _indices(
     neutral = int(offsets[-1])
     rows = [[int(offsets[rank]) + row for rank, row in each] + [neutral] * (most - len(each)) for each in places]
     return torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, most).t()
+
+
+def _merged(rows: Tensor, take_PU: Tensor, copies: Alike) -> Tensor:
+    """Sites [U, W] of their parts, some sites at a time."""
+    cuts = range(0, take_PU.shape[1], CHUNK)
+    return torch.cat([merge(copies.once(rows[take_PU[:, at : at + CHUNK]], at)) for at in cuts])
 
 
 def _with_neutral(tables: Sequence[Tensor]) -> Tensor:

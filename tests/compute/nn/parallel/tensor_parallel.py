@@ -76,18 +76,18 @@ for name, style in CASES:
     found[name, style] = [whole(x) for x in results], ng.scaling_state(model)
 
 
-def trained(first, *, spread=None):
+def trained(first, *, spread=None, over="dp"):
     model = Model()
     if first == "convert":
         ng.convert(model, RECIPES["delayed"])
-    for block in model.blocks:
+    for block in model.blocks if over == "dp" else ():
         parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if spread is DistributedDataParallel:
         _pre_dp_module_transform(model)
         model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     elif spread:
         for part in (*model.blocks, model):
-            spread(part, mesh=mesh["dp"])
+            spread(part, mesh=mesh[over])
     if first != "convert":
         ng.convert(model, RECIPES["delayed"])
     set_observer(model, Unwatched())
@@ -107,5 +107,6 @@ found["cut and sharded"] = trained("convert", spread=fully_shard)
 found["sharded, then converted"] = trained("cut", spread=fully_shard)
 found["cut and replicated"] = trained("cut", spread=replicate)
 found["cut and copied"] = trained("cut", spread=DistributedDataParallel)
+found["hybrid"] = trained("convert", spread=fully_shard, over=("dp", "tp"))  # copies along dp, shards along tp
 torch.save(found, f"rank{rank}.pt")
 dist.destroy_process_group()

@@ -101,6 +101,22 @@ def test_cut_and_sharded_along_two_dimensions(ranks, which):
             assert torch.equal(state[key], other), key  # all ranks have the same scales
 
 
+def test_copied_along_one_dimension_and_sharded_along_the_other(ranks):
+    """Neighbours see the same batch here, so that two batches are all there is: sums of four are exact."""
+    model, _ = ng.convert(Model(), RECIPES["delayed"])
+    losses, _, want_weights, want_state = in_one_piece(model, range(STEPS))
+    for rank, found in enumerate(ranks):
+        mine, weights, state, copies = found["hybrid"]
+        assert mine == losses[rank // 2]
+        assert weights.keys() == want_weights.keys()
+        assert state.keys() == want_state.keys()
+        for name, p in want_weights.items():
+            assert torch.equal(weights[name], p), name
+        for name, scale in want_state.items():
+            assert torch.equal(state[name], scale), name
+        assert {each["weight"] for each in copies.values()} == {0}  # all ranks have the gathered one
+
+
 def test_who_has_the_same_operands(ranks):
     """Ranks 0 1 / 2 3: tensor parallel are neighbours, FSDP2 gathers from the rank below."""
     for rank, found in enumerate(ranks):
