@@ -377,6 +377,19 @@ def test_a_rank_that_is_gone_between_its_promise_and_the_gather(tmp_path, monkey
     assert told[0]["message"].endswith("RuntimeError: rank 1 gave no sign of life for 0.2 s")
 
 
+def test_what_was_aborted_is_done_and_not_merged(tmp_path):
+    """The thread that aborts a gather says so first: between two questions of the program's own thread it is over."""
+    program = made(tmp_path)
+    train(program, 1 + LAG, lambda rank, step: {"a:input": batch(rank, step)})
+    first = program[0].ranks
+    assert [mine.step for mine, _, _ in first._flying] == [1]
+    first._give_up("rank 1 is gone")
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        first._land()
+    assert first._merged == 0
+    finished(program, tmp_path)
+
+
 def test_a_store_that_is_gone_leaves_every_rank_its_own_rows(tmp_path, monkeypatch):
     program = made(tmp_path)
     train(program, 2, lambda rank, step: {"a:input": batch(rank, step)})

@@ -252,6 +252,7 @@ class Ranks:
     def _land(self) -> None:
         """Take in the gathers that are done, and what has reached the host."""
         while self._flying and self._flying[0][1].done():
+            self._miss()  # what was aborted is done as well
             mine, gather, layouts = self._flying[0]
             if self._landing is not None:
                 self._landing.receive(mine.step, layouts, gather, mine.marks)
