@@ -182,6 +182,19 @@ def test_a_run_that_left_nothing(tmp_path: Path):
         assert said in text
 
 
+def test_a_run_that_converted_nothing_says_what_its_tensors_were_put_through(tmp_path: Path):
+    path = synthetic.write_run(tmp_path / "plain", "plain", steps=40, recipe=None, conversion=[], judged_by="current")
+    text = Page(html(None, {"plain": open_run(path)}, tmp_path / "r.html").read_text()).text
+    for said in (
+        "What FP8 would do to the tensors",
+        "This command converted nothing.",
+        "put through the recipe current , counted, and thrown away",
+    ):
+        assert said in text
+    for unsaid in ("Inside the FP8 tensors", "No conversion was recorded"):
+        assert unsaid not in text
+
+
 def test_no_run_left_anything(tmp_path: Path):
     verdict = synthetic.verdict(0, judged=False, why_not="The baseline run ended with an error.", variants=())
     text = Page(html(verdict, {}, tmp_path / "r.html").read_text()).text

@@ -37,6 +37,7 @@ class Inside:
     place: str  # safe in an HTML id
     worst: tuple[pictures.Tensor, ...]
     conversion: tuple[conversion.Line, ...]
+    judged_by: str  # the recipe that tensors were only put through; "" of a converted run
 
 
 def html(verdict: Verdict | None, runs: Mapping[str, Run], out: Path) -> Path:
@@ -78,7 +79,13 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     opened = _opened([n for n in inside_runs if n in layers.variants] or list(inside_runs), judged)
     pictures.inside(drawn, layers, colors, worst, f"{opened}|{ROLE}")
     inside = [
-        Inside(n, f"v{i}", pictures.worst_tensors(drawn, f"v{i}", run, worst[n], colors[n]), conversion.lines(rows[n]))
+        Inside(
+            n,
+            f"v{i}",
+            pictures.worst_tensors(drawn, f"v{i}", run, worst[n], colors[n]),
+            conversion.lines(rows[n]),
+            "" if run.meta.get("recipe") or rows[n] else str(run.meta.get("judged_by") or ""),
+        )
         for i, (n, run) in enumerate(inside_runs.items())
     ]
     return (
