@@ -69,7 +69,7 @@ def test_the_last_step_of_a_training_knows_its_own_copies_when_the_next_has_the_
     monkeypatch.setattr(roots, "copied_by", lambda modules: wrapped.pop(0))
     found = []
     with followed(tmp_path, judge="current", every=1) as (session, _):
-        copies = session.ranks._copies
+        copies = session.ranks._told.copies
 
         def offered(step, packed):
             sites = [site for each in packed for site in each.operands[0]]
@@ -256,6 +256,28 @@ def test_the_two_optimizers_of_a_gan_make_steps_of_their_own(tmp_path):
     assert list(writer.column("lr").values()) == [0.2, 0.1, 0.2, 0.1]
 
 
+def test_a_generator_is_recorded_whoever_s_turn_the_cadence_meets(tmp_path):
+    with followed(tmp_path, every=10, judge="current") as (_, writer):
+        critic, generator = nn.Linear(16, 1), linear()
+        first, second = sgd(critic, 0.2), sgd(generator, 0.1)
+        seen = {}
+        for step in range(1, 24, 2):
+            fake = generator(X)  # called in the critic's turn, its gradient is in its own
+            critic(fake.detach()).mean().backward()
+            first.step()
+            fake.register_hook(lambda dy, step=step: seen.update({step: dy.abs().max().item()}))
+            (-critic(fake)).mean().backward()
+            second.step()
+    rows = {(step, site): columns["amax"][n] for step, sites, columns in writer.tensors for n, site in enumerate(sites)}
+    both = {f"Linear1.:{role}" for role in ("input", "weight", "grad_output")}  # the critic is called in every turn
+    called, learns = {":input", ":weight"} | both, {":grad_output"} | both
+    assert set(rows) == {
+        (first + n, site) for first in (10, 20) for n, sites in enumerate((both, called, learns)) for site in sites
+    }
+    assert [rows[n, ":grad_output"] for n in (12, 22)] == pytest.approx([seen[11], seen[21]], rel=1e-6)
+    assert rows[11, ":input"] == pytest.approx(X.abs().max().item())
+
+
 def test_what_an_optimizer_tries_with_its_closure_is_one_step(tmp_path):
     with followed(tmp_path, every=1) as (session, writer):
         model = linear()
@@ -280,7 +302,39 @@ def test_what_an_optimizer_tries_with_its_closure_is_one_step(tmp_path):
     assert list(writer.column("grad_norm").values()) == pytest.approx(norms)
     assert set(writer.column("lr").values()) == {0.5}
     assert all(ratio > 0 for ratio in writer.column("update_ratio").values())
+    assert set(writer.column("tokens").values()) == {len(X)}
     assert session.hearing.notes == []
+
+
+@pytest.mark.parametrize("plan", [{"judge": "current"}, {"recipe": "current"}])
+def test_tensors_are_those_of_the_closure_s_first_call(tmp_path, plan):
+    with followed(tmp_path, every=1, **plan) as (_, writer):
+        model = nn.Sequential(linear())
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        first, calls = [], []
+
+        def closure():
+            optimizer.zero_grad()
+            x = X * (1.0 + len(calls))  # each call has another input
+            y = model(x)
+            calls.append(x.abs().max().item())
+            loss = (y - x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            first.append(len(calls))
+            optimizer.step(closure)
+    assert len(calls) > 6
+    found = {}
+    for step, sites, columns in writer.tensors:
+        for n, site in enumerate(sites):
+            if site.rpartition(":")[2] in ("input", "weight", "grad_output"):
+                found.setdefault(site, {})[step] = (float(columns["numel"][n]), float(columns["amax"][n]))
+    assert len(found) == 3
+    assert {numel for rows in found.values() for numel, _ in rows.values()} == {X.numel(), 256.0}
+    [inputs] = [rows for site, rows in found.items() if site.endswith("input")]
+    assert [amax for _, amax in inputs.values()] == pytest.approx([calls[n] for n in first], rel=1e-6)
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -93,7 +93,7 @@ class Calls:
             raise
         self.training = True
         root.enter_autocast()
-        tokens = self._steps.batches.see((args, kwargs))
+        tokens = 0 if self._steps.paused else self._steps.batches.see((args, kwargs))
         if self._steps.line is not None:
             self._steps.line.tokens += tokens
             if self.loaders_seen:
@@ -112,11 +112,12 @@ class Calls:
         if self._depth:
             return
         self.training = False
-        if missed and torch.is_grad_enabled():
+        if missed and torch.is_grad_enabled() and not self._steps.paused:
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
-        self._steps.batches.made(output)
+        if not self._steps.paused:
+            self._steps.batches.made(output)
         if not torch.is_grad_enabled():
             self._steps.evals.model_ended(output)
             if self._steps.line is not None:

@@ -94,11 +94,15 @@ class Recorder:
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
         module = self.prefix + module
+        if self.selection.paused:
+            return False
         return self._records(module, role) or (self.dumper is not None and self.dumper.selects(module, role))
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
         module = self.prefix + module
+        if self.selection.paused:
+            return False
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
         return recorded or (self.dumper is not None and self.dumper.wants(module))
 
@@ -137,7 +141,7 @@ class Recorder:
             self.collector.operand(module, role, x, q, moments, amax_ratio)
             if self.what_if is not None:
                 self.what_if.operand(module, role, x)
-        if self.dumper is not None:
+        if self.dumper is not None and not self.selection.paused:
             self.dumper.operand(module, role, x.reshape(-1, x.shape[-1]), q)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
@@ -147,4 +151,4 @@ class Recorder:
             self.collector.result(module, role, y, check)
 
     def _records(self, module: str, role: str) -> bool:
-        return self.collector.wants(module) and self.selection.sites.selects(module, role)
+        return not self.selection.paused and self.collector.wants(module) and self.selection.sites.selects(module, role)

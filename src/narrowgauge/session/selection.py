@@ -1,6 +1,7 @@
 """What a run records of what it could: the `[watch]` table of the settings at work.
 
-    step     in a range of `steps`, and one that `every` divides; a step named alone counts whatever `every` says
+    step     in a range of `steps`, and one that `every` divides; a step named alone counts whatever `every` says;
+             where optimizers take turns, the next ones as well, until each had one (turns.py)
     site     `sites`, `skip` and `roles`
     metric   the others' columns are not stored
 
@@ -19,6 +20,7 @@ from narrowgauge.metrics import COLUMNS
 from narrowgauge.observe.stats.collector import Writer
 from narrowgauge.session.globs import SiteGlobs
 from narrowgauge.session.step_ranges import StepRanges
+from narrowgauge.session.turns import Turns
 
 
 class Selection:
@@ -37,6 +39,8 @@ class Selection:
         globs = watch.get("metrics") or ["*"]
         self.metrics = frozenset(name for name in COLUMNS if any(fnmatchcase(name, glob) for glob in globs))
         self._named = [name for name in globs if name in COLUMNS]
+        self.turns = Turns()
+        self.paused = False  # an optimizer tries something: nothing is looked at
         self._found: set[str] = set()
         self._recorded = self._steps = 0
         self._stored = False
@@ -44,7 +48,8 @@ class Selection:
     def due(self, step: int) -> bool:
         """Whether a step that begins is recorded."""
         alone = bool(self._alone.spans) and step in self._alone
-        due = alone or (step % self._every == 0 and step in self._ranges)
+        regular = step % self._every == 0 and step in self._ranges
+        due = alone or (self.turns.recorded(step, regular) and step in self._ranges)
         self._steps, self._recorded = step, self._recorded + due
         return due
 

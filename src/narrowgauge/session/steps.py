@@ -51,6 +51,15 @@ class Steps:
         self.made = True  # an optimizer has stepped: the next forward opens a step
 
     @property
+    def paused(self) -> bool:
+        """Whether an optimizer only tries something: what models are fed and multiply meanwhile is not the step's."""
+        return self._recorder.selection.paused
+
+    @paused.setter
+    def paused(self, tries: bool) -> None:
+        self._recorder.selection.paused = tries
+
+    @property
     def line(self) -> Line | None:
         """What is written of the open step."""
         return self.ledger.line
@@ -97,6 +106,8 @@ class Steps:
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
         self.made = False
+        if self.line is not None:
+            self._recorder.selection.turns.stepped({optimizer for optimizer, *_ in self.line.stepped})
         line = self.ledger.open()
         self._ranks.tick(line.step)
         line.recorded = line.disturbed = self._recorder.begin_step(line.step)

@@ -211,10 +211,12 @@ class Updates:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             self._in_closure += 1
+            self._steps.paused = self._closure_again
             try:
                 return closure(*args, **kwargs)
             finally:
                 self._in_closure -= 1
+                self._steps.paused = False
                 if not self._closure_again:
                     self._closure_again = True
                     self._evaluated(optimizer)

@@ -1,0 +1,41 @@
+"""Optimizers that take turns, and a cadence that would meet the same one for ever.
+
+    step        1  2  3  4  5  6  7  8  9 10 11 12      a GAN: its critic steps, then its generator
+    optimizer   C  G  C  G  C  G  C  G  C  G  C  G
+    every 10                               x  +  +      10 is due; 11 and 12 are recorded because of the turns
+
+Each of them should have a step that is recorded together with the one before it: a generator is often called in the
+critic's turn, and has its gradient in its own. Where all optimizers step together, nothing is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+MOST = 8  # steps that are added to one; an optimizer that was silent for longer takes no turns
+
+
+class Turns:
+    """Which steps are recorded in addition to those that are due."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # the step that each optimizer stepped in
+        self._awaited: set[int] = set()
+        self._step = self._until = 0
+        self._before = self._now = False  # the step before was recorded; the open one is
+
+    def recorded(self, step: int, due: bool) -> bool:
+        """Whether a step that begins is recorded, which is `due` or not."""
+        self._before = self._now and step == self._step + 1
+        if due:
+            self._last = {who: last for who, last in self._last.items() if step - last <= MOST}
+            self._awaited = set(self._last) if len(self._last) > 1 else set()
+            self._until = step + MOST
+        self._step, self._now = step, due or (bool(self._awaited) and step <= self._until)
+        return self._now
+
+    def stepped(self, optimizers: Collection[int]) -> None:
+        """These, by their ids, stepped in the open step."""
+        self._last.update(dict.fromkeys(optimizers, self._step))
+        if self._now and (self._before or self._awaited <= set(optimizers)):
+            self._awaited -= set(optimizers)
