@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.compute.nn.linear import set_observer
-from narrowgauge.compute.nn.tracing.in_graph import CODES, RECODED
+from narrowgauge.compute.nn.tracing.in_graph import CODES, RECODED, REMADE
 from narrowgauge.compute.recipes import CATALOG
 from narrowgauge.errors import ShapeError
 
@@ -68,15 +68,15 @@ def test_several_microbatches_and_no_bias(recipe):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("saves", "microbatches"), [(RECODED, 1), (RECODED, 2), (REMADE, 2)])
 @pytest.mark.parametrize("recipe", CATALOG.values(), ids=lambda r: r.name)
-def test_codes_left_to_the_graph_change_no_bit(recipe, microbatches):
+def test_codes_left_to_the_graph_change_no_bit(recipe, saves, microbatches):
     eager, model = blocks(recipe), blocks(recipe)
     seen = Seen()
     set_observer(model, seen)
     for block in model:
         for layer in (block.up, block.down):
-            layer._fp8.save(RECODED)
+            layer._fp8.save(saves)
     call, counter = compiled(model)
     assert_same(train(model, call, microbatches=microbatches), train(eager, eager, microbatches=microbatches))
     assert counter.frame_count == 1
@@ -95,6 +95,8 @@ def test_codes_left_to_the_graph_change_no_bit(recipe, microbatches):
         ("rowwise", RECODED, 64),
         ("blockwise", RECODED, 160),
         ("blockwise", RECODED, 256),
+        ("blockwise", REMADE, 160),
+        ("rowwise", REMADE, 64),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -11,7 +11,8 @@ The compiler does what it does best (`in_graph`): the amax of a tensor is made w
 for wgrad may be left to it. It then decides whether to keep x, or to make it once more from what is kept anyway.
 
     CODES      saved: codes of x, one byte per element; both copies came from one read      the fastest
-    RECODED    saved: what the compiler chooses                                             the least memory
+    RECODED    saved: what the compiler chooses; it makes x and its codes once more          the least memory
+    REMADE     the same, but codes of lines of x are made by a kernel, for which x is written once more
 
 w is quantized again for dgrad, which costs one more read of it and saves a byte per parameter from forward to backward.
 Where a step has several microbatches, both copies are kept anyway (`kept_weight`).
@@ -40,8 +41,9 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import switched_forward
 from narrowgauge.compute.nn.tracing.capture import capturing
 from narrowgauge.compute.nn.tracing.handle import layer_of
-from narrowgauge.compute.nn.tracing.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of, recoded
+from narrowgauge.compute.nn.tracing.in_graph import CODES, REMADE, Traced, amax_of, codes_of, inv_scale_of, recoded
 from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
+from narrowgauge.compute.nn.tracing.revision import REVISION
 from narrowgauge.compute.quant import QTensor
 
 if TYPE_CHECKING:
@@ -52,12 +54,12 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, dtype: torch.dtype) -> Tensor:
     """`fp8_linear` for a compiler's eyes; `dtype` is the result's."""
+    grad = torch.is_grad_enabled()
     if state.keeps_high:
-        y_high: Tensor = switched_forward(x, weight, bias, state.handle, dtype, torch.is_grad_enabled())
+        y_high: Tensor = switched_forward(x, weight, bias, state.handle, dtype, grad, REVISION)
         return y_high
     traced = state.traced
     amax = amax_of(x) if traced.own_scale else None
-    grad = torch.is_grad_enabled()
     y: Tensor = linear_forward(x, amax, weight, bias, state.handle, dtype, grad, *traced.numbers)[0]
     return y
 
@@ -148,11 +150,23 @@ def _(
         known = traced.own_scale or traced.by_lines
         inv_scale = x.new_empty(0) if known else x.new_empty(one, dtype=torch.float32)
         return y, nothing, scale, inv_scale, amax_w
-    M, K = math.prod(x.shape[:-1]), x.shape[-1]
-    codes = x.new_empty((K, M), dtype=traced.dtype)
-    shape = traced.granularity.scale_shape((K, M))
-    scale = x.new_empty(math.prod(shape) if shape else (), dtype=torch.float32)
+    codes, scale = _codes_like(x, (math.prod(x.shape[:-1]), x.shape[-1]), traced)
     return y, codes, scale, x.new_empty(0), amax_w
+
+
+@operator
+def turned_codes(x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float]) -> tuple[Tensor, Tensor]:
+    """Codes [K, M] of x transposed, as wgrad wants them, and their scales in a row."""
+    state: LayerState = layer_of(handle)
+    with without_autocast(x_MK.device.type):
+        found = state.backend.quantize_both(x_MK, None, state.recipe.uses("input")[1], shared=False)[1]
+    assert found is not None  # asked for
+    return found.codes.contiguous(), _flat(found.scale)
+
+
+@shapes_of(turned_codes)
+def _(x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float]) -> tuple[Tensor, Tensor]:
+    return _codes_like(x_MK, x_MK.shape, Traced(whole, real))
 
 
 @operator
@@ -242,7 +256,12 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if high and needs[1]:
         x, known = high
         x_MK = x.reshape(-1, x.shape[-1])
-        if ctx.traced.by_lines:
+        if ctx.traced.saves == REMADE:
+            # x itself, by an operation that the compiler can merge with what makes x, and does not see through: what an
+            # operator reads it would rather keep, and a copy it would leave out.
+            same = torch.copysign(x_MK.detach(), x_MK.detach())
+            codes, scale = turned_codes(same, handle, *ctx.traced.numbers)
+        elif ctx.traced.by_lines:
             codes, scale = recoded(x_MK, ctx.traced)
         else:
             inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
@@ -274,6 +293,14 @@ def _keep_samples(call: Call, mark: Tensor, samples: Samples) -> None:
         del kept[turn, address]
     if samples is not None:
         kept[call.turn, mark.data_ptr()] = samples
+
+
+def _codes_like(x: Tensor, rows_and_columns: tuple[int, ...], traced: Traced) -> tuple[Tensor, Tensor]:
+    """What stands for codes of x transposed and their scales where there are no numbers."""
+    M, K = rows_and_columns
+    shape = traced.granularity.scale_shape((K, M))
+    scale = x.new_empty(math.prod(shape) if shape else (), dtype=torch.float32)
+    return x.new_empty((K, M), dtype=traced.dtype), scale
 
 
 def _flat(scale: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ class Switched(torch.autograd.Function):
 
 @operator
 def switched_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, dtype: torch.dtype, grad: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, dtype: torch.dtype, grad: bool, revision: int
 ) -> Tensor:
-    """y [..., N] in `dtype`, in a compiled graph."""
+    """y [..., N] in `dtype`, in a compiled graph; `revision` is this code's."""
     state: LayerState = layer_of(handle)
     recomputed, captured = inside_backward(), capturing(x)
     state.calls += 1
@@ -88,7 +88,9 @@ def switched_forward(
 
 
 @shapes_of(switched_forward)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, dtype: torch.dtype, grad: bool) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, dtype: torch.dtype, grad: bool, revision: int
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
@@ -128,7 +130,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, handle, ctx.dtype, _ = inputs
+    x, weight, bias, handle, ctx.dtype, *_ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, handle)
 
@@ -137,7 +139,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, handle = ctx.saved_tensors
     needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
     found = switched_backward(dy, x, weight, ctx.bias_dtype, handle, ctx.dtype, needs)
-    return *(grad if need else None for grad, need in zip(found, needs, strict=True)), None, None, None
+    return *(grad if need else None for grad, need in zip(found, needs, strict=True)), *4 * (None,)
 
 
 derivative_of(switched_forward, _differentiate, _save)

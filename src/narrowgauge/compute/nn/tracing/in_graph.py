@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge.compute.nn.tracing.revision import REVISION
 from narrowgauge.compute.quant import Block, BLOCK_1x128, Granularity, PerRow, PerTensor, torch_dtype
 from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.formats import E4M3FN, E5M2
 
-CODES, RECODED = 0, 1
+CODES, RECODED, REMADE = 0, 1, 2
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -33,8 +34,8 @@ class Traced:
     """What a graph knows of a layer's recipe, in numbers that an operator takes.
 
     Args:
-        whole: what is saved of the input (CODES, RECODED); is its scale its own, which dtype, a power of two; rows and
-            columns of its granule, 0 for all.
+        whole: what is saved of the input (CODES, RECODED, REMADE); is its scale its own, which dtype, a power of two;
+            rows and columns of its granule, 0 for all; which code this is.
         real: what an amax is scaled to, and the least amax.
     """
 
@@ -56,8 +57,10 @@ class Traced:
             case _:
                 grain = [0, 0]
         own_scale = per_tensor and recipe.state == "none"
+        if saves == REMADE and per_tensor:  # whose codes take no second look at x
+            saves = RECODED
         kinds = [own_scale, _DTYPES.index(torch_dtype(rule.fmt)), rule.scaling.power_of_two]
-        whole = [saves if recodes else CODES, *(int(kind) for kind in kinds), *grain]
+        whole = [saves if recodes else CODES, *(int(kind) for kind in kinds), *grain, REVISION]
         return cls(whole, [rule.fmt.max * 2.0**-rule.margin, rule.scaling.amax_floor])
 
     @property
@@ -88,7 +91,7 @@ class Traced:
     @property
     def granularity(self) -> Granularity:
         """How many scales."""
-        rows, cols = self.whole[4:]
+        rows, cols = self.whole[4:6]
         return Block(rows, cols) if cols else PerRow() if rows else PerTensor()
 
 
