@@ -129,13 +129,16 @@ def test_programs_of_these_tests_run_what_the_tests_import():
 @pytest.mark.parametrize("words", [["train.py"], ["python", "train.py"], ["python", "-m", "train"], ["sh", "train.sh"]])
 def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, basic_alone, words):
     (tmp_path / "train.sh").write_text(f"exec {sys.executable} train.py\n")
-    done = run(tmp_path, *words, script=programs.BASIC)
+    (tmp_path / "home").mkdir()
+    done = run(tmp_path, *words, script=programs.BASIC, env={**PLAIN, "HOME": str(tmp_path / "home")})
     assert (done.returncode, done.stdout) == (0, basic_alone)
     assert done.stderr == "narrowgauge: the run is in out\n"
     found = open_run(tmp_path / "out")
     assert found.status == "complete"
     assert steps(tmp_path / "out") == 8
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["out", "train.py", "train.sh"]
+    left = {p.name for p in tmp_path.iterdir()} - {"__pycache__"}
+    assert left == {"home", "out", "train.py", "train.sh"}
+    assert not list((tmp_path / "home").iterdir())
 
 
 def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path):
@@ -199,6 +202,19 @@ def test_an_error_looks_as_without_us(warm_python, tmp_path):
     assert done.stderr == plain.stderr + "narrowgauge: the run is in out\n"
     found = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (found["status"], found["meta"]["error"]) == ("failed", "ValueError: the loader is empty")
+
+
+def test_a_conversion_that_cannot_be_done_ends_it_in_words(warm_python, tmp_path):
+    script = programs.BASIC.replace("64", "60").replace("(32,", "(30,").replace("24, 32", "24, 30")
+    done = run(tmp_path, "train.py", options=("--convert", "current"), script=script, warm=warm_python)
+    assert (done.returncode, done.stdout) == (1, "")
+    first, steps, last = done.stderr.splitlines()
+    assert first.startswith("narrowgauge: --convert: none of the 3 linear layers of Sequential can be converted ('0': ")
+    assert first.endswith("The program was ended; without --convert it is watched as it is.")
+    assert steps == "narrowgauge: No step was seen: no torch.optim optimizer stepped."
+    assert last == "narrowgauge: the run is in out"
+    found = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (found["status"], found["meta"]["error"].partition(":")[0]) == ("failed", "ConversionError")
 
 
 def test_steps_end_it_cleanly(warm_python, tmp_path):

@@ -250,6 +250,10 @@ class Roots:
         layer = self._layers.get(name)
         return lowest(layer.mesh) if layer is not None and role == "weight" and layer.mesh is not None else None
 
+    def refused(self, error: BaseException | None) -> bool:
+        """Whether this is how a conversion that the command asked for ended."""
+        return any(error is refusal for refusal in self._refusals)
+
     @property
     def refusal(self) -> str:
         """Why no model was converted, though at least one was tried; "" if one was."""
