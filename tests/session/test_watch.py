@@ -209,7 +209,8 @@ def test_a_conversion_that_cannot_be_done_ends_it_in_words(warm_python, tmp_path
     done = run(tmp_path, "train.py", options=("--convert", "current"), script=script, warm=warm_python)
     assert (done.returncode, done.stdout) == (1, "")
     first, steps, last = done.stderr.splitlines()
-    assert first.startswith("narrowgauge: --convert: none of the 3 linear layers of Sequential can be converted ('0': ")
+    said = "narrowgauge: --convert: none of the 3 linear layers of Sequential can be converted ('0', '2': N=60 is not"
+    assert first.startswith(said)
     assert first.endswith("The program was ended; without --convert it is watched as it is.")
     assert steps == "narrowgauge: No step was seen: no torch.optim optimizer stepped."
     assert last == "narrowgauge: the run is in out"
