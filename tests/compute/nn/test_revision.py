@@ -18,4 +18,5 @@ def test_other_code_has_another_number_and_graphs_are_told(tmp_path, monkeypatch
         monkeypatch.setattr(revision, "_TRACED", (*paths[:at], changed, *paths[at + 1 :]))
         assert revision._number() != before, path.name
     monkeypatch.undo()
-    assert importlib.reload(revision).REVISION == before  # and the same code the same one
+    again = importlib.reload(revision).REVISION
+    assert again == before  # and the same code the same one
