@@ -76,7 +76,8 @@ def composed(theirs: Any, by_rows: str, by_columns: str, dtype: torch.dtype) -> 
 
 def own(quantizer: Any) -> Any:
     """The layer's own quantizer, whose place one of ours may have."""
-    return getattr(quantizer, "theirs", quantizer)
+    theirs = getattr(quantizer, "theirs", None)
+    return quantizer if theirs is None else theirs
 
 
 def set_dtype(quantizer: Any, dtype: torch.dtype) -> None:
@@ -94,7 +95,6 @@ def _direction(theirs: Any, form: str, dtype: torch.dtype, *, columns: bool) -> 
     if form == "fp8":
         return _child(theirs, columns=columns)
     made = parts().Identity(dtype=dtype) if form == "high" else parts().Codes(dtype=dtype)
-    made.theirs = theirs
     if form == "codes":
         made.of = _child(theirs, columns=False)
     return made

@@ -26,12 +26,34 @@ _TENSOR = "transformer_engine.pytorch.tensor"
 
 
 class _Ours:
-    """What stands in the place of a layer's own quantizer; a copy or a pickle of the layer has the own one."""
+    """What stands in the place of a layer's own quantizer, `theirs`; a copy or a pickle of the layer has the own one.
 
-    theirs: Any
+    A tensor keeps a copy of the quantizer that made it. Those have no `theirs`, and become TransformerEngine's in a
+    pickle.
+    """
+
+    theirs: Any = None
+    plain: type  # of TransformerEngine's
+
+    def _like(self, made: Any) -> Any:
+        """A copy that TransformerEngine made, as one of ours: with all that it holds, in another class.
+
+        Not by `made.__class__ = ...`: an ABC without a `__dict__` is at the bottom of theirs, so the layouts differ.
+        """
+        ours: Any = object.__new__(type(self))
+        vars(ours).update(vars(made))
+        return ours
 
     def __reduce__(self) -> Any:
-        return copy.copy, (self.theirs,)
+        if self.theirs is not None:
+            return copy.copy, (self.theirs,)
+        return _plain, (self.plain, {name: value for name, value in vars(self).items() if name != "of"})
+
+
+def _plain(kind: type, state: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    vars(made).update(state)
+    return made
 
 
 @cache
@@ -41,32 +63,31 @@ def parts() -> Any:
     identity: Any = import_module(f"{_TENSOR}.identity_tensor").IdentityQuantizer
 
     class Hybrid(_Ours, hybrid):  # type: ignore[misc]
+        plain = hybrid
+
         def pin(self) -> None:
             child = self.columnwise_quantizer
             if type(child).__name__ in _WHOLE:
                 child.set_usage(rowwise=True, columnwise=True)
 
         def copy(self) -> Any:
-            made = super().copy()
-            made.__class__ = Hybrid
-            made.theirs = self.theirs
+            made = self._like(super().copy())
             made.pin()
             return made
 
     class Identity(_Ours, identity):  # type: ignore[misc]
+        plain = identity
+
         def copy(self) -> Any:
-            made = super().copy()
-            made.__class__ = Identity
-            made.theirs = self.theirs
-            return made
+            return self._like(super().copy())
 
     class Codes(_Ours, identity):  # type: ignore[misc]
+        plain = identity
         of: Any
 
         def copy(self) -> Any:
-            made = super().copy()
-            made.__class__ = Codes
-            made.theirs, made.of = self.theirs, self.of.copy()
+            made = self._like(super().copy())
+            made.of = self.of.copy()
             return made
 
         def quantize_impl(self, tensor: Tensor) -> Any:
