@@ -2,11 +2,10 @@
 
 Held against the source of 2.20: who makes quantizers when, which product takes which direction of an operand, that one
 scale per tensor is never quantized by columns alone, that a product has two FP8 operands or none, that an autocast
-counts its depth and moves delayed scales as the outermost ends. The real one is run by
-`benchmarks/gpu_check_te_switches.py`.
+counts its depth and moves delayed scales as the outermost ends, that a forward without gradients has no use for its
+input by columns. The real one is run by `benchmarks/gpu_check_te_switches.py`.
 """
 
-import abc
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -68,7 +67,13 @@ class Codes:
         return (self.codes.float() / self.scale).to(dtype or self.dtype)
 
 
-class Quantizer(abc.ABC):  # so that a class of two bases has another layout than one of them
+class Bottom:
+    """As `abc.ABC` is at the bottom of the real ones: a class with a second base has another layout than they have."""
+
+    __slots__ = ()
+
+
+class Quantizer(Bottom):
     def __init__(self):
         self.rowwise_usage = self.columnwise_usage = True
         self.internal = self.optimize_for_gemm = False
@@ -155,11 +160,13 @@ class HybridQuantizer(Quantizer):
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
 
     def copy(self):
-        return HybridQuantizer(
+        made = HybridQuantizer(
             rowwise_quantizer=self.rowwise_quantizer.copy(),
             columnwise_quantizer=self.columnwise_quantizer.copy(),
             columnwise_source=self.columnwise_source,
         )
+        made.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+        return made
 
     def quantize_impl(self, x):
         rows = self.rowwise_quantizer.quantize(x) if self.rowwise_usage else None
@@ -239,8 +246,8 @@ class Base(nn.Module):
         if not self.fp8:
             return Multiply.apply(x, w, x, w, None)
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
-        for quantizer in forward[3 * gemm : 3 * gemm + 2]:
-            quantizer.set_usage(rowwise=True, columnwise=True)
+        forward[3 * gemm].set_usage(rowwise=True, columnwise=torch.is_grad_enabled())  # not in a checkpoint's first
+        forward[3 * gemm + 1].set_usage(rowwise=True, columnwise=True)
         kept = self._fp8_workspaces.get(cache)
         if kept is None:
             kept = forward[3 * gemm + 1].quantize(w.detach())

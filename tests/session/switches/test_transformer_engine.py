@@ -192,6 +192,22 @@ def test_the_amax_history_goes_on_as_it_would():
     assert len(set(net.scales)) > 2
 
 
+@pytest.mark.parametrize(
+    "table", [{"gemms": ["fprop"]}, {"gemms": ["fprop"], "keep": "bf16_gemm"}], ids=["high", "codes"]
+)
+def test_a_forward_without_gradients_leaves_the_amax_that_it_would(table):
+    plain, net = model(), model()
+    switch(net, {"sites": ["a"], **table})
+    for one in (plain, net):
+        engine.State.metas = []
+        for _ in range(2):
+            with torch.no_grad(), engine.Autocast(True, False, engine.Recipe(delayed=True)):
+                one["a"](torch.arange(64.0).reshape(2, 32))
+        one.amaxes = [amax.item() for amax, _ in engine.State.metas]
+    assert net.amaxes == plain.amaxes
+    assert net.amaxes[0] == 63  # of the input, which a checkpoint's recomputation does not write
+
+
 def test_another_recipe_an_evaluation_outside_and_a_recomputed_forward():
     net = model()
     switch(net, {"sites": ["a"], "gemms": ["dgrad"]})
@@ -231,6 +247,28 @@ def test_copies_and_pickles_of_a_layer_are_the_layer_s_own():
         assert not same(multiplied(other["a"]), multiplied(other["a"], fp8=False))
         assert not same(multiplied(other["b"]), high)
     kept.undo()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"gemms": ["wgrad"]}, {"gemms": ["fprop", "dgrad"]}, {"keep": "bf16_gemm"}],
+    ids=["hybrid", "rows", "codes"],
+)
+def test_a_quantizer_that_a_tensor_holds_is_copied_whole_and_pickled_as_one_of_transformer_engine_s(table):
+    net = model()
+    switch(net, {"sites": ["a"], **table})
+    want = multiplied(net["a"], True)
+    held = net["a"].quantizers["scaling_fwd"]
+    for made in held[:2]:
+        once = made.copy()
+        again = once.copy()
+        assert type(again) is type(once) is type(made)
+        assert {**vars(again)}.keys() == {**vars(made)}.keys() - {"theirs"}
+        kind = type(pickle.loads(pickle.dumps(again)))
+        assert kind in (engine.HybridQuantizer, engine.IdentityQuantizer, engine.Float8CurrentScalingQuantizer)
+    held[0], held[1] = held[0].copy().copy(), held[1].copy().copy()
+    held[0].theirs = held[1].theirs = object()
+    assert same(multiplied(net["a"], True), want) == {*GEMMS}
 
 
 def refused(**has):

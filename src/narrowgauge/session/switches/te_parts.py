@@ -5,7 +5,8 @@
     Codes       what a tensor's codes stand for
 
 TransformerEngine's kernels for one scale per tensor make no transposed codes alone: there Hybrid's direction by columns
-makes both.
+makes both. And where that is the only direction with a delayed scale, it is made in every call: the scale needs the
+amax also of a forward that has no use for the codes, as a checkpoint's first, whose recomputation leaves no amax.
 
 Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor/hybrid_tensor.py and identity_tensor.py.
 """
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WHOLE = ("Float8Quantizer", "Float8CurrentScalingQuantizer")  # one scale per tensor
+_DELAYED = "Float8Quantizer"
+_WHOLE = (_DELAYED, "Float8CurrentScalingQuantizer")  # one scale per tensor
 _TENSOR = "transformer_engine.pytorch.tensor"
 
 
@@ -51,7 +53,7 @@ class _Ours:
 
 
 def _plain(kind: type, state: dict[str, Any]) -> Any:
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     vars(made).update(state)
     return made
 
@@ -69,6 +71,10 @@ def parts() -> Any:
             child = self.columnwise_quantizer
             if type(child).__name__ in _WHOLE:
                 child.set_usage(rowwise=True, columnwise=True)
+
+        def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+            alone = type(self.rowwise_quantizer) is Identity and type(self.columnwise_quantizer).__name__ == _DELAYED
+            super().set_usage(rowwise=rowwise, columnwise=True if alone and columnwise is False else columnwise)
 
         def copy(self) -> Any:
             made = self._like(super().copy())
