@@ -2,13 +2,16 @@
 
 python -m benchmarks.gpu_memory 8b-slice "torchao tensorwise,current,delayed,torchao rowwise,rowwise"
 
-Prints for each the bytes before the step and at its peak, and the sizes that were allocated and not yet freed then.
+Prints for each the bytes before the step and at its peak, and what was allocated and not yet freed then: sizes, and the
+lines of ours, or of the compiled graph, that asked for them.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,15 +32,15 @@ def show(step: Stepper) -> None:
     """Follow one step and print what its peak is made of."""
     torch.cuda.synchronize()
     now = before = torch.cuda.memory_allocated()
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=200_000)
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=200_000)
     step()
     torch.cuda.synchronize()
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(None)
-    peak, live, at_peak = before, {}, {}
+    peak, live, at_peak = before, {}, {}  # address -> size and line
     for event in trace:
         if event["action"] == "alloc":
-            live[event["addr"]] = event["size"]
+            live[event["addr"]] = event["size"], line(event["frames"])
             now += event["size"]
             if now > peak:
                 peak, at_peak = now, dict(live)
@@ -45,8 +48,18 @@ def show(step: Stepper) -> None:
             live.pop(event["addr"], None)
             now -= event["size"]
     print(f"   {before / GIB:.3f} GiB before, {peak / GIB:.3f} GiB at the peak, of which this step's:")
-    for size, count in sorted(collections.Counter(at_peak.values()).items(), key=lambda kind: -kind[0] * kind[1])[:12]:
-        print(f"   {size / MIB:9.2f} MiB x {count}")
+    kinds = collections.Counter(at_peak.values())
+    for (size, asked), count in sorted(kinds.items(), key=lambda kind: -kind[0][0] * kind[1])[:24]:
+        print(f"   {size / MIB:9.2f} MiB x {count:<3} {asked}")
+
+
+def line(frames: list[dict[str, Any]]) -> str:
+    """The innermost line of a compiled graph or of ours, and the function."""
+    for frame in frames:
+        path = Path(frame["filename"])
+        if "torchinductor" in frame["filename"] or "narrowgauge" in path.parts:
+            return f"{path.name}:{frame['line']} {frame['name']}"
+    return "elsewhere"
 
 
 def main() -> None:
