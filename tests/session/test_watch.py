@@ -218,6 +218,26 @@ def test_a_conversion_that_cannot_be_done_ends_it_in_words(warm_python, tmp_path
     assert (found["status"], found["meta"]["error"].partition(":")[0]) == ("failed", "ConversionError")
 
 
+def test_a_program_that_leaves_by_os_exit_has_all_of_its_steps(warm_python, tmp_path):
+    script = programs.BASIC + "import os\nsys.stdout.flush()\nos._exit(3)\n"
+    done = run(tmp_path, "train.py", options=("--every", "4"), script=script, warm=warm_python)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (3, "finished")
+    assert done.stderr == "narrowgauge: the run is in out\n"
+    found = open_run(tmp_path / "out")
+    assert (found.status, found.meta["error"]) == ("failed", "os._exit(3)")
+    assert found.scalars("loss")["step"].tolist() == list(range(1, 9))
+    assert set(found.tensors()["step"].tolist()) == {4, 8}
+
+
+def test_a_folder_that_holds_a_run_is_not_taken_and_nothing_runs(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{}")
+    done = run(tmp_path, "train.py", script="open('ran', 'w')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "narrowgauge: out is not empty; give another folder with --out, or delete it first.\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.py"]
+
+
 def test_steps_end_it_cleanly(warm_python, tmp_path):
     done = run(tmp_path, "train.py", options=("--steps", "3"), script=programs.BASIC, warm=warm_python)
     assert done.returncode == 0
