@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from narrowgauge.cli.main import main
@@ -60,3 +61,16 @@ def test_a_truncated_segment_is_named_and_the_rest_is_shown(folder, capsys):
     [line] = said.err.splitlines()
     assert f"going on without scalars/{segment.name}, which cannot be read" in line
     assert "SELECT" not in line
+
+
+def test_the_worst_tensors_of_a_run_are_named_on_the_terminal(tmp_path, capsys):
+    with RunWriter(tmp_path / "a", {"judged_by": "current"}) as writer:
+        for step in (1, 2):
+            writer.add_tensors(
+                step, [f"{n}:input" for n in range(5)], {"sqnr_db": np.array([31.0, 12.0, 30.0, 29.0, 28.0])}
+            )
+    main(["report", str(tmp_path / "a")])
+    *worst, page = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2].partition(": ")[0] for line in worst] == ["1:input", "4:input", "3:input"]
+    assert "12.0 dB" in worst[0]
+    assert page == f"The report: {tmp_path / 'a' / 'report.html'}"

@@ -14,6 +14,8 @@ from narrowgauge.errors import RunError
 if TYPE_CHECKING:
     from narrowgauge.observe.verdict import Verdict
 
+WORST = 3  # tensors of a run that are named on the terminal
+
 
 @click.command("report")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -35,6 +37,7 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report import write_report
     from narrowgauge.observe.report.readiness import plain, readiness
     from narrowgauge.observe.store import open_run
+    from narrowgauge.observe.verdict.worst import worst_tensors
 
     verdict = None
     folders: list[Path] = []
@@ -56,6 +59,9 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
         ready = readiness(run)
         if ready is not None:
             click.echo(f"{name}: {plain(ready)}")
+        elif verdict is None:
+            for each in worst_tensors(run, WORST):
+                click.echo(f"{name}: {each.site}: {each.why}")
     target = out or runs[0] / "report.html"
     write_report(verdict, opened, target)
     click.echo(f"The report: {target}")
