@@ -249,6 +249,16 @@ def test_copies_and_pickles_of_a_layer_are_the_layer_s_own():
     kept.undo()
 
 
+def test_a_copy_of_a_layer_has_no_use_for_weights_that_were_kept_for_further_microbatches():
+    net = model()
+    switch(net, {"sites": ["a"], "gemms": ["fprop"]})
+    multiplied(net["a"], True)
+    other, want = copy.deepcopy(net["a"]), multiplied(model()["a"])
+    for first in (False, True, False):
+        assert same(multiplied(other, first), want) == {*GEMMS}
+    assert other._fp8_workspaces  # dropped once
+
+
 @pytest.mark.parametrize(
     "table",
     [{"gemms": ["wgrad"]}, {"gemms": ["fprop", "dgrad"]}, {"keep": "bf16_gemm"}],

@@ -3,7 +3,7 @@
     before a call       autocast(enabled=False)
     after               as it was; the backward goes with the forward
 
-What is not in FP8 to begin with is left alone. A copy or a pickle of the layer has hooks that do nothing: what a
+What is not in FP8 to begin with is left alone. A copy or a pickle of the layer has hooks that switch nothing: what a
 program copies is not the model that it trains. Under torch.compile the graph is broken at them.
 """
 
@@ -62,13 +62,16 @@ class Hook:
 
 
 class Nothing(Hook):
-    """What a copied layer has."""
+    """What a copied layer has; FP8 weights that were kept and copied with it are dropped as it is first called."""
 
     def __init__(self) -> None:
         self.reached, self.problem = False, ""
 
     def __call__(self, *call: Any) -> None:
-        """Do nothing."""
+        """Drop them, once: our quantizers made them, and the copy has the layer's own."""
+        if not self.reached and not torch.compiler.is_compiling():
+            self.reached = True
+            forget_weights(call[0])
 
 
 class Whole(Hook):
@@ -128,7 +131,7 @@ class _After(Hook):
 
 def forget_weights(module: Any) -> None:
     """The FP8 copies of weights that are kept for further microbatches: made by other quantizers."""
-    module._fp8_workspaces.clear()
+    getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def fp8_state() -> Any:
