@@ -13,6 +13,7 @@ and that cannot be done.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 from weakref import ref
@@ -73,6 +74,7 @@ class Session:
             eager=plan.recipe is None,
             training=lambda: self.calls.training,
             compiles=lambda: self._compiled is not None and self._compiled.any(),
+            eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
         told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)

@@ -5,6 +5,10 @@
     torch.compile(module)       makes a module, which is called like any other
 
 While a graph is traced nothing is told. Without a listener, before there is one and once it is gone, nothing is either.
+
+In recorded steps what the program compiles runs uncompiled, so that its layers are seen. Functions that a library
+compiles for itself have none inside (TransformerEngine's fused activations, torch's flex_attention): they run as ever,
+or their results would be rounded otherwise than in the step before.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+_LIBRARIES = ("torch", "transformer_engine")
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
@@ -27,15 +32,19 @@ class CompiledCalls:
 
     def __init__(self) -> None:
         self.listener: Any = None
-        self._heard = False  # somebody compiled something
+        self._heard = False  # the program compiled something
+        self._graphs = 0  # that libraries compiled for themselves
+        self._eager = False
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
         @functools.wraps(self._compile)
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._heard = True
             if model is None:
                 return lambda function: compile_(function, *args, **kwargs)
             compiled: Any = self._compile(model, *args, **kwargs)
+            if not isinstance(model, nn.Module) and _of_a_library(model):
+                return self._as_ever(compiled)
+            self._heard = True
             return compiled if isinstance(model, nn.Module) else self._followed(model, compiled)
 
         @functools.wraps(self._compile_in_place)
@@ -52,8 +61,17 @@ class CompiledCalls:
 
     def any(self) -> bool:
         """Whether the program compiles: it has asked for it, or something was compiled before we listened."""
-        dynamo = sys.modules.get("torch._dynamo.utils")  # which we load as well
-        return self._heard or (dynamo is not None and bool(dynamo.counters.get("stats")))
+        return self._heard or _graphs() > self._graphs
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Meanwhile what the program compiled runs uncompiled."""
+        self._eager = True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self._eager = False
 
     def adopt(self, module: nn.Module) -> None:
         """Know of a module that was compiled before, and follow it if that was in place."""
@@ -72,6 +90,22 @@ class CompiledCalls:
         with suppress(ValueError):
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
+    def _as_ever(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            before = _graphs()
+            try:
+                if not self._eager:
+                    return compiled(*args, **kwargs)
+                with torch.compiler.set_stance("default"):
+                    return compiled(*args, **kwargs)
+            finally:
+                self._graphs += _graphs() - before
+
+        return call
+
     def _followed(self, owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,3 +121,13 @@ class CompiledCalls:
 
         call.followed = True  # type: ignore[attr-defined]
         return call
+
+
+def _of_a_library(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
+def _graphs() -> int:
+    """How many have been compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # which we load as well
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

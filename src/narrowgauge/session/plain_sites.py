@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,6 +73,7 @@ class PlainSites:
         eager: whether a recorded step runs uncompiled.
         training: whether a training forward is running, asked at each layer's call.
         compiles: whether the program has compiled anything, asked at each recorded step.
+        eagerly: makes what it compiled run uncompiled, meanwhile.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class PlainSites:
         eager: bool,
         training: Callable[[], bool],
         compiles: Callable[[], bool] = lambda: False,
+        eagerly: Callable[[], AbstractContextManager[object]] = lambda: torch.compiler.set_stance("force_eager"),
     ) -> None:
         self._recipe = by_name(recipe) if recipe else None
-        self._eager, self._training, self._compiles = eager, training, compiles
+        self._eager, self._training, self._compiles, self._eagerly = eager, training, compiles, eagerly
         self._clock = StepClock()
         self._layers: list[Layer] = []
         self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
@@ -160,7 +162,7 @@ class PlainSites:
             self._products.open()
             self._open.callback(self._products.close)
         if self._eager and compiles:
-            self._open.enter_context(torch.compiler.set_stance("force_eager"))
+            self._open.enter_context(self._eagerly())
 
     def end(self) -> None:
         """It ended: no hook is left, and no parameter held."""
