@@ -10,7 +10,6 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.observe.store import open_run
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
 
 
