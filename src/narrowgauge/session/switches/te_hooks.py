@@ -9,6 +9,7 @@ program copies is not the model that it trains. Under torch.compile the graph is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ from narrowgauge.session.sites.transformer_engine import KEPT_HIGH
 PYTORCH = "transformer_engine.pytorch"
 
 
-class Hook:
+class Hook(ABC):
     """One layer's; `reached`: a call of it was in FP8 otherwise; `problem`: why it could not be done."""
 
     def __init__(self) -> None:
@@ -56,22 +57,25 @@ class Hook:
             handle.remove()
         self._handles.clear()
 
+    @abstractmethod
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The call begins."""
-        raise NotImplementedError
+        """The call begins, or ended."""
 
 
-class Nothing(Hook):
+class Nothing:
     """What a copied layer has; FP8 weights that were kept and copied with it are dropped as it is first called."""
 
     def __init__(self) -> None:
-        self.reached, self.problem = False, ""
+        self.reached = False
 
     def __call__(self, *call: Any) -> None:
         """Drop them, once: our quantizers made them, and the copy has the layer's own."""
         if not self.reached and not torch.compiler.is_compiling():
             self.reached = True
             forget_weights(call[0])
+
+    def __reduce__(self) -> Any:
+        return Nothing, ()
 
 
 class Whole(Hook):
