@@ -1,17 +1,13 @@
 """Two processes, one of which is killed, or stopped, exactly between its promise to merge a step and the gather."""
 
-import contextlib
 import os
 import signal
-import sys
 import time
 
 import pytest
-from tests.session.test_watch import PLAIN
+from tests.session.ranks.pairs import started
 
 from narrowgauge.observe.store import open_run
-from narrowgauge.session.launch import INJECTED
-from narrowgauge.session.plan import Plan
 
 PROGRAM = """
 import os, signal, sys, time, torch
@@ -39,21 +35,7 @@ print("finished", flush=True)
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_leaves_between_promise_and_gather(warm_python, tmp_path, how, free_port):
-    (tmp_path / "train.py").write_text(PROGRAM)
-    plan = Plan("asis", str(tmp_path / "out"), ("train.py",), every=1, judge="current", compiling=True).write()
-    environment = {
-        **PLAIN, "OMP_NUM_THREADS": "1", "NARROWGAUGE_PLAN": str(plan), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port),
-        "PYTHONPATH": os.pathsep.join([str(INJECTED), PLAIN["PYTHONPATH"]]),
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context((tmp_path / f"said{r}").open("wb")) for r in range(2)]
-        ranks = [
-            warm_python.popen(
-                [sys.executable, "train.py", how], cwd=tmp_path, env={**environment, "RANK": str(r)}, stdout=outputs[r]
-            )
-            for r in range(2)
-        ]
+    ranks = started(warm_python, tmp_path, free_port, PROGRAM, how)
     began = time.monotonic()
     assert ranks[0].wait(120) == 0
     assert time.monotonic() - began < 60  # of the minutes that a collective waits

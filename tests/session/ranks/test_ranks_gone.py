@@ -1,16 +1,11 @@
 """Two processes, one of which is late and then gone: the other trains on, ends in time, and the run is readable."""
 
-import contextlib
-import os
-import sys
 import time
 
 import pytest
-from tests.session.test_watch import PLAIN
+from tests.session.ranks.pairs import started
 
 from narrowgauge.observe.store import open_run
-from narrowgauge.session.launch import INJECTED
-from narrowgauge.session.plan import Plan
 
 PROGRAM = """
 import os, signal, sys, torch
@@ -43,20 +38,7 @@ print("finished", flush=True)
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_late_and_then_gone(warm_python, tmp_path, gone, free_port):
-    (tmp_path / "train.py").write_text(PROGRAM)
-    plan = Plan("asis", str(tmp_path / "out"), ("train.py",), every=1, judge="current", compiling=True).write()
-    environment = {
-        **PLAIN, "OMP_NUM_THREADS": "1", "NARROWGAUGE_PLAN": str(plan), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port),
-        "PYTHONPATH": os.pathsep.join([str(INJECTED), PLAIN["PYTHONPATH"]]),
-    }  # fmt: skip
-    command = [sys.executable, "train.py", str(gone)]
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context((tmp_path / f"said{r}").open("wb")) for r in range(2)]
-        ranks = [
-            warm_python.popen(command, cwd=tmp_path, env={**environment, "RANK": str(r)}, stdout=outputs[r])
-            for r in range(2)
-        ]
+    ranks = started(warm_python, tmp_path, free_port, PROGRAM, str(gone))
     assert ranks[gone].wait(120) == -9
     began = time.monotonic()
     assert ranks[1 - gone].wait(120) == 0
