@@ -75,7 +75,7 @@ def _kind(x: Tensor) -> str:
 
 
 def _address(x: Tensor) -> int | None:
-    """What tells storages apart; None for tensors that have none of their own."""
+    """What tells storages apart; None for tensors that have none, such as sparse ones, of which `notes` tell."""
     try:
         return int(x.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -14,6 +14,7 @@ or their results would be rounded otherwise than in the step before.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_LIBRARIES = ("torch", "transformer_engine")
+_LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
@@ -33,6 +34,7 @@ class CompiledCalls:
     def __init__(self) -> None:
         self.listener: Any = None
         self._heard = False  # the program compiled something
+        self._steps = False  # an optimizer's is among it
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
@@ -42,9 +44,10 @@ class CompiledCalls:
             if model is None:
                 return lambda function: compile_(function, *args, **kwargs)
             compiled: Any = self._compile(model, *args, **kwargs)
-            if not isinstance(model, nn.Module) and _of_a_library(model):
+            if _of_a_library(model):
                 return self._as_ever(compiled)
             self._heard = True
+            self._steps |= isinstance(getattr(model, "__self__", None), torch.optim.Optimizer)
             return compiled if isinstance(model, nn.Module) else self._followed(model, compiled)
 
         @functools.wraps(self._compile_in_place)
@@ -62,6 +65,12 @@ class CompiledCalls:
     def any(self) -> bool:
         """Whether the program compiles: it has asked for it, or something was compiled before we listened."""
         return self._heard or _graphs() > self._graphs
+
+    @property
+    def notes(self) -> list[str]:
+        """What cannot be followed of it."""
+        told = "An optimizer's step is compiled: steps that run in its graph are not seen, and missing here."
+        return [told] if self._steps else []
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -124,7 +133,9 @@ class CompiledCalls:
 
 
 def _of_a_library(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+    """Whether it is a library's own function; a method (`optimizer.step`) is the program's, whose object it is."""
+    home = f"{getattr(function, '__module__', '')}."
+    return inspect.isfunction(function) and any(home.startswith(f"{name}.") for name in _LIBRARIES)
 
 
 def _graphs() -> int:
