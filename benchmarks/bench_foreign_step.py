@@ -38,7 +38,7 @@ from narrowgauge.bench.variants import many_graphs
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.scripts import gpt
-from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.sites.plain_sites import PlainSites
 
 KINDS = {
     "cpu": ("plain", "torchao", "torchao-rowwise"),

@@ -37,7 +37,7 @@ import narrowgauge as ng
 from narrowgauge.compute.quant import quantize
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import open_run
-from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.sites.te_quantizers import rule_of
 
 COLUMNS = ("amax", "std", "sqnr_db", "gain")

@@ -19,8 +19,8 @@ from narrowgauge.observe.store import open_run
 from narrowgauge.observe.verdict import Evidence
 from narrowgauge.observe.verdict.gap import paired_gap
 from narrowgauge.scripts import gpt
-from narrowgauge.session.launch import launch
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.process.launch import launch
 
 ARGS = ("--size", "1b", "--steps", "100", "--eval-every", "50", "--eval-batches", "8")
 NOISE: dict[str | None, tuple[float, ...]] = {

@@ -30,7 +30,7 @@ from pathlib import Path
 LOADED = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.profiler"),
     *("numba", "duckdb", "narrowgauge.observe.stats.host_kernel"),
-    *("narrowgauge.session.armed", "narrowgauge.session.live", "narrowgauge.session.same_weights"),
+    *("narrowgauge.session.process.armed", "narrowgauge.session.process.live", "narrowgauge.session.same_weights"),
 )
 READ_ONCE = ("TORCH", "TRITON", "NUMBA", "CUDA")  # begin the names of variables that count while those are loaded
 LARGEST = 1 << 20  # bytes of a request
@@ -123,7 +123,9 @@ class Warm:
     def instead(self, monkeypatch):
         """Whatever `session.launch` starts is a fork from now on."""
         kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-        monkeypatch.setattr("narrowgauge.session.launch.subprocess", types.SimpleNamespace(Popen=self.popen, **kept))
+        monkeypatch.setattr(
+            "narrowgauge.session.process.launch.subprocess", types.SimpleNamespace(Popen=self.popen, **kept)
+        )
 
 
 def read_once(environment):

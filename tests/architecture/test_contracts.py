@@ -18,7 +18,7 @@ VIOLATIONS = {
         "import narrowgauge.observe.store",
     ),
     "Reading a run needs no torch": ("observe/store/planted.py", "import torch"),
-    "A watched program loads no checker of settings": ("session/inject/planted.py", "import pydantic"),
+    "A watched program loads no checker of settings": ("session/process/inject/planted.py", "import pydantic"),
     "No cycles inside a folder": (
         "metrics/one.py",
         "import narrowgauge.metrics.two\n# planted in the other: import narrowgauge.metrics.one",

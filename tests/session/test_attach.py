@@ -219,7 +219,7 @@ def test_two_optimizers_make_one_step(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_perturbing_moves_every_tensor_and_draws_nothing_from_the_script(dtype):
-    from narrowgauge.session.perturb import perturb
+    from narrowgauge.session.models.perturb import perturb
 
     model = nn.Linear(64, 64).to(dtype)
     before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()

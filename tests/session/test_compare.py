@@ -11,7 +11,7 @@ from narrowgauge.observe.store import open_run
 from narrowgauge.observe.verdict import Verdict
 from narrowgauge.session.compare import Comparison, cadence, compare
 from narrowgauge.session.config import load
-from narrowgauge.session.launch import Ended
+from narrowgauge.session.process.launch import Ended
 
 
 def command(tmp_path, program, *flags, args=()):

@@ -9,7 +9,7 @@ import torch
 from tests.session.inline import followed, through_a_backward_thread
 from torch import nn
 
-from narrowgauge.session import roots
+from narrowgauge.session.models import roots
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 

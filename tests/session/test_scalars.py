@@ -8,7 +8,7 @@ from tests.session.inline import followed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from narrowgauge.session import movement
+from narrowgauge.session.tensors import movement
 
 
 def norm(tensors):

@@ -16,7 +16,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.cli.main import main
 from narrowgauge.observe.export.tail import Tail
-from narrowgauge.session.live import Live
+from narrowgauge.session.process.live import Live
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -113,7 +113,7 @@ from torch import nn
 torch.set_num_threads(1)
 import narrowgauge as ng
 from narrowgauge.observe.stats import host
-from narrowgauge.session.live import Live
+from narrowgauge.session.process.live import Live
 host.ready()
 base, chance, ended = Path(sys.argv[1]), random.Random(11), {}
 for number in range(int(sys.argv[2])):

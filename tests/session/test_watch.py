@@ -385,7 +385,7 @@ def test_gpus_are_left_asleep_until_the_program_wakes_them(warm_python, tmp_path
 def test_what_a_program_filters_stays_filtered(warm_python, tmp_path):
     script = (
         "import warnings\n" + NO_LINEAR + "warnings.simplefilter('error')\nimport atexit\n"
-        "before = list(warnings.filters)\nfrom narrowgauge.session.live import Live\nLive.current.close()\n"
+        "before = list(warnings.filters)\nfrom narrowgauge.session.process.live import Live\nLive.current.close()\n"
         "ours = [f for f in warnings.filters if f[1] and 'global hooks' in f[1].pattern]\n"
         "print(ours, warnings.filters[0][0])\n"
     )

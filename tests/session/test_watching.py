@@ -12,8 +12,8 @@ import narrowgauge as ng
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.errors import RunError, UsageError
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.live import Live
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.process.live import Live
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 
@@ -267,7 +267,7 @@ def test_os_exit_does_not_wait_for_a_run_that_cannot_be_closed(tmp_path, monkeyp
 
     left, hold = [], threading.Event()
     monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr("narrowgauge.session.live.PATIENCE", 0.05)
+    monkeypatch.setattr("narrowgauge.session.process.live.PATIENCE", 0.05)
     watching = ng.watch(out=tmp_path / "a")
     monkeypatch.setattr(watching._live.session, "finish", hold.wait)  # a device that does not answer
     os._exit(1)

@@ -195,9 +195,10 @@ def test_a_run_that_asked_one_recipe_has_no_readiness(tmp_path):
 ENDS = """
 import torch
 from tests.session import programs
-from narrowgauge.session import armed, plan
-from narrowgauge.session.compiled_calls import CompiledCalls
-from narrowgauge.session.family import Family
+from narrowgauge.session.process import armed
+from narrowgauge.session import plan
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.models.family import Family
 import sys
 from pathlib import Path
 asked = plan.Plan("x", sys.argv.pop(1), ("train.py",), every=1, judge="current", what_if=("blockwise",), compiling=True)

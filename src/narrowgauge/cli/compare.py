@@ -55,10 +55,10 @@ def compare_command(
     from narrowgauge.cli.progress import LiveProgress
     from narrowgauge.observe.export import check
     from narrowgauge.observe.report import render
-    from narrowgauge.session.command import parse
     from narrowgauge.session.compare import REPORT_FILE, Comparison, compare
     from narrowgauge.session.config import load
-    from narrowgauge.session.unmet import unmet
+    from narrowgauge.session.process.command import parse
+    from narrowgauge.session.selection.unmet import unmet
 
     command = command or demo_command()
     settings = load(config)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from narrowgauge.session.launch import Ended, describe_code
-from narrowgauge.session.status import Status
+from narrowgauge.session.process.launch import Ended, describe_code
+from narrowgauge.session.steps.status import Status
 
 
 class LiveProgress:

@@ -29,12 +29,12 @@ def run_command(
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
     from narrowgauge.cli.compare import default_folder
     from narrowgauge.observe.export import check
-    from narrowgauge.session.command import arguments, short_name
     from narrowgauge.session.config import load
     from narrowgauge.session.folder import prepare
-    from narrowgauge.session.launch import watch
     from narrowgauge.session.plan import Plan
-    from narrowgauge.session.unmet import unmet
+    from narrowgauge.session.process.command import arguments, short_name
+    from narrowgauge.session.process.launch import watch
+    from narrowgauge.session.selection.unmet import unmet
 
     settings = load(config)
     argv = arguments(command)

@@ -22,23 +22,23 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session import deepspeed
-from narrowgauge.session.calls import Calls
-from narrowgauge.session.compiled_calls import CompiledCalls
-from narrowgauge.session.family import Family
-from narrowgauge.session.graphs import Graphs
-from narrowgauge.session.hearing import Hearing
-from narrowgauge.session.ledger import Ledger
-from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.doors import deepspeed
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.models.calls import Calls
+from narrowgauge.session.models.family import Family
+from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
-from narrowgauge.session.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
-from narrowgauge.session.seams import Seams
-from narrowgauge.session.steps import Steps, StopTraining
-from narrowgauge.session.trained import Trained
-from narrowgauge.session.updates import Updates
+from narrowgauge.session.sites.plain_sites import PlainSites
+from narrowgauge.session.steps.graphs import Graphs
+from narrowgauge.session.steps.ledger import Ledger
+from narrowgauge.session.steps.steps import Steps, StopTraining
+from narrowgauge.session.steps.trained import Trained
+from narrowgauge.session.steps.updates import Updates
 
 __all__ = ["Session", "StopTraining"]
 

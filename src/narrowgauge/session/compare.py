@@ -20,13 +20,13 @@ from narrowgauge.observe.export.names import of_variant
 from narrowgauge.observe.report import write_report
 from narrowgauge.observe.store import open_run
 from narrowgauge.observe.verdict import Evidence, SameWeights, Verdict, judge
-from narrowgauge.session.command import parse
 from narrowgauge.session.config import Config
 from narrowgauge.session.folder import prepare
-from narrowgauge.session.launch import Ended, describe_code, launch
 from narrowgauge.session.plan import Baseline, Plan
+from narrowgauge.session.process.command import parse
+from narrowgauge.session.process.launch import Ended, describe_code, launch
 from narrowgauge.session.same_weights import snapshot_steps
-from narrowgauge.session.status import Status
+from narrowgauge.session.steps.status import Status
 
 NOISE = 1e-6
 RECORDINGS = 20

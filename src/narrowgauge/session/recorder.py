@@ -20,7 +20,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.selection import Columns, Selection
+from narrowgauge.session.selection.selection import Columns, Selection
 from narrowgauge.session.what_if import WhatIf
 
 

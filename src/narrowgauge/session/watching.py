@@ -24,15 +24,15 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.export import check
-from narrowgauge.session import deepspeed
-from narrowgauge.session.armed import rank_of_this_process
-from narrowgauge.session.compiled_calls import CompiledCalls
 from narrowgauge.session.config import load
-from narrowgauge.session.exporting import exporting
-from narrowgauge.session.family import Family
+from narrowgauge.session.doors import deepspeed
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.folder import prepare
-from narrowgauge.session.live import Live
+from narrowgauge.session.models.family import Family
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.process.armed import rank_of_this_process
+from narrowgauge.session.process.exporting import exporting
+from narrowgauge.session.process.live import Live
 
 
 class Watching:

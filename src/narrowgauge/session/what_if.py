@@ -26,7 +26,7 @@ from narrowgauge.compute.recipes import ROLES, Recipe, by_name
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.selection import Columns, Selection
+from narrowgauge.session.selection.selection import Columns, Selection
 from narrowgauge.session.sites.experts import of_stack, quantize_experts
 
 FOLDER = "what_if"

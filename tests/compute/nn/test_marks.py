@@ -7,7 +7,7 @@ import torch
 
 from narrowgauge.compute.nn.tracing.marks import constant
 
-NEEDED = "import narrowgauge.compute.nn, narrowgauge.session.live, sys; print('torch._dynamo' in sys.modules)"
+NEEDED = "import narrowgauge.compute.nn, narrowgauge.session.process.live, sys; print('torch._dynamo' in sys.modules)"
 
 
 def test_a_watched_program_loads_no_compiler_that_it_does_not_use():

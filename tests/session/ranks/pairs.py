@@ -6,8 +6,8 @@ import sys
 
 from tests.session.test_watch import PLAIN
 
-from narrowgauge.session.launch import INJECTED
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.process.launch import INJECTED
 
 
 def started(warm_python, folder, port, program, word):

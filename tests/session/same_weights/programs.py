@@ -90,7 +90,7 @@ def watched(probe: SameWeightsProbe | None, *models: nn.Module) -> Iterator[None
             probe.module_call_end(module, output)
 
     # As if they came from the package: a replay takes those off.
-    before.__module__ = after.__module__ = "narrowgauge.session.roots"
+    before.__module__ = after.__module__ = "narrowgauge.session.models.roots"
     original = torch.autograd.backward
 
     @functools.wraps(original)

@@ -6,7 +6,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.observe.stats import Collector
-from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.sites.plain_sites import PlainSites
 
 COLUMNS = ("numel", "amax", "mean", "std", "sqnr_db", "gain")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from narrowgauge.observe.stats import Collector
-from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.sites.plain_sites import PlainSites
 
 
 def test_products_are_not_listened_to_and_that_is_told():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.observe.stats import Collector
-from narrowgauge.session.plain_sites import PlainSites
+from narrowgauge.session.sites.plain_sites import PlainSites
 
 
 def rows(x):

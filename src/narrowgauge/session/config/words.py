@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from narrowgauge.errors import RecipeError, nearest
 from narrowgauge.metrics import COLUMNS
 from narrowgauge.metrics.site import OPERAND_ROLES, ROLES
-from narrowgauge.session import step_ranges
+from narrowgauge.session.selection import step_ranges
 
 WILD = "*?["
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from narrowgauge.session.globs import SiteGlobs
-from narrowgauge.session.step_ranges import StepRanges
+from narrowgauge.session.selection.globs import SiteGlobs
+from narrowgauge.session.selection.step_ranges import StepRanges
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

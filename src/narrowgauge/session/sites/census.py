@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
-from narrowgauge.session.sharded import shape_of
+from narrowgauge.session.tensors.sharded import shape_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WHY = {

@@ -1,0 +1,305 @@
+"""Where a running PyTorch program can be watched and changed without editing it.
+
+Each seam is one function of torch's that every training program must pass: making an optimizer, calling a module,
+`backward`, an optimizer's step. `Seams` replaces or hooks them, tells who listens, and can undo it all.
+
+    held      torch's module registration hook             which module is a part of which
+    made      torch.optim.Optimizer.__init__               which parameters are trained
+    called    torch's global forward pre-hook              the outermost call of a module that owns such parameters
+    backward  torch.autograd.backward                      the loss (Tensor.backward goes through it)
+    stepped   torch's global optimizer step hooks          the end of a step; a closure is followed as it is called
+    scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
+    clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
+    loaded    torch.utils.data's iterators                 how long the program waits for a batch
+    graphs    torch.cuda.CUDAGraph                         what is captured, and replayed without a call
+    compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be (`compiled_calls`)
+
+A program may replace the same functions: whoever came last is outside, and closing takes nothing away from it. Ours
+then stays where it is and tells nobody.
+
+What is compiled must stay so: our hooks do nothing while a graph is traced, and leave no trace in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.session.doors.hearing import capturing
+
+
+class HearsMaking(Protocol):
+    """Hears of what the program makes."""
+
+    def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """A module got a submodule."""
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """An optimizer was constructed."""
+
+    def compile_refused(self) -> None:
+        """torch.compile was asked for."""
+
+
+class HearsCalls(Protocol):
+    """Hears of modules."""
+
+    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is about to run its forward."""
+
+    def batch_loaded(self, seconds: float) -> None:
+        """A data loader gave a batch (or had no more) after so long."""
+
+
+class HearsUpdates(Protocol):
+    """Hears of backward passes and optimizers."""
+
+    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
+        """A gradient scaler turned `before` into `after`."""
+
+    def backward_begins(self, loss: Any, plain: bool) -> None:
+        """`backward(loss)` is called; `plain` if with nothing else."""
+
+    def backward_ended(self, loss: Any) -> None:
+        """It returned."""
+
+    def backward_failed(self) -> None:
+        """It raised."""
+
+    def gradients_clipped(self, norm: Any, order: float) -> None:
+        """Gradients were clipped; `norm`, of that order, is theirs from before."""
+
+    def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+        """An optimizer is about to step; returns the closure to call instead of the one that it was given."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """It stepped."""
+
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A gradient scaler stepped, or skipped."""
+
+
+class HearsGraphs(Protocol):
+    """Hears of CUDA graphs."""
+
+    def capture_begins(self) -> None:
+        """A capture is about to begin."""
+
+    def capture_ended(self, graph: Any) -> None:
+        """It ended."""
+
+    def backward_captured(self, loss: Any) -> None:
+        """`backward` was called in it."""
+
+    def clip_captured(self, norm: Any, order: float) -> None:
+        """Gradients were clipped in it."""
+
+    def step_captured(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped in it."""
+
+    def replay_begins(self, graph: Any) -> None:
+        """A graph is about to be replayed."""
+
+    def replayed(self, graph: Any) -> None:
+        """It was."""
+
+
+class Seams:
+    """All seams of one process; `close()` leaves torch as it was found."""
+
+    def __init__(
+        self,
+        making: HearsMaking,
+        calls: HearsCalls,
+        updates: HearsUpdates,
+        graphs: HearsGraphs,
+        *,
+        compiling: bool = False,
+    ) -> None:
+        self._undo = ExitStack()
+        self._telling = True
+        self._open(making, calls, updates, graphs, compiling)
+        self._open_graphs(graphs)
+
+    def close(self) -> None:
+        """Undo every replacement and hook, in reverse order; what the program has wrapped stays, and tells nobody."""
+        self._telling = False
+        self._undo.close()
+
+    def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `make(original)` in the place of `owner.name` until closed."""
+        original = getattr(owner, name)
+        ours = make(original)
+
+        @functools.wraps(original)
+        def seam(*args: Any, **kwargs: Any) -> Any:
+            return (ours if self._telling else original)(*args, **kwargs)
+
+        def undo() -> None:
+            if getattr(owner, name) is seam:
+                setattr(owner, name, original)
+
+        setattr(owner, name, seam)
+        self._undo.callback(undo)
+
+    def _open(
+        self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, graphs: HearsGraphs, compiling: bool
+    ) -> None:
+        def made(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+                original(self, *args, **kwargs)
+                making.optimizer_made(self)
+
+            return init
+
+        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+                if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
+                    original(tensors, *args, **kwargs)
+                    return
+                if capturing():
+                    graphs.backward_captured(tensors)
+                    original(tensors, *args, **kwargs)
+                    return
+                plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
+                updates.backward_begins(tensors, plain)
+                try:
+                    original(tensors, *args, **kwargs)
+                except BaseException:
+                    updates.backward_failed()
+                    raise
+                updates.backward_ended(tensors)
+
+            return run
+
+        def scale(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: Any, outputs: Any) -> Any:
+                scaled = original(self, outputs)
+                updates.loss_scaled(self, outputs, scaled)
+                return scaled
+
+            return run
+
+        def scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                out = original(self, optimizer, *args, **kwargs)
+                updates.scaler_stepped(self, optimizer)
+                return out
+
+            return run
+
+        def clip(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                norm = original(*args, **kwargs)
+                (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, _order(args, kwargs))
+                return norm
+
+            return run
+
+        def next_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: Any) -> Any:
+                began = time.perf_counter()
+                try:
+                    return original(self)
+                finally:
+                    calls.batch_loaded(time.perf_counter() - began)
+
+            return run
+
+        def no_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+                making.compile_refused()
+                return (lambda function: function) if model is None else model
+
+            return run
+
+        def no_module_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+                making.compile_refused()
+
+            return run
+
+        def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not torch.compiler.is_compiling():  # while a graph is traced nothing is called yet
+                calls.module_called(module, args)
+
+        def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            followed = updates.step_begins(optimizer, closure if callable(closure) else None)
+            if followed is None or followed is closure:
+                return None
+            return (
+                (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
+            )
+
+        def step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                (graphs.step_captured if capturing() else updates.step_ended)(optimizer)
+
+        self.replace(Optimizer, "__init__", made)
+        self.replace(torch.autograd, "backward", backward)
+        self.replace(torch.amp.GradScaler, "scale", scale)
+        self.replace(torch.amp.GradScaler, "step", scaler_step)
+        self.replace(torch.nn.utils, "clip_grad_norm_", clip)
+        self.replace(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
+        self.replace(_BaseDataLoaderIter, "__next__", next_batch)
+        if not compiling:
+            self.replace(torch, "compile", no_compile)
+            self.replace(nn.Module, "compile", no_module_compile)
+        handles = (
+            nn.modules.module.register_module_module_registration_hook(
+                lambda parent, name, child: making.module_registered(parent, child)
+            ),
+            nn.modules.module.register_module_forward_pre_hook(called),
+            register_optimizer_step_pre_hook(step_begins),
+            register_optimizer_step_post_hook(step_ended),
+        )
+        for handle in handles:
+            self._undo.callback(handle.remove)
+
+    def _open_graphs(self, graphs: HearsGraphs) -> None:
+        def capture_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> None:
+                graphs.capture_begins()
+                original(*args, **kwargs)
+
+            return run
+
+        def capture_end(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(graph: Any) -> None:
+                original(graph)
+                graphs.capture_ended(graph)
+
+            return run
+
+        def replay(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(graph: Any) -> None:
+                graphs.replay_begins(graph)
+                original(graph)
+                graphs.replayed(graph)
+
+            return run
+
+        self.replace(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
+        self.replace(torch.cuda.CUDAGraph, "capture_end", capture_end)
+        self.replace(torch.cuda.CUDAGraph, "replay", replay)
+
+
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The order of the norm that gradients are clipped by."""
+    return float(kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0))

@@ -1,0 +1,166 @@
+"""Calls of the program's models: which modules are models, and what happens around each call.
+
+    outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
+    call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
+    call without gradients    an evaluation: its time is not the step's
+
+A compiled function is called as a whole: inside of it nobody is told of calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.models.root import Root
+from narrowgauge.session.models.roots import Roots
+from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.steps import Steps, StopTraining
+from narrowgauge.session.steps.trained import Trained
+
+
+class Calls:
+    """Follows the calls of one program's models.
+
+    Args:
+        roots, steps, probe, hearing: the session's.
+        optimizers: those that the program made and still holds.
+        taken: told whenever another model was taken.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        steps: Steps,
+        probe: SameWeightsProbe | None,
+        hearing: Hearing,
+        optimizers: Trained,
+        taken: Callable[[], None],
+    ) -> None:
+        self._roots, self._steps, self._probe = roots, steps, probe
+        self.hearing, self._optimizers, self._taken = hearing, optimizers, taken
+        self._depth = 0
+        self._compiled: dict[int, Root] = {}  # by the id of what was compiled
+        self._eval_began = 0.0
+        self._waited = 0.0  # seconds for batches that no model was called with yet
+        self.loaders_seen = False
+        self.training = False  # a forward with gradients is running
+
+    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is called; the outermost one with trained parameters is taken as a model."""
+        if self._depth or module in self._roots or not self._optimizers:
+            return
+        if inside_backward() or not torch.is_grad_enabled() or not self._roots.owns_trained(module, self._optimizers):
+            return
+        self._followed(module, args)
+
+    @heard
+    def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        root = self._take(module)
+        root.follow(self.begins, self.ended)
+        root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
+        self.begins(root, args, {})
+
+    def batch_loaded(self, seconds: float) -> None:
+        """A data loader's iterator gave a batch, or its end, after so long."""
+        if self.hearing.perhaps_mine():
+            self.loaders_seen = True
+            self._waited += seconds
+
+    @heard
+    def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model is called."""
+        if inside_backward():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if not torch.is_grad_enabled():
+            self._waited = 0.0  # an evaluation's batch
+            self._eval_began = time.perf_counter()
+            self._steps.evals.model_begins()
+            return
+        try:
+            self._steps.enter()
+        except StopTraining:
+            self._depth = 0
+            raise
+        self.training = True
+        root.enter_autocast()
+        tokens = 0 if self._steps.paused else self._steps.batches.see((args, kwargs))
+        if self._steps.line is not None:
+            self._steps.line.tokens += tokens
+            if self.loaders_seen:
+                so_far = self._steps.line.scalars.get("data_seconds", 0.0)
+                self._steps.line.scalars["data_seconds"] = so_far + self._waited
+                self._waited = 0.0
+        if self._probe is not None:
+            self._probe.module_call_begin(root.module, args, kwargs, root.model)
+
+    @heard
+    def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
+        """A model's call returned (or raised: then `output` is None); it had `missed` as keyword arguments as well."""
+        if inside_backward() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self.training = False
+        if missed and torch.is_grad_enabled() and not self._steps.paused:
+            late = self._steps.batches.see(missed, more=True)
+            if self._steps.line is not None:
+                self._steps.line.tokens += late
+        if not self._steps.paused:
+            self._steps.batches.made(output)
+        if not torch.is_grad_enabled():
+            self._steps.evals.model_ended(output)
+            if self._steps.line is not None:
+                self._steps.line.away += time.perf_counter() - self._eval_began
+                self._steps.line.disturbed = True
+            return
+        root.exit_autocast()
+        if self._probe is not None:
+            self._probe.module_call_end(root.module, output)
+
+    @heard
+    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
+        """A compiled function, or a module compiled in place, is called: as a model, unless one is being called.
+
+        A function that is called before any model was is taken for the call of the whole that the optimizers train.
+        """
+        if self._depth or not self._optimizers or inside_backward():
+            return None
+        root = self._compiled.get(id(owner))
+        if root is None or not root.alive:  # or an address that is used again
+            root = self._take_compiled(owner)
+            if root is None:
+                return None
+            self._compiled[id(owner)] = root
+        self.begins(root, args, kwargs)
+        return root
+
+    def compiled_ended(self, known: Root | None, output: Any) -> None:
+        """Its call returned."""
+        if known is not None:
+            self.ended(known, output)
+
+    def _take_compiled(self, owner: Any) -> Root | None:
+        if not torch.is_grad_enabled():
+            return None
+        if isinstance(owner, nn.Module):
+            module = owner if self._roots.owns_trained(owner, self._optimizers) else None
+        else:
+            module = self._roots.whole(self._optimizers) if not len(self._roots) else None
+        return None if module is None or module in self._roots else self._take(module)
+
+    def _take(self, module: nn.Module) -> Root:
+        self._steps.another_model()
+        root = self._roots.take(module, self._optimizers)
+        self._taken()
+        return root

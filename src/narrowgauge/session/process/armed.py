@@ -1,0 +1,102 @@
+"""In a process of the watched program: almost nothing from `import torch` to its first optimizer, then a session.
+
+    import torch        module registrations are followed (`Family`), the making of optimizers is heard; no file
+    first optimizer     here something is trained: the run is opened and a session attached
+    end of process      the session is closed, and the run with it
+
+Workers of data loaders and compilers import torch as well and make no optimizer. A forked child of a process that is
+watched goes on unwatched: the run is its parent's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.errors import UsageError
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.models.family import Family
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_attached: list[Any] = []  # the process's session, once there is one
+
+
+def arm(plan_path: str) -> None:
+    """Be ready for the first optimizer of this process; the plan is read only then."""
+    family, compiled = Family(), CompiledCalls()
+    hook = nn.modules.module.register_module_module_registration_hook(
+        lambda parent, name, child: family.registered(parent, child)
+    )
+    original = Optimizer.__init__
+
+    @functools.wraps(original)
+    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not _attached:
+            hook.remove()  # the session follows registrations itself
+            _attach(Path(plan_path), family, compiled, self)
+
+    Optimizer.__init__ = init  # type: ignore[method-assign]
+
+
+def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer: Optimizer) -> None:
+    _attached.append(None)  # whatever fails now is not tried again
+    try:
+        watched = Watched(plan_path, family, compiled)
+    except Exception as error:
+        compiled.close()
+        print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+        return
+    _attached[:] = [watched]
+    watched.live.session.optimizer_made(optimizer)
+
+
+def rank_of_this_process() -> int:
+    """The rank that this process has in the program's process group, or that a launcher gave it; 0 without either.
+
+    >>> rank_of_this_process()
+    0
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    for name in RANKS:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+class Watched:
+    """A session in a program that knows nothing of it: how its errors are heard."""
+
+    def __init__(self, plan_path: Path, family: Family, compiled: CompiledCalls) -> None:
+        # Imported here: a worker that only imports torch should not wait for all of this.
+        from narrowgauge.session.plan import Plan
+        from narrowgauge.session.process.live import Live
+
+        if Live.current is not None:
+            raise UsageError(
+                f"ng.watch watches it already, into {Live.current.folder}; drop that, or `narrowgauge run`."
+            )
+        plan, rank = Plan.read(plan_path), rank_of_this_process()
+        # If another process of this program trains as well, under the same rank, its run stands there already.
+        self.live = Live(plan, rank=rank, aside=True, family=family, compiled=compiled)
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._failed
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.live.error = f"{kind.__name__}: {error}"
+        if self.live.open and self.live.session.roots.refused(error):
+            print(  # a traceback would lead from the program into us, and say nothing more
+                f"narrowgauge: --convert: {error} The program was ended; without --convert it is watched as it is.",
+                file=sys.stderr,
+            )
+            return
+        self._excepthook(kind, error, trace)

@@ -1,0 +1,75 @@
+"""Imported by every Python that starts below `narrowgauge run`: waits for `import torch`, and arms the watch then.
+
+Python imports one module of this name as it starts. So this one steps out of the way and imports the next, if there is
+one. Nothing is written anywhere; what a child process inherits are two variables of its environment:
+
+    PYTHONPATH         begins with this folder
+    NARROWGAUGE_PLAN   what to do: a file in the run's folder
+
+A Python that never imports torch pays for one comparison per import. A narrowgauge that cannot be imported here, or
+fails, is told in one line, and the program runs on.
+"""
+
+import importlib.util
+import os
+import sys
+
+
+class _BeforeTorch:
+    """Finds no module, but sees the import of torch coming.
+
+    A library that only asks whether torch is installed asks for the same spec and executes nothing: it is given one
+    each time, and the watch goes on waiting.
+    """
+
+    asking = False
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        """torch's own spec, whose execution is followed by `_arm`; None for all other modules."""
+        if name != "torch" or self.asking:
+            return None
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self.asking = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def then_arm(module):  # type: ignore[no-untyped-def]
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                execute(module)
+                _arm()
+
+            spec.loader.exec_module = then_arm  # type: ignore[method-assign]
+        return spec
+
+
+def _arm() -> None:
+    try:
+        from narrowgauge.session.process.armed import arm
+
+        arm(os.environ["NARROWGAUGE_PLAN"])
+    except Exception as error:
+        print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _step_aside() -> None:
+    """Leave the path, and import whatever module of this name would have been imported without us."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    mine = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if mine is not None:
+            sys.modules["sitecustomize"] = mine
+
+
+if "NARROWGAUGE_PLAN" in os.environ:
+    sys.meta_path.insert(0, _BeforeTorch())
+if __name__ == "sitecustomize":
+    _step_aside()

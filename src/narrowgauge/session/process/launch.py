@@ -1,0 +1,128 @@
+"""Starts a program and waits for it.
+
+launch    one run of a comparison: a Python program in a process of our own (`boot`), telling how far it is
+watch     any command as it is: every Python below it is told by its environment to watch itself (`inject`)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowgauge.session.plan import STATUS_FILE, Plan
+from narrowgauge.session.process import inject
+from narrowgauge.session.process.command import parse
+from narrowgauge.session.process.exporting import exporting
+from narrowgauge.session.steps import status
+
+OUTPUT_FILE = "output.log"
+INJECTED = Path(inject.__file__).parent
+PASSED_ON = (signal.SIGTERM,)
+POLL = 0.1  # seconds
+LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: its exit code (negative: the signal that killed it) and the last lines of its output."""
+
+    code: int
+    last_lines: tuple[str, ...]
+    seconds: float
+
+
+def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, quiet: bool = True) -> Ended:
+    """Run the plan in a child process; its output goes to `output.log` in the run's folder (unless not quiet)."""
+    program = parse(plan.command)
+    path = plan.write()
+    (plan.folder / STATUS_FILE).unlink(missing_ok=True)
+    environment = {
+        # Threads that spin while they wait make every step many times slower as soon as anything else runs on the
+        # machine, and a comparison is long enough for that. Whoever sets a policy keeps it.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "PYTHONHASHSEED": str(plan.seed % 2**32),
+        "PYTHONUNBUFFERED": "1",
+    }
+    argv = [program.python, *program.flags, "-m", "narrowgauge.session.process.boot", str(path)]
+    began = time.perf_counter()
+    if not quiet:
+        with exporting(plan.folder, plan.export):
+            code = _wait(subprocess.Popen(argv, env=environment), plan, tell)
+            seconds = time.perf_counter() - began
+        return Ended(code, (), seconds)
+    log = plan.folder / OUTPUT_FILE
+    with log.open("wb") as out, exporting(plan.folder, plan.export):
+        # What the first run read would be missing in the next, and nobody sees a question that goes to a file.
+        nothing = subprocess.DEVNULL
+        child = subprocess.Popen(argv, env=environment, stdin=nothing, stdout=out, stderr=subprocess.STDOUT)
+        code = _wait(child, plan, tell)
+        seconds = time.perf_counter() - began
+    return Ended(code, _tail(log), seconds)
+
+
+def watch(plan: Plan, argv: Sequence[str]) -> int:
+    """Run `argv` with its own input, output and signals, all of its processes watched as `plan` says; its exit code."""
+    path = plan.write()
+    with exporting(plan.folder, plan.export) as told:
+        code = _follow(path, argv)
+    for line in told:
+        print(f"narrowgauge: {line}", file=sys.stderr)
+    return code
+
+
+def _follow(path: Path, argv: Sequence[str]) -> int:
+    search = os.pathsep.join([str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())})
+    # A scheduler tells only the process that it started to stop; a terminal tells all of them.
+    before = {number: signal.signal(number, lambda sent, _: child.send_signal(sent)) for number in PASSED_ON}
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue  # the program has been sent the same; it ends as it likes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(child: subprocess.Popen[bytes], plan: Plan, tell: Callable[[status.Status], None] | None) -> int:
+    try:
+        while True:
+            try:
+                return child.wait(timeout=POLL)
+            except subprocess.TimeoutExpired:
+                if tell is not None:
+                    tell(status.read(plan))
+    except KeyboardInterrupt:
+        # The terminal has sent the child the same signal; it closes its run, then we go.
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
+
+
+def _tail(log: Path) -> tuple[str, ...]:
+    text = log.read_bytes()[-20_000:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return tuple(lines[-LAST_LINES:])
+
+
+def describe_code(code: int) -> str:
+    """An exit code in words.
+
+    >>> describe_code(-9)
+    'killed by SIGKILL (often: out of memory)'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
+    return f"killed by {name}" + (" (often: out of memory)" if -code == signal.SIGKILL else "")

@@ -1,0 +1,95 @@
+"""What a run records of what it could: the `[watch]` table of the settings at work.
+
+    step     in a range of `steps`, and one that `every` divides; a step named alone counts whatever `every` says;
+             where optimizers take turns, the next ones as well, until each had one (turns.py)
+    site     `sites`, `skip` and `roles`
+    metric   the others' columns are not stored
+
+A layer of which nothing is selected is not looked at. What was asked for and never found is told at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from narrowgauge.metrics import COLUMNS
+from narrowgauge.observe.stats.collector import Writer
+from narrowgauge.session.selection.globs import SiteGlobs
+from narrowgauge.session.selection.step_ranges import StepRanges
+from narrowgauge.session.selection.turns import Turns
+
+
+class Selection:
+    """The steps, sites and metrics that are recorded.
+
+    Args:
+        watch: the `[watch]` table as plain data; an empty one selects everything.
+        every: the cadence, in steps.
+    """
+
+    def __init__(self, watch: Mapping[str, Any], every: int) -> None:
+        self._every = max(1, every)
+        self._ranges = StepRanges(watch.get("steps", ()))
+        self._alone = StepRanges(span for span in self._ranges.spans if span[0] == span[1])
+        self.sites = SiteGlobs("watch.sites", watch.get("sites", ()), watch.get("skip", ()), watch.get("roles", ()))
+        globs = watch.get("metrics") or ["*"]
+        self.metrics = frozenset(name for name in COLUMNS if any(fnmatchcase(name, glob) for glob in globs))
+        self._named = [name for name in globs if name in COLUMNS]
+        self.turns = Turns()
+        self.paused = False  # an optimizer tries something: nothing is looked at
+        self._found: set[str] = set()
+        self._recorded = self._steps = 0
+        self._stored = False
+
+    def due(self, step: int) -> bool:
+        """Whether a step that begins is recorded."""
+        alone = bool(self._alone.spans) and step in self._alone
+        regular = step % self._every == 0 and step in self._ranges
+        due = alone or (self.turns.recorded(step, regular) and step in self._ranges)
+        self._steps, self._recorded = step, self._recorded + due
+        return due
+
+    def columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """What is stored of all columns."""
+        self._stored = True
+        kept = {name: values for name, values in columns.items() if name in self.metrics}
+        for name in self._named:
+            if name in kept and name not in self._found and np.isfinite(kept[name]).any():
+                self._found.add(name)
+        return kept
+
+    def notes(self) -> list[str]:
+        """What was asked for and not found, one sentence each."""
+        notes = self.sites.unmatched()
+        if self._ranges.spans and not self._recorded and self._steps:
+            notes.append(
+                f"watch.steps: nothing was recorded; the program made {self._steps} steps, and of these none is both "
+                f"selected and divided by every = {self._every}."
+            )
+        elif self._stored and len(self._found) < len(self._named):
+            missing = ", ".join(name for name in self._named if name not in self._found)
+            notes.append(f"watch.metrics: {missing}: no recorded site has it, or it was never a number.")
+        return notes
+
+
+class Columns:
+    """A run's writer that is given only the metrics that are selected."""
+
+    def __init__(self, writer: Writer, selection: Selection) -> None:
+        self._writer, self._selection = writer, selection
+
+    def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
+        """Record one row per site."""
+        kept = self._selection.columns(columns)
+        if kept:
+            if "ranks" in columns:  # no metric: how many ranks the row is of
+                kept["ranks"] = columns["ranks"]
+            self._writer.add_tensors(step, sites, kept)
+
+    def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
+        """Record something that happened."""
+        self._writer.add_event(step, kind, message, site, **data)

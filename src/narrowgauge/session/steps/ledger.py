@@ -1,0 +1,156 @@
+"""One line per optimizer step: loss, gradient norm, learning rate, tokens, time, memory, and what went wrong.
+
+    loss               sum of the step's backward losses (each microbatch as the script weighted it)
+    step_seconds       from the end of one optimizer step to the end of the next, without evaluation, probes and
+                       watching; device time where the device is a GPU
+    tokens_per_second  tokens / step_seconds
+    data_seconds       waited for batches of torch's data loaders that the step was trained on
+    clean              1 where that time is undisturbed: no evaluation, probe or recording fell into the step
+
+A line is written when the *next* step begins, because an evaluation after the optimizer's step still belongs to it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from narrowgauge.session.tensors.deferred import Deferred
+from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.norms import Squares
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+@dataclass
+class Line:
+    """The step being written."""
+
+    step: int
+    loss: Tensor | None = None
+    microbatches: int = 0
+    tokens: int = 0
+    scalars: dict[str, float | Tensor] = field(default_factory=dict)
+    recorded: bool = False  # tensors are looked at in this step
+    disturbed: bool = False
+    away: float = 0.0  # seconds spent on evaluation, probes and watching
+    before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last loss was added
+    rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
+    rated: set[int] = field(default_factory=set)  # ids of these groups
+    clipped: bool = False  # the gradient norm is the program's own
+    gradients: Squares | None = None  # of the optimizers that stepped so far
+    movement: Movement | None = None
+    stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
+
+
+class Taker(Protocol):
+    """What a Ledger needs of a `RunWriter`."""
+
+    def add_scalars(self, step: int, **values: float) -> None:
+        """Record a step's numbers by name."""
+
+
+class Ledger:
+    """Writes one line of scalars per step; never waits for the device."""
+
+    def __init__(self, writer: Taker) -> None:
+        self._writer = writer
+        self._deferred = Deferred()
+        self._clock = Laps()
+        self.line: Line | None = None
+        self.steps = 0
+        self.last_loss = float("nan")
+        self.nonfinite_steps = 0
+
+    def open(self) -> Line:
+        """Begin the next step's line, closing the last one."""
+        self.close()
+        self.line = Line(self.steps + 1)
+        return self.line
+
+    def add_loss(self, loss: Tensor) -> None:
+        """A microbatch's loss, as `backward` got it (unscaled)."""
+        if self.line is None:
+            return
+        self.line.before = self.line.loss, self.line.microbatches
+        loss = loss.detach().reshape(()).float().clone()
+        self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
+        self.line.microbatches += 1
+
+    def take_back(self) -> None:
+        """The last loss's backward failed: it was none of the step's."""
+        if self.line is not None:
+            self.line.loss, self.line.microbatches = self.line.before
+
+    def stepped(self) -> None:
+        """The optimizer stepped (or the gradient scaler chose not to)."""
+        if self.line is not None:
+            # A program with two optimizers steps twice; both laps belong to the one step.
+            so_far = self.line.scalars.get("step_seconds", 0.0)
+            self.line.scalars["step_seconds"] = so_far + self._clock.lap(self.line.away)
+            self.line.away = 0.0
+            self.steps = self.line.step
+
+    def close(self) -> None:
+        """Hand the finished line to the writer."""
+        line, self.line = self.line, None
+        if line is None or line.step > self.steps:
+            return  # an unfinished step has no update to be paired with
+        scalars: dict[str, float | Tensor] = dict(line.scalars)
+        if line.loss is not None:
+            scalars["loss"] = line.loss
+        scalars["microbatches"] = line.microbatches
+        scalars["tokens"] = line.tokens
+        scalars["clean"] = float(not line.disturbed)
+        step, on_device = line.step, self._clock.events()
+        self._deferred.put(scalars, lambda row: self._write(step, row, on_device))
+
+    def _write(self, step: int, row: dict[str, float], on_device: Events) -> None:
+        if on_device is not None and row["clean"]:
+            # The scalars were copied after the second event, so both have passed.
+            row["step_seconds"] = on_device[0].elapsed_time(on_device[1]) / 1000.0
+        if row["tokens"] and row.get("step_seconds", 0.0) > 0.0:
+            row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
+        if not row.get("skipped", 1.0):
+            del row["skipped"]  # a fused optimizer's own word, which says that it did step
+        finite = all(
+            abs(row[name]) < float("inf") for name in ("loss", "grad_norm", "grad_square_local") if name in row
+        )
+        row["nonfinite"] = float(not finite)
+        self.nonfinite_steps += not finite
+        self.last_loss = row.get("loss", self.last_loss)
+        self._writer.add_scalars(step, **row)
+
+    def finish(self) -> None:
+        """Write everything that is still on its way."""
+        self.close()
+        self._deferred.drain(wait=True)
+
+
+class Laps:
+    """Seconds from step to step: host time on a CPU, event time on a GPU (read when it is there)."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._before: torch.cuda.Event | None = None
+        self._pair: Events = None
+
+    def lap(self, away: float) -> float:
+        """Host seconds since the last lap, less `away`."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last - away, now
+        if torch.cuda.is_initialized():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._pair = (self._before, event) if self._before is not None else None
+            self._before = event
+        return max(seconds, 0.0)
+
+    def events(self) -> Events:
+        """The two device events of the last lap, if there were any."""
+        pair, self._pair = self._pair, None
+        return pair

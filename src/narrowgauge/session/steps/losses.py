@@ -1,0 +1,94 @@
+"""Finds evaluation losses: scalar losses that a program computes without gradients.
+
+Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`),
+and what torch's own loss functions return. All losses between two training steps are one evaluation; its value is
+their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.session.doors.hearing import capturing
+from narrowgauge.session.doors.seams import Seams
+
+LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+
+
+def scalar_loss(output: Any) -> Tensor | None:
+    """The scalar loss that a model's output is or carries, if any."""
+    if isinstance(output, dict):
+        output = output.get("loss")
+    elif not isinstance(output, Tensor | tuple | list) and hasattr(output, "loss"):
+        output = output.loss
+    elif isinstance(output, tuple | list):
+        scalars = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
+        output = scalars[0] if len(scalars) == 1 else None
+    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output
+    return None
+
+
+class EvalLosses:
+    """Collects one evaluation at a time; `take()` gives its mean and starts the next."""
+
+    def __init__(self) -> None:
+        self._mine: Callable[[], bool] = lambda: True
+        self._losses: list[Tensor] = []
+        self._mark: int | None = None
+
+    def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
+        """Listen to torch's loss functions, where the calling thread is `mine`."""
+        self._mine = mine
+        for name in LOSSES:
+            seams.replace(F, name, self._listen)
+
+    def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            loss = original(*args, **kwargs)
+            if not torch.is_grad_enabled() and not inside_backward() and not capturing() and self._mine():
+                self._add(loss)
+            return loss
+
+        return run
+
+    def _add(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach().reshape(()).float())
+
+    def model_begins(self) -> None:
+        """A model's call without gradients begins; losses inside it are parts of what it may return."""
+        self._mark = len(self._losses)
+
+    def model_ended(self, output: Any) -> None:
+        """The call ended with `output`."""
+        loss = scalar_loss(output)
+        if loss is not None and self._mark is not None:
+            del self._losses[self._mark :]
+            self._add(loss)
+        self._mark = None
+
+    def take(self) -> Tensor | None:
+        """The mean of what was collected since the last call, or None."""
+        if not self._losses:
+            return None
+        home = self._losses[-1].device
+        mean = torch.stack([x.to(home) for x in self._losses]).mean()
+        self._losses.clear()
+        return mean

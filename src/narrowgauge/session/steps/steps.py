@@ -1,0 +1,139 @@
+"""What a step is, and what is done at its ends.
+
+first forward with gradients, or first backward, after an optimizer's step      the next step opens
+an optimizer's step (or a gradient scaler that skips it)                        it is done, and stays open for what
+                                                                                still belongs to it: an evaluation
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.ranks import Ranks
+from narrowgauge.session.recorder import Recorder
+from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.sites.plain_sites import PlainSites
+from narrowgauge.session.steps import status
+from narrowgauge.session.steps.ledger import Ledger, Line
+from narrowgauge.session.steps.losses import EvalLosses
+from narrowgauge.session.steps.memory import PeakMemory
+from narrowgauge.session.tensors.batches import Batches
+from narrowgauge.session.tensors.fingerprint import stored
+from narrowgauge.session.tensors.movement import Movement
+
+
+class StopTraining(SystemExit):
+    """Ends the program cleanly once it has made the steps that were asked for."""
+
+
+class Steps:
+    """The steps of one program; `line` is the open one's."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        writer: RunWriter,
+        recorder: Recorder,
+        plain: PlainSites,
+        ranks: Ranks,
+        probe: SameWeightsProbe | None,
+    ) -> None:
+        self._plan, self._writer, self._probe = plan, writer, probe
+        self._recorder, self._plain, self._ranks = recorder, plain, ranks
+        self.ledger = Ledger(ranks)
+        self.memory = PeakMemory()
+        self.batches = Batches()
+        self.evals = EvalLosses()
+        self._recorded_steps = 0
+        self.moved_share = 1.0  # of the weights, that update ratios were measured on
+        self.made = True  # an optimizer has stepped: the next forward opens a step
+
+    @property
+    def paused(self) -> bool:
+        """Whether an optimizer only tries something: what models are fed and multiply meanwhile is not the step's."""
+        return self._recorder.selection.paused
+
+    @paused.setter
+    def paused(self, tries: bool) -> None:
+        self._recorder.selection.paused = tries
+
+    @property
+    def line(self) -> Line | None:
+        """What is written of the open step."""
+        return self.ledger.line
+
+    def enter(self) -> None:
+        """A forward with gradients, or a backward, begins: as part of the open step, or as the beginning of the next.
+
+        Raises StopTraining when all steps that were asked for are made.
+        """
+        if self.made or self.line is None:
+            self._open()
+
+    def end(self) -> None:
+        """An optimizer stepped, or a gradient scaler chose not to."""
+        self._plain.end()
+        self.ledger.stepped()
+        self.made = True
+
+    def another_model(self) -> None:
+        """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
+        if self.made:
+            self._recorder.end_step()
+
+    def capture_begins(self) -> None:
+        """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
+        self._plain.end()
+        self._recorder.end_step()
+
+    def finish(self) -> None:
+        """The program ended: close the last step and write everything."""
+        self._close()
+        self.memory.sample()
+        self.ledger.finish()
+        self._ranks.finish()
+        self._recorder.flush()
+
+    def report(self, *, done: bool = False) -> None:
+        """Tell a progress display how far the program is."""
+        if self._writer.rank == 0:  # one pulse is enough
+            status.report(self._plan, self.ledger, done=done)
+
+    def _open(self) -> None:
+        self._close()
+        if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
+            raise StopTraining
+        self.made = False
+        if self.line is not None:
+            self._recorder.selection.turns.stepped({optimizer for optimizer, *_ in self.line.stepped})
+        line = self.ledger.open()
+        self._ranks.tick(line.step)
+        line.recorded = line.disturbed = self._recorder.begin_step(line.step)
+        if line.recorded:
+            self._recorded_steps += 1
+            line.movement = Movement(turn=self._recorded_steps)
+            self._plain.begin()
+        if self._probe is not None:
+            line.disturbed |= self._probe.armed(line.step)
+        self.report()
+
+    def _close(self) -> None:
+        self._take_evaluation()
+        digest, line = self.batches.digest, self.line
+        if line is not None and digest is not None:
+            line.scalars["data_digest"] = stored(digest)
+        if line is not None and line.recorded:
+            self.memory.sample()
+            line.scalars["memory_bytes"], line.scalars["peak_memory_bytes"] = self.memory.now(), self.memory.bytes()
+        self._recorder.end_step()
+
+    def _take_evaluation(self) -> None:
+        loss: Tensor | None = self.evals.take()
+        if loss is None:
+            return
+        if self.line is not None:
+            self.line.scalars["eval_loss"] = loss
+        else:
+            self._writer.add_scalars(0, eval_loss=float(loss))

@@ -1,0 +1,69 @@
+"""What is trained: the optimizers of a program, and the parameters of each, now and as it was made with.
+
+    opt = AdamW(model.parameters())         made with the model's own parameters: by them the model is found
+    opt.param_groups[0]["params"] = [flat]  ZeRO and Megatron's distributed optimizer lay them flat, cut them over the
+                                            ranks, and put this rank's part in their place: a norm over it is a part
+    [flat] with as many elements            laid flat and not cut: all of it
+
+Optimizers and parameters are held weakly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.tensors.sharded import is_distributed, lowest, mesh_size, shape_of
+
+
+class Trained:
+    """The optimizers that the program made and still holds."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Optimizer, dict[int, ReferenceType[Tensor]]] = WeakKeyDictionary()
+        self._elements: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of what it was made with
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return optimizer in self._made
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(list(self._made))
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def add(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
+        """An optimizer was made, `made_with` these parameters if it does not have them any more."""
+        made = _parameters(optimizer) if made_with is None else made_with
+        self._made[optimizer] = {id(p): ref(p) for p in made}
+        self._elements[optimizer] = sum(math.prod(shape_of(p)) for p in made)
+
+    def ids(self) -> set[int]:
+        """The ids of all parameters that optimizers hold, or held when they were made."""
+        found = {id(p) for optimizer in self for p in _parameters(optimizer)}
+        return found | {at for made in list(self._made.values()) for at, p in made.items() if p() is not None}
+
+    def mesh(self) -> int | None:
+        """The lowest rank of the largest mesh that anything of it lies on; None if nothing lies on one."""
+        spread = [p for optimizer in self for p in _parameters(optimizer) if is_distributed(p)]
+        largest = max(spread, key=mesh_size, default=None)
+        return None if largest is None else lowest(largest.device_mesh)  # type: ignore[attr-defined]
+
+    def in_parts(self, optimizer: Optimizer) -> bool:
+        """Whether what it holds now seems to be this rank's part of what it was made with, laid flat."""
+        made = self._made.get(optimizer)
+        if not made or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return False
+        now = _parameters(optimizer)
+        if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
+            return False
+        return sum(p.numel() for p in now) < self._elements[optimizer]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

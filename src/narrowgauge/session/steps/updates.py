@@ -1,0 +1,276 @@
+"""From a loss to new weights: what `backward` is called on, and what optimizers do with the gradients.
+
+scale(loss)          a gradient scaler's loss is known before it was scaled
+backward(loss)       one microbatch; if it raises, it was none
+clip_grad_norm_      the program's own norm, from before clipping; of several clips since the last step, of all
+optimizer.step       learning rates, norms; the step is made
+scaler.step          made, or skipped
+
+step(closure)        the step begins with the closure's first call, whose loss and gradients are the step's; what
+                     the optimizer tries afterwards (LBFGS) is not
+step in backward     one optimizer per parameter, stepped by hooks: all of one backward are one step
+step in a step       an optimizer that wraps another: the outer one counts
+step after step      by the same optimizer, each time with other parameters (ZeRO, group by group): one step
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.tensors.norms import Parts, Squares, named, of_norm
+
+MOST_RATES = 16  # parameter groups whose learning rates are told apart
+
+
+class Updates:
+    """Follows the backward passes and optimizers of one program.
+
+    Args:
+        steps, probe, hearing: the session's.
+        follows: whether an optimizer is one of those that train.
+        in_parts: whether other ranks hold more of what it trains.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        probe: SameWeightsProbe | None,
+        hearing: Hearing,
+        follows: Callable[[Optimizer], bool] = lambda optimizer: True,
+        in_parts: Callable[[Optimizer], bool] = lambda optimizer: False,
+    ) -> None:
+        self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
+        self._in_parts = in_parts
+        self._clips: Squares | None = None
+        self._scaled: tuple[Tensor, Tensor, float | Tensor | None] | None = None
+        self._stepping: ReferenceType[Optimizer] | None = None
+        self._in_closure = 0
+        self._closure_again = False
+        self._stepped_in_backward = False
+        self.prepares = 0  # above 0: what steps now only makes its state
+        self.backwards = 0
+        self.losses = 0
+        self.skipped = 0
+
+    @heard
+    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
+        """A gradient scaler multiplied the loss."""
+        self._multiplied(before, after, getattr(scaler, "_scale", None))
+
+    @heard
+    def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | None]) -> None:
+        """An engine multiplied the loss by a scale of its own, if there is one."""
+        self._multiplied(before, after, scale())
+
+    def _multiplied(self, before: Any, after: Any, scale: Any) -> None:
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            self._scaled = (after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale)
+
+    @heard
+    def backward_begins(self, loss: Any, plain: bool) -> None:
+        """`backward` is called on `loss`."""
+        self.backwards += 1
+        if not self._in_closure:
+            self._stepping = None  # an optimizer that was stepping has raised
+        self._steps.enter()
+        self.hearing.waits = True
+        line = self._steps.line
+        seen = loss[0] if isinstance(loss, tuple | list) and len(loss) == 1 else loss
+        if self._scaled is not None and self._scaled[0] is seen and line is not None:
+            if self._scaled[2] is not None:
+                line.scalars["loss_scale"] = self._scaled[2]
+            seen = self._scaled[1]
+        if isinstance(seen, Tensor) and seen.numel() == 1 and not self._closure_again:
+            self.losses += 1
+            self._steps.ledger.add_loss(seen)
+        if self._probe is not None:
+            self._probe.before_backward(loss, plain)
+
+    @heard
+    def backward_ended(self, loss: Any) -> None:
+        """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
+        self._scaled, self.hearing.waits = None, False
+        if self._stepped_in_backward:
+            self._made()
+            return
+        line = self._steps.line
+        if self._probe is None or line is None or not self._probe.armed(line.step):
+            return
+        began = time.perf_counter()
+        self._steps.memory.sample()
+        self._probe.after_backward(loss)
+        self._steps.memory.forget()
+        line.away += time.perf_counter() - began
+        line.disturbed = True
+
+    @heard
+    def backward_failed(self) -> None:
+        """It raised: a program that goes on, with a smaller batch perhaps, has not had this loss."""
+        self._scaled, self.hearing.waits = None, False
+        if not self._closure_again:
+            self._steps.ledger.take_back()
+
+    @heard
+    def gradients_clipped(self, norm: Any, order: float) -> None:
+        """The program clipped; its own norm is the one before clipping."""
+        found = of_norm(norm) if isinstance(norm, Tensor) and order == 2.0 else None
+        self._clips = self._clips if found is None else found.and_also(self._clips)
+
+    def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+        """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
+        return self._step_begins(optimizer, closure) or closure
+
+    @heard
+    def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        if self.prepares or not self._follows(optimizer):
+            return None
+        if inside_backward():
+            self._look(optimizer)
+            return None
+        if self._stepping is not None and self._stepping() not in (None, optimizer):
+            return None
+        self._stepping = ref(optimizer)
+        line = self._steps.line
+        if closure is not None:
+            self._steps.enter()
+            return self._followed(closure, optimizer)
+        if line is None or (self._steps.made and _turn(optimizer) in line.stepped):
+            self._steps.enter()  # neither its forward nor its backward was heard
+        self._look(optimizer)
+        return None
+
+    @heard
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped."""
+        if self.prepares or not self._follows(optimizer):
+            return
+        line = self._steps.line
+        if line is not None and line.movement is not None:
+            line.movement.after(optimizer)
+        if inside_backward():
+            self._stepped_in_backward = True
+            return
+        if self._stepping is not None and self._stepping() is not optimizer:
+            return
+        if line is not None:
+            line.stepped.add(_turn(optimizer))
+        self._made()
+
+    @heard
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A gradient scaler's step returned; if the optimizer did not move, it skipped."""
+        if not self._steps.made:
+            self._skipped()
+
+    @heard
+    def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
+        """An engine stepped that clips and skips by itself: the norm of all ranks' gradients before, and if it did."""
+        norm, skipped = told()
+        if skipped and not self._steps.made:
+            self._skipped()
+        line = self._steps.line
+        if line is not None and norm is not None:
+            line.scalars.pop("grad_square_local", None)
+            line.scalars["grad_norm"] = norm
+
+    def _skipped(self) -> None:
+        if self._steps.line is not None:
+            self._steps.line.scalars["skipped"] = 1.0
+            self.skipped += 1
+            self._made()
+
+    def replayed(self) -> None:
+        """A whole step was replayed."""
+        if self._clips is not None and self._steps.line is not None:
+            self._steps.line.scalars.update(named("grad", self._clips))
+        self._made()
+
+    def _made(self) -> None:
+        self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
+        self._clips = None
+        line = self._steps.line
+        if line is not None and line.movement is not None:
+            line.scalars.update(line.movement.scalars())
+            self._steps.moved_share = min(self._steps.moved_share, line.movement.share)
+        self._steps.end()
+
+    def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self._in_closure += 1
+            self._steps.paused = self._closure_again
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._in_closure -= 1
+                self._steps.paused = False
+                if not self._closure_again:
+                    self._closure_again = True
+                    self._evaluated(optimizer)
+
+        return evaluate
+
+    @heard
+    def _evaluated(self, optimizer: Optimizer) -> None:
+        self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        line = self._steps.line
+        if line is None:
+            return
+        learning_rates(line, optimizer)
+        found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
+        if isinstance(found, Tensor):
+            line.scalars["skipped"] = found.detach().clone()
+        if self._clips is not None:
+            line.clipped = True
+            line.scalars.update(named("grad", self._clips))
+        elif not line.clipped:
+            self._gradients(line, optimizer)
+        if line.movement is not None:
+            line.movement.before(optimizer, in_parts=self._in_parts(optimizer))
+
+    def _gradients(self, line: Line, optimizer: Optimizer) -> None:
+        if inside_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
+            return
+        owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            found = Parts([p.grad for p in owners], owners, in_parts=self._in_parts(optimizer)).squares()
+            if found is None:
+                return
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
+            if isinstance(scale, Tensor):
+                found = found._replace(total=found.total / scale.to(found.total.device).double().square())
+            line.gradients = found.and_also(line.gradients)
+            line.scalars.update(named("grad", line.gradients))
+
+
+def learning_rates(line: Line, optimizer: Optimizer) -> None:
+    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is not None and group["params"] and id(group) not in line.rated and len(line.rates) < MOST_RATES:
+            line.rated.add(id(group))
+            line.rates.append(rate.detach() if isinstance(rate, Tensor) else float(rate))
+    if line.rates:
+        line.scalars["lr"] = line.rates[0]
+    if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
+        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})
+
+
+def _turn(optimizer: Optimizer) -> tuple[int, ...]:
+    """An optimizer with what it holds now, which may be a group, or a part of one, of what it trains."""
+    return (id(optimizer), *(id(group["params"][0]) for group in optimizer.param_groups if group["params"]))

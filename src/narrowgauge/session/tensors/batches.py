@@ -1,0 +1,82 @@
+"""What a program feeds its models: hashed, so that two runs can be told to have seen the same, and counted.
+
+What a model made is no data: a picture goes from generator to discriminator, and differs as soon as weights do. It is
+known by its storage, which `detach`, views and reshaping share; a copy of it (`torch.cat`) counts as data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.session.tensors.fingerprint import chain
+from narrowgauge.session.tensors.sharded import here
+
+
+class Batches:
+    """Every batch of a program so far; `digest` is None before the first."""
+
+    def __init__(self) -> None:
+        self.digest: Tensor | None = None
+        # A storage's address is not used again while somebody holds a weak reference to it.
+        self._made: dict[int, StorageWeakRef] = {}
+        self._given: set[int] = set()
+        self._unread: set[str] = set()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the digest says nothing about; empty if it covers every input."""
+        if not self._unread:
+            return []
+        kinds = " and ".join(sorted(self._unread))
+        return [
+            f"Some inputs are {kinds} tensors, which are not hashed: whether the runs saw the same ones is not known."
+        ]
+
+    def see(self, inputs: Any, *, more: bool = False) -> int:
+        """A model's call begins with these; returns the tokens in them (samples, if no input is token ids).
+
+        Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none.
+        """
+        before = self._given if more else set()
+        self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
+        found = [here(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        self._given = before | {a for x in found if (a := _address(x)) is not None}
+        self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
+        tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
+        self.digest = chain(tensors, self.digest)
+        batched = [x for x in tensors if x.dim()]
+        if before:
+            return 0
+        ids = next((x for x in batched if not x.is_floating_point()), None)
+        return ids.numel() if ids is not None else batched[0].shape[0] if batched else len(tensors[:1])
+
+    def made(self, output: Any) -> None:
+        """A model's call returned this. What it only passed through stays data."""
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and (address := _address(here(x))) is not None and address not in self._given:
+                self._made[address] = StorageWeakRef(x.untyped_storage())
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether a tensor's bits can be read one by one."""
+    return x.layout is torch.strided and x.device.type != "meta" and not x.is_nested
+
+
+def _kind(x: Tensor) -> str:
+    """What a tensor is that is not dense."""
+    if x.is_nested:
+        return "nested"
+    return "meta" if x.device.type == "meta" else str(x.layout).removeprefix("torch.")
+
+
+def _address(x: Tensor) -> int | None:
+    """What tells storages apart; None for tensors that have none, such as sparse ones, of which `notes` tell."""
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,99 @@
+"""Did two runs start from the same weights and see the same data?
+
+    digest(x) = sum_i  mix(bits(x_i) + i * 0x9E3779B97F4A7C15)   mod 2^64    order-sensitive, stays on x's device
+    mix(z)    = (z ^ z >> 32) * 0xD6E8FEB86659FD93, twice
+    chain     = chain * 0x9E3779B97F4A7C15 + digest              over tensors, in the order they were seen
+
+`mix` is the multiply-and-fold step of the splitmix generators: without it, small integers such as token ids could be
+swapped without changing the sum. This detects accidents, not attacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.session.tensors.sharded import here
+
+# As signed 64-bit integers.
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
+# A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
+STORED_BITS = 52
+PIECE = 1 << 22  # elements mixed at once: a weight as a whole might not find room on a full GPU
+LARGE = 1 << 16  # elements; below that, passes take less than loading what is compiled
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@cache
+def kernel() -> Callable[[int, int, int], int] | None:
+    """The compiled walk, None where there is none to be had."""
+    try:
+        from narrowgauge.session.tensors import fingerprint_kernel
+
+        fingerprint_kernel.digest(0, 0, 8)
+    except Exception:  # a compiler has many ways to fail; the passes give the same
+        return None
+    walk: Callable[[int, int, int], int] = fingerprint_kernel.digest
+    return walk
+
+
+def digest(x: Tensor) -> Tensor:
+    """A 64-bit order-sensitive sum of x's bits (any shape), as an int64 scalar on x's device."""
+    flat = x.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.device.type == "cpu" and flat.numel() >= LARGE and type(flat) is Tensor and not flat.is_neg():
+        walk = kernel()
+        if walk is not None and flat.data_ptr():
+            return torch.tensor(walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64)
+    pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)
+    found = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
+
+
+def _mixed(bits: Tensor, first: int) -> Tensor:
+    """What elements from `first` on add to a digest; 16 bytes of memory for each, until it is known."""
+    places = torch.arange(first, first + len(bits), device=bits.device, dtype=torch.int64)
+    mixed = places.mul_(GOLDEN).add_(bits)
+    for _ in range(2):
+        mixed.bitwise_xor_(mixed >> 32).mul_(FOLD)
+    return mixed.sum()
+
+
+def chain(tensors: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:
+    """Fold the digests of several tensors into one; None if there are none and nothing to continue."""
+    folded = start
+    for x in tensors:
+        one = digest(x)
+        folded = one if folded is None else folded.to(one.device) * GOLDEN + one
+    return folded
+
+
+def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
+    """A hex digest over names, shapes and values, in the model's own order; of what is sharded, this rank's part.
+
+    `named` are the items of a state dict. What a module adds that is no tensor (an extra state, often None) counts
+    by its name alone.
+    """
+    seen: list[str] = []
+    digests: list[Tensor] = []
+    for name, x in named:
+        if not isinstance(x, Tensor):
+            seen.append(name)
+            continue
+        seen.append(f"{name}{tuple(x.shape)}{x.dtype}")
+        if x.device.type != "meta" and x.layout is torch.strided:
+            digests.append(digest(here(x)).to("cpu", non_blocking=False))
+    values = [int(d) for d in digests]
+    return hashlib.sha256(repr((seen, values)).encode()).hexdigest()[:16]
+
+
+def stored(chained: Tensor) -> Tensor:
+    """The digest's low bits as a float64 that holds them exactly."""
+    return (chained & ((1 << STORED_BITS) - 1)).to(torch.float64)

@@ -1,0 +1,91 @@
+"""How far a step moves the weights, in recorded steps alone: ‖w‖ and ‖w' - w‖ / ‖w‖ over everything that is trained.
+
+    before the optimizer's step    ‖w‖, and a copy of w: of all of it up to BUDGET elements, else of every k-th
+    after it                       ‖w' - w‖² = Σ over tensors (elements / elements copied) Σ over the copied (w' - w)²
+
+    k   a prime, lest it walk down a column of a matrix; where it begins changes from one recorded step to the next
+
+So no more than BUDGET elements are held, and only while the optimizer steps. w is what the optimizer was given:
+masters in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights count as
+in `norms`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.tensors.norms import Parts, Squares, named, squares
+
+BUDGET = 1 << 24  # elements: 64 MiB in float32
+
+
+class Movement:
+    """The weights of one recorded step, before and after."""
+
+    def __init__(self, turn: int = 0, budget: int = BUDGET) -> None:
+        self._turn, self._budget = turn, budget
+        self._held: dict[int, tuple[Parts, list[Tensor], list[Tensor]]] = {}  # by optimizer: now, its view, its copy
+        self._weights: Squares | None = None
+        self._moved: Squares | None = None
+        self.share = 1.0  # of the elements that were copied
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
+        """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
+        parts = Parts((p for group in optimizer.param_groups for p in group["params"]), in_parts=in_parts)
+        total = parts.squares()
+        if total is None:
+            return
+        self._weights = total.and_also(self._weights)
+        elements = sum(x.numel() for x in parts.here)
+        stride = next_prime(math.ceil(elements / self._budget))
+        views = [_every(x, stride, self._turn) for x in parts.here]
+        self.share = min(self.share, sum(v.numel() for v in views) / elements)
+        self._held[id(optimizer)] = parts, views, [v.clone() for v in views]
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer) -> None:
+        """It stepped; what was copied is given back."""
+        held = self._held.pop(id(optimizer), None)
+        if held is None:
+            return
+        parts, views, copies = held
+        torch._foreach_sub_(copies, views)
+        weights = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
+        moved = squares(copies, parts.copies, parts.partial, weights)
+        self._moved = self._moved if moved is None else moved.and_also(self._moved)
+
+    def scalars(self) -> dict[str, Tensor]:
+        """`param_norm` and `update_ratio`; or, of sharded weights, this rank's part of the squares of both norms."""
+        weights, moved = self._weights, self._moved
+        if weights is None:
+            return {}
+        found = named("param", weights)
+        if moved is None:
+            return found
+        if moved.partial:
+            return found | named("update", moved)
+        return found | {"update_ratio": (moved.total.to(weights.total.device) / weights.total).sqrt()}
+
+
+def next_prime(least: int) -> int:
+    """The smallest prime from `least` on; 1 for 1.
+
+    >>> next_prime(1), next_prime(8)
+    (1, 11)
+    """
+    while any(least % d == 0 for d in range(2, math.isqrt(least) + 1)):
+        least += 1
+    return least
+
+
+def _every(x: Tensor, stride: int, turn: int) -> Tensor:
+    """A view of every `stride`-th element of x, in the order of its memory; of a scattered x, of all of it."""
+    if stride == 1 or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        return x
+    start = turn % min(stride, x.numel())
+    return x.as_strided((x.numel(),), (1,), x.storage_offset())[start::stride]

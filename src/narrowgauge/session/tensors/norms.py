@@ -1,0 +1,106 @@
+"""Norms over many tensors at once, of what this process holds of them, without a collective.
+
+total = Σ ‖x_here‖² / copies(x)         norms in float32, their squares in float64, on the device of the first
+norm  = sqrt(total)                     if all of every x is here
+else  `total` is this rank's part: the ranks' parts together are the square of the norm
+
+copies   how many ranks hold the same part of x: the mesh's dimensions that replicate it (`sharded.py`), times the ranks
+         of the largest mesh for each one of x's own; a plain tensor next to sharded ones is on a mesh of one rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, mesh_size
+
+
+class Squares(NamedTuple):
+    """A sum of squares.
+
+    Args:
+        total: of what is here, [] float64.
+        partial: whether other ranks hold more.
+    """
+
+    total: Tensor
+    partial: bool
+
+    def and_also(self, other: Squares | None) -> Squares:
+        """Of both."""
+        if other is None:
+            return self
+        return Squares(self.total + other.total.to(self.total.device), self.partial or other.partial)
+
+
+class Parts:
+    """The parts of some parameters, or their gradients, that are here.
+
+    Args:
+        tensors: what to look at; what is sparse, or only a summand of something, is left out.
+        owners: the parameters that they belong to, if they are not those themselves.
+        in_parts: whether other ranks hold more of them, though they do not say so.
+    """
+
+    def __init__(
+        self, tensors: Iterable[Tensor], owners: Iterable[Tensor] | None = None, *, in_parts: bool = False
+    ) -> None:
+        tensors = list(tensors)
+        owned = list(zip(tensors, tensors if owners is None else owners, strict=True))
+        self.here: list[Tensor] = []
+        self.copies: list[int] = []
+        self.partial = in_parts
+        ranks = max((mesh_size(x) for x in tensors), default=1)
+        for x, owner in owned:
+            held = local_of(x)
+            if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
+                continue
+            self.here.append(held.tensor)
+            self.copies.append(held.copies * (ranks // mesh_size(x)))
+            self.partial |= _is_part(x, held) or getattr(owner, "_fsdp_flattened", False)  # FSDP1 marks what it sharded
+        if not self.partial:
+            self.copies = [1] * len(self.here)
+
+    def squares(self, weights: Iterable[float] | None = None) -> Squares | None:
+        """Their sum of squares, each weighed by its weight (1 if none are given); None if there is nothing here."""
+        return squares(self.here, self.copies, self.partial, weights)
+
+
+def squares(
+    tensors: list[Tensor], copies: list[int], partial: bool, weights: Iterable[float] | None = None
+) -> Squares | None:
+    """Σ weight ‖x‖² / copies over plain tensors."""
+    if not tensors:
+        return None
+    home = tensors[0].device
+    norms = torch._foreach_norm(tensors, 2, torch.float32)
+    factors = [math.sqrt(w / c) for w, c in zip(weights or [1.0] * len(tensors), copies, strict=True)]
+    if any(factor != 1.0 for factor in factors):
+        norms = torch._foreach_mul(norms, factors)
+    return Squares(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), partial)
+
+
+def of_norm(norm: Tensor) -> Squares:
+    """The square of a norm that the program took itself; of a DTensor's, which is only reduced when used, our part."""
+    norm = norm.detach()
+    if not is_distributed(norm):
+        return Squares(norm.double().square(), False)
+    mesh, placements = norm.device_mesh, norm.placements  # type: ignore[attr-defined]
+    copies = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
+    partial = copies < mesh.size()
+    here: Tensor = norm.to_local()  # type: ignore[attr-defined]
+    return Squares(here.double().square() / (copies if partial else 1), partial)
+
+
+def named(what: str, found: Squares) -> dict[str, Tensor]:
+    """`<what>_norm`, or `<what>_square_local` where other ranks hold more of it."""
+    return {f"{what}_square_local": found.total} if found.partial else {f"{what}_norm": found.total.sqrt()}
+
+
+def _is_part(x: Tensor, held: Held) -> bool:
+    return is_distributed(x) and held.copies < mesh_size(x)

@@ -1,0 +1,82 @@
+"""What is compiled is told of; in recorded steps a program's graphs run uncompiled, and those of libraries as ever."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.observe.store import open_run
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
+
+
+class Ran:
+    """A backend that counts how often its graphs run."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.count += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def bent(module):
+    """x + x^2, as if it came from a module of that name."""
+
+    def function(x):
+        return x + x * x
+
+    function.__module__ = module
+    return function
+
+
+@pytest.mark.parametrize(
+    ("module", "eager"), [("transformer_engine.pytorch.jit", 0), ("torch.nn.attention", 0), ("my_model", 2)]
+)
+def test_what_a_library_compiles_for_itself_runs_as_ever(module, eager, tmp_path, monkeypatch):
+    for name in (module, module.partition(".")[0]) if module != "torch.nn.attention" else ():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ran, losses = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), Ran(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=2):
+        act = torch.compile(bent(module), backend=ran)  # a library does so at its first call
+        for _ in range(5):
+            loss = act(model(torch.ones(4, 16))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert ran.count == 5 - eager  # steps 2 and 4 are recorded
+    assert losses == sorted(losses, reverse=True)
+    assert set(open_run(tmp_path / "run").tensors(["amax"], sites=["0:input"])["step"].tolist()) == {2, 4}
+
+
+def test_a_compiled_step_of_the_optimizer_is_the_program_s_own_and_told(tmp_path):
+    """It lies in torch's module, and is not torch's to compile."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = CompiledCalls()
+    try:
+        assert not calls._heard
+        torch.compile(optimizer.step, backend="eager")
+        assert calls._heard
+    finally:
+        calls.close()
+    for compiles in (True, False):
+        with ng.watch(model, out=tmp_path / f"run{compiles}", every=1):
+            if compiles:
+                torch.compile(optimizer.step, backend="eager")
+            model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+        notes = open_run(tmp_path / f"run{compiles}").meta["notes"]
+        assert any(note.startswith("An optimizer's step is compiled") for note in notes) is compiles

@@ -1,0 +1,108 @@
+"""`narrowgauge run` exports beside the program, which knows nothing of it, loads nothing of it and never waits."""
+
+import sys
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tests.session import programs
+
+from narrowgauge.cli.main import cli
+from narrowgauge.errors import UsageError
+from narrowgauge.observe.store import open_run
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.process import exporting as module
+from narrowgauge.session.process.exporting import exporting
+from narrowgauge.session.process.launch import watch
+
+TRACKERS = "{'tensorboard', 'wandb', 'mlflow', 'prometheus_client', 'pydantic'}"
+LOADED = f"\nimport sys\nprint({TRACKERS} & set(sys.modules))\n"
+
+
+def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_told(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(programs.BASIC + LOADED)
+    (tmp_path / "out").mkdir()
+    export = {"tensorboard": {"dir": "board"}, "prometheus": {"file": "nowhere/x.prom"}, "sites": ["lm_head"]}
+    plan = Plan(variant="asis", out="out", command=("train.py",), every=4, judge="current", export=export)
+    code = watch(plan, [sys.executable, "train.py"])
+    run, said = open_run(tmp_path / "out"), capfd.readouterr()
+
+    assert (code, run.status) == (0, "complete")
+    assert said.out.endswith("finished\nset()\n")
+    told = said.err.removeprefix("narrowgauge: ").removesuffix("\n").split("\nnarrowgauge: ")
+    assert told[0].startswith("export to Prometheus stopped after step ")
+    assert "FileNotFoundError" in told[0]
+    assert told[1:] == ["export: no recorded site matches 'lm_head'"]
+    assert run.meta["notes"] == told
+
+    read = EventAccumulator(str(tmp_path / "board"))
+    read.Reload()
+    loss = {event.step: event.value for event in read.Scalars("run/loss")}
+    assert loss == pytest.approx(dict(zip(range(1, 9), run.scalars("loss")["loss"], strict=True)), rel=1e-7)
+    assert sum(event.value for event in read.Scalars("run/tokens")) == 8 * 48
+    for role in ("input", "weight", "grad_output"):
+        values = np.array([run.series(f"{layer}:{role}", "sqnr_db")[1] for layer in (0, 2, 4)])
+        for stat, wanted in {"min": values.min(0), "median": np.median(values, 0), "max": values.max(0)}.items():
+            found = [(event.step, event.value) for event in read.Scalars(f"tensors/sqnr_db/{role}/{stat}")]
+            assert [step for step, _ in found] == [4, 8]
+            assert [value for _, value in found] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    (tmp_path / "narrowgauge.toml").write_text("[export]\nprometheus = true\n")
+    monkeypatch.setattr("narrowgauge.observe.export.names.find_spec", lambda package: None)
+    done = CliRunner().invoke(cli, [verb, "--config", "narrowgauge.toml", "--out", "out", "--", "train.py"])
+    assert isinstance(done.exception, UsageError)  # which `main` prints, and ends with 2
+    assert "pip install narrowgauge[prometheus]" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_settings_start_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.subprocess, "Popen", None)
+    with exporting(tmp_path, {"sites": ["lm_head"]}) as told:
+        pass
+    assert told == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def stand_in(monkeypatch, code):
+    """Start `code` in place of the process that exports."""
+    argv = [sys.executable, "-c", code]
+    start = module.subprocess.Popen
+    monkeypatch.setattr(module.subprocess, "Popen", lambda _, **options: start(argv, **options))
+
+
+def test_a_process_that_hangs_is_waited_for_and_no_longer(tmp_path, monkeypatch):
+    stand_in(monkeypatch, "import time; time.sleep(100)")
+    monkeypatch.setattr(module, "GRACE", 0.1)
+    began = time.monotonic()
+    with exporting(tmp_path, {"wandb": {}}, patience=0.2) as told:
+        assert told == []
+    assert time.monotonic() - began < 30
+    assert told == [f"export to Weights & Biases ended early (exit code -9); {tmp_path / 'export.log'} says why."]
+
+
+def test_a_process_that_dies_at_once_is_told(tmp_path, monkeypatch):
+    stand_in(monkeypatch, "raise SystemExit('no such thing')")
+    with exporting(tmp_path, {"tensorboard": {}, "mlflow": {}}) as told:
+        time.sleep(0.2)
+    assert told == [f"export to TensorBoard, MLflow ended early (exit code 1); {tmp_path / 'export.log'} says why."]
+    assert (tmp_path / "export.log").read_text() == "no such thing\n"
+
+
+def test_the_folder_may_vanish_with_the_run(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    stand_in(monkeypatch, f"import shutil, sys; sys.stdin.read(); shutil.rmtree({str(folder)!r})")
+    with exporting(folder, {"tensorboard": {}}) as told:
+        pass
+    assert len(told) == 1

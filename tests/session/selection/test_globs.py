@@ -1,0 +1,43 @@
+"""Globs on sites: what they select, and which of them selected nothing."""
+
+import pytest
+
+from narrowgauge.session.selection.globs import SiteGlobs
+
+
+@pytest.mark.parametrize(
+    ("globs", "selected"),
+    [
+        ({}, "a.0:input a.0:output b:input b:output"),
+        ({"sites": ["a"]}, "a.0:input a.0:output"),
+        ({"sites": ["*.0:input"]}, "a.0:input"),
+        ({"sites": ["*:input", "b:output"]}, "a.0:input b:input b:output"),
+        ({"sites": ["!a"]}, "b:input b:output"),
+        ({"sites": ["a", "!*:output"]}, "a.0:input"),
+        ({"skip": ["a.0:input", "b"]}, "a.0:output"),
+        ({"roles": ["output"]}, "a.0:output b:output"),
+        ({"sites": ["b"], "roles": ["output"]}, "b:output"),
+        ({"sites": ["c"]}, ""),
+    ],
+)
+def test_globs_select(globs, selected):
+    chosen = SiteGlobs("watch.sites", **globs)
+    found = [f"{m}:{r}" for m in ("a.0", "b") for r in ("input", "output") if chosen.selects(m, r)]
+    assert found == selected.split()
+    modules = {site.partition(":")[0] for site in selected.split()}
+    assert {m for m in ("a.0", "b") if chosen.reaches(m)} == modules
+
+
+def test_globs_that_matched_nothing_are_told_with_what_is_near():
+    globs = SiteGlobs("watch.sites", ["blocks.0.fc1", "blocks.*.fc3", "blocks.0.fc1:output", "!heda"], skip=["xyz"])
+    assert globs.unmatched() == []  # nobody asked
+    for name in ("blocks.0.fc1", "blocks.0.fc2", "head"):
+        globs.reaches(name)
+    globs.selects("blocks.0.fc1", "input")
+    assert globs.unmatched() == [
+        "watch.sites: 'blocks.*.fc3' matched nothing in this program; did you mean 'blocks.0.fc2'?",
+        "watch.sites: 'blocks.0.fc1:output' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', "
+        "'head'.",
+        "watch.sites: '!heda' matched nothing in this program; did you mean 'head'?",
+        "watch.sites: '!xyz' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
+    ]

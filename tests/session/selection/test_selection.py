@@ -1,0 +1,107 @@
+"""The `[watch]` table at work: what is selected is recorded, the rest costs nothing, what is not found is told."""
+
+import numpy as np
+import pytest
+from tests.session import programs
+from tests.session.test_attach import follow
+
+from narrowgauge.compute.nn import gemms
+from narrowgauge.metrics import OPERAND_COLUMNS
+from narrowgauge.session.selection.selection import Selection
+from narrowgauge.session.sites import plain_sites
+
+
+def rows(writer):
+    return {(step, site) for step, sites, _ in writer.tensors for site in sites}
+
+
+@pytest.mark.parametrize("convert", [{"recipe": "current"}, {"judge": "current"}])
+def test_only_selected_sites_are_recorded(tmp_path, convert):
+    watch = {"sites": ["0", "4", "!4:weight"], "roles": ["input", "weight"]}
+    session, writer = follow(tmp_path, programs.BASIC, every=4, watch=watch, **convert)
+    assert rows(writer) == {(step, site) for step in (4, 8) for site in ("0:input", "0:weight", "4:input")}
+    assert session.facts()["unmet"] == []
+
+
+def test_what_is_recorded_is_the_same_with_and_without_a_selection(tmp_path):
+    everything = follow(tmp_path, programs.BASIC, every=8, judge="current")[1]
+    selected = follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2"]})[1]
+    (_, sites, columns), (_, few, chosen) = everything.tensors[0], selected.tensors[0]
+    assert few == [site for site in sites if site.startswith("2:")]
+    for name in OPERAND_COLUMNS:
+        whole = np.asarray(columns[name])[[sites.index(site) for site in few]]
+        np.testing.assert_array_equal(whole, chosen[name])
+
+
+def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypatch):
+    looked = []
+    original = plain_sites._judged
+    monkeypatch.setattr(
+        plain_sites,
+        "_judged",
+        lambda state, role, *rest: looked.append(f"{state.name}:{role}") or original(state, role, *rest),
+    )
+    follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
+    assert looked == ["2:input"] * 2  # microbatches
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "recorded"),
+    [
+        ([], 3, {3, 6}),
+        ([[4, None]], 3, {6}),
+        ([[0, 4]], 3, {3}),
+        ([[5, 5]], 3, {5}),
+        ([[0, 3], [7, 7]], 3, {3, 7}),
+    ],
+)
+def test_steps_are_those_of_the_ranges_that_the_cadence_meets_and_those_named_alone(steps, every, recorded):
+    selection = Selection({"steps": steps}, every)
+    assert {step for step in range(1, 9) if selection.due(step)} == recorded
+
+
+def test_steps_in_a_program(tmp_path):
+    _, writer = follow(tmp_path, programs.BASIC, every=3, judge="current", watch={"steps": [[1, 3], [5, 5]]})
+    assert {step for step, _ in rows(writer)} == {3, 5}
+
+
+def test_only_selected_metrics_are_stored(tmp_path):
+    watch = {"metrics": ["amax", "*sqnr_db"]}
+    _, writer = follow(tmp_path, programs.BASIC, every=8, recipe="current", watch=watch)
+    stored = [set(columns) for _, _, columns in writer.tensors]
+    assert stored == [{"amax", "sqnr_db", "p5_row_sqnr_db", "p5_col_sqnr_db"}, {"amax", "gemm_sqnr_db"}]
+
+
+def test_a_metric_that_no_site_has_is_told(tmp_path):
+    watch = {"metrics": ["amax", "amax_ratio"]}
+    session, _ = follow(tmp_path, programs.BASIC, every=8, judge="current", watch=watch)
+    told = "watch.metrics: amax_ratio: no recorded site has it, or it was never a number."
+    assert session.facts()["unmet"] == [told]
+    assert told in session.facts()["notes"]
+
+
+def test_globs_that_match_nothing_are_told(tmp_path):
+    watch = {"sites": ["0", "fc9"], "skip": ["4:output"]}
+    session, _ = follow(tmp_path, programs.BASIC, every=8, judge="current", watch=watch)
+    assert session.facts()["unmet"] == ["watch.sites: 'fc9' matched nothing in this program; there is: '0', '2', '4'."]
+
+
+def test_steps_that_are_never_reached_are_told(tmp_path):
+    session, writer = follow(tmp_path, programs.BASIC, every=3, judge="current", watch={"steps": [[100, None]]})
+    assert rows(writer) == set()
+    assert session.facts()["unmet"] == [
+        "watch.steps: nothing was recorded; the program made 8 steps, and of these none is both selected and divided "
+        "by every = 3."
+    ]
+
+
+def test_a_result_of_a_converted_layer_that_is_not_selected_is_not_recomputed(tmp_path, monkeypatch):
+    checked = []
+    for name in ("sample_rows", "GemmSample"):
+        original = getattr(gemms, name)
+        monkeypatch.setattr(gemms, name, lambda *a, original=original, **k: checked.append(1) or original(*a, **k))
+    follow(tmp_path, programs.BASIC, every=1, recipe="current", watch={"roles": ["input"]})
+    assert checked == []
+    _, writer = follow(tmp_path, programs.BASIC, every=1, recipe="current", watch={"sites": ["2:output"]})
+    assert checked
+    assert {site for _, site in rows(writer)} == {"2:output"}

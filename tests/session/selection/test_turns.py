@@ -1,0 +1,43 @@
+"""Optimizers that take turns are all recorded, whatever the cadence meets."""
+
+import pytest
+
+from narrowgauge.session.selection.selection import Selection
+from narrowgauge.session.selection.turns import MOST
+
+
+def recorded(turns, every, steps=40, watch=None):
+    """The recorded steps of a program whose step n is made by the optimizers of `turns[n - 1]`, round and round."""
+    selection = Selection(watch or {}, every)
+    found = []
+    for step in range(1, steps + 1):
+        if selection.due(step):
+            found.append(step)
+        selection.turns.stepped(set(turns[(step - 1) % len(turns)]))
+    return found
+
+
+@pytest.mark.parametrize("turns", ["A", ["AB"], ["", "A"]])  # the last skips every other step
+def test_where_all_step_together_nothing_is_added(turns):
+    assert recorded(turns, 10) == [10, 20, 30, 40]
+
+
+def test_each_has_a_step_that_is_recorded_with_the_one_before_it():
+    assert recorded("CG", 10, 30) == [10, 11, 12, 20, 21, 22, 30]
+    assert recorded("CG", 5, 20) == [5, 6, 7, 10, 11, 12, 15, 16, 17, 20]
+    assert recorded("CCCG", 10, 20) == [10, 11, 12, 20]  # 12 is the generator's
+    assert recorded("CG", 1, 6) == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_that_is_silent_for_long_is_not_waited_for():
+    selection = Selection({}, 10)
+    found = []
+    for step in range(1, 41):
+        if selection.due(step):
+            found.append(step)
+        selection.turns.stepped({"A" if step < 8 else "B"})
+    assert found == [10, *range(11, 11 + MOST), 20, 30, 40]
+
+
+def test_a_range_of_steps_is_not_left():
+    assert recorded("CG", 10, watch={"steps": [[10, 11], [20, 20]]}) == [10, 11, 20]

@@ -1,0 +1,86 @@
+"""Evaluation losses are found wherever a program computes them, once each."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.steps.losses import EvalLosses, scalar_loss
+
+
+class Deaf:
+    """A listener that does not care."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def evals():
+    seams = Seams(Deaf(), Deaf(), Deaf(), Deaf())
+    found = EvalLosses()
+    found.watch(seams)
+    yield found
+    seams.close()
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (torch.tensor(2.0), 2.0),
+        ((torch.ones(3, 4), torch.tensor(2.0)), 2.0),
+        (SimpleNamespace(loss=torch.tensor(2.0), logits=torch.ones(3)), 2.0),
+        ({"loss": torch.tensor([2.0])}, 2.0),
+        ((torch.tensor(1.0), torch.tensor(2.0)), None),  # which of the two?
+        (torch.ones(3), None),
+        (torch.tensor(3), None),
+        ("text", None),
+        (None, None),
+    ],
+)
+def test_scalar_loss(output, expected):
+    found = scalar_loss(output)
+    assert (None if found is None else float(found)) == expected
+
+
+def test_functional_losses_without_grad_are_averaged(evals):
+    with torch.no_grad():
+        F.mse_loss(torch.tensor([1.0]), torch.tensor([0.0]))
+        nn.MSELoss()(torch.tensor([2.0]), torch.tensor([0.0]))
+    assert float(evals.take()) == pytest.approx((1 + 4) / 2)
+    assert evals.take() is None
+
+
+def test_losses_with_grad_or_without_a_scalar_do_not_count(evals):
+    F.mse_loss(torch.tensor([1.0], requires_grad=True), torch.tensor([0.0]))
+    with torch.no_grad():
+        F.mse_loss(torch.ones(3), torch.zeros(3), reduction="none")
+    assert evals.take() is None
+
+
+def test_what_the_model_returns_replaces_what_it_computed_inside(evals):
+    with torch.no_grad():
+        evals.model_begins()
+        F.mse_loss(torch.tensor([9.0]), torch.tensor([0.0]))
+        evals.model_ended({"loss": torch.tensor(5.0)})
+    assert float(evals.take()) == 5.0
+
+
+def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
+    with torch.no_grad():
+        evals.model_begins()
+        F.mse_loss(torch.tensor([3.0]), torch.tensor([0.0]))
+        evals.model_ended(torch.ones(4))
+    assert float(evals.take()) == 9.0
+
+
+def test_closing_the_seams_leaves_torch_as_it_was():
+    before = (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__)
+    seams = Seams(Deaf(), Deaf(), Deaf(), Deaf())
+    EvalLosses().watch(seams)
+    assert F.cross_entropy is not before[0]
+    seams.close()
+    assert (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__) == before

@@ -1,0 +1,87 @@
+"""The digests see every bit and the order, on any dtype."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.session.tensors import fingerprint
+from narrowgauge.session.tensors.fingerprint import chain, digest, stored, weights_hash
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_one_changed_element_changes_the_digest(dtype):
+    x = torch.zeros(5, 7, dtype=dtype)
+    y = x.clone()
+    y[3, 2] = 1
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+def test_the_compiled_walk_gives_what_the_passes_give(dtype, monkeypatch):
+    assert fingerprint.kernel() is not None
+    x = (100 * torch.randn(3, 101)).to(dtype)
+    passes = digest(x)
+    walked = []
+    monkeypatch.setattr(fingerprint, "LARGE", 1)
+    walk = fingerprint.kernel()
+    monkeypatch.setattr(fingerprint, "kernel", lambda: lambda *args: walked.append(args) or walk(*args))
+    assert digest(x) == passes
+    assert digest(x.T) == digest(x.T.contiguous()) != passes
+    assert len(walked) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("piece", [7, 20, 60])
+def test_in_pieces_it_is_the_same(dtype, piece, monkeypatch):
+    x = (100 * torch.randn(6, 10)).to(dtype)
+    whole = digest(x)
+    monkeypatch.setattr(fingerprint, "PIECE", piece)
+    assert digest(x) == whole
+
+
+@given(st.permutations(list(range(6))))
+def test_order_matters(order):
+    x = torch.tensor([3, 1, 4, 1, 5, 9])
+    moved = x[torch.tensor(order)]
+    assert (digest(x) == digest(moved)) == bool((x == moved).all())
+
+
+def test_strides_do_not_matter_but_values_do():
+    x = torch.randn(4, 6)
+    assert digest(x.T.contiguous().T) == digest(x)
+    assert digest(torch.complex(x, x)) != digest(torch.complex(x, -x))
+
+
+def test_the_chain_depends_on_every_tensor_and_their_order():
+    a, b = torch.arange(4), torch.arange(4, 8)
+    assert chain([a, b]) != chain([b, a])
+    assert chain([b], chain([a])) == chain([a, b])
+    assert chain([]) is None
+
+
+def test_a_stored_digest_is_exact_in_float64():
+    chained = chain([torch.randint(2**40, (100,))])
+    assert int(stored(chained)) == int(chained) & ((1 << 52) - 1)
+
+
+def test_weights_hash_sees_names_shapes_and_values():
+    x = torch.randn(3, 4)
+    known = weights_hash([("a", x)])
+    assert known == weights_hash([("a", x.clone())])
+    assert known != weights_hash([("b", x)])
+    assert known != weights_hash([("a", x.view(4, 3))])
+    assert known != weights_hash([("a", x + 1e-7)])
+
+
+@pytest.mark.parametrize("extra", [None, b"state", {"amax": torch.ones(2)}])
+def test_an_extra_state_that_is_no_tensor_counts_by_its_name(extra):
+    class Layer(torch.nn.Linear):
+        def get_extra_state(self):
+            return extra
+
+    layer = Layer(4, 4)
+    named = weights_hash(layer.state_dict().items())
+    assert named == weights_hash(layer.state_dict().items())
+    assert named != weights_hash((n, x) for n, x in layer.state_dict().items() if n != "_extra_state")

@@ -1,0 +1,114 @@
+"""Norms over sharded tensors: each rank's part, weighed by how many hold the same, without a collective."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.session.inline import followed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from narrowgauge.session.tensors.norms import Parts, named, of_norm
+
+
+@pytest.fixture
+def mesh():
+    """This process is rank 0 of four, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    dist.destroy_process_group()
+
+
+def part(local, mesh, *placements):
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def test_plain_tensors_are_whole():
+    x, y = torch.randn(5, 7), torch.randn(3, dtype=torch.bfloat16)
+    found = Parts([x, y]).squares()
+    assert not found.partial
+    assert float(found.total) == pytest.approx(float(x.double().square().sum() + y.double().square().sum()), rel=1e-6)
+    assert list(named("grad", found)) == ["grad_norm"]
+
+
+def test_sparse_and_empty_tensors_are_left_out():
+    assert Parts([torch.ones(3).to_sparse(), torch.ones(0)]).squares() is None
+    assert float(Parts([torch.ones(3).to_sparse(), torch.ones(2)]).squares().total) == pytest.approx(2.0)
+
+
+def test_a_rank_s_part_counts_once_among_all_that_hold_it(mesh):
+    x = torch.randn(6, 4)
+    found = Parts([part(x, mesh, Replicate(), Shard(0))]).squares()  # two ranks hold this half
+    assert found.partial
+    assert float(found.total) == pytest.approx(float(x.double().square().sum()) / 2, rel=1e-6)
+    assert list(named("grad", found)) == ["grad_square_local"]
+
+
+def test_what_every_rank_holds_is_whole(mesh):
+    x = torch.randn(6, 4)
+    found = Parts([part(x, mesh, Replicate(), Replicate())]).squares()
+    assert (found.partial, float(found.total)) == (False, pytest.approx(float(x.double().square().sum()), rel=1e-6))
+
+
+def test_the_ranks_parts_sum_to_the_whole_beside_plain_tensors(mesh):
+    whole, bias = torch.randn(8, 4), torch.randn(4)
+    parts = [
+        Parts([part(shard, mesh, Shard(0), Shard(0)), bias]).squares().total
+        for shard in whole.chunk(4)  # as each of the four ranks would see it
+    ]
+    assert float(sum(parts)) == pytest.approx(float(whole.double().square().sum() + bias.double().square().sum()))
+
+
+def test_what_lies_on_a_smaller_mesh_is_the_same_on_the_ranks_beside_it(mesh):
+    whole, head = torch.randn(8, 4), torch.randn(4, 4)
+    parts = []
+    for rank, shard in enumerate(whole.chunk(4)):  # the head is sharded along the first dimension alone
+        mine = part(head.chunk(2)[rank // 2], mesh["copies"], Shard(0))
+        parts.append(Parts([part(shard, mesh, Shard(0), Shard(0)), mine]).squares().total)
+    assert float(sum(parts)) == pytest.approx(float(whole.double().square().sum() + head.double().square().sum()))
+
+
+def test_summands_say_nothing(mesh):
+    assert Parts([part(torch.ones(2, 2), mesh, Replicate(), Partial())]).squares() is None
+
+
+def test_a_flat_parameter_s_piece_is_a_part():
+    x = nn.Parameter(torch.ones(4))
+    x._fsdp_flattened = True  # as torch.distributed.fsdp marks the pieces that it gives to an optimizer
+    assert Parts([x]).squares().partial
+    assert Parts([torch.ones(4)], [x]).squares().partial
+
+
+def test_the_norm_of_a_clip_that_is_not_reduced_yet_is_this_rank_s_part(mesh):
+    found = of_norm(part(torch.tensor(6.0), mesh, Replicate(), _NormPartial(2)))
+    assert (found.partial, float(found.total)) == (True, 36.0 / 2)
+    found = of_norm(part(torch.tensor(6.0), mesh, Replicate(), Replicate()))
+    assert (found.partial, float(found.total)) == (False, 36.0)
+    assert of_norm(torch.tensor(3.0)) == (torch.tensor(9.0, dtype=torch.float64), False)
+
+
+def test_sharded_weights_train_and_leave_local_squares_without_a_collective(mesh, tmp_path, monkeypatch):
+    model = nn.Linear(8, 8, bias=False)
+    with followed(tmp_path, every=1) as (session, writer):
+        weight = distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)])
+        model.weight = nn.Parameter(weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = part(torch.ones(4, 8), mesh, Replicate(), Replicate())
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        before, gradient = weight.to_local().clone(), model.weight.grad.to_local().clone()
+        with CommDebugMode() as collectives:
+            optimizer.step()
+    assert collectives.get_total_counts() == 0
+    assert session.hearing.notes == []
+    squares = {name: float(t.double().square().sum()) for name, t in (("grad", gradient), ("param", before))}
+    for name, value in squares.items():
+        assert writer.column(f"{name}_square_local") == pytest.approx({1: value}, rel=1e-6)
+    assert writer.column("update_square_local") == pytest.approx({1: squares["grad"] / 4}, rel=1e-5)
+    assert not {"grad_norm", "param_norm", "update_ratio"} & set(writer.scalars[1])
+    assert math.isfinite(writer.scalars[1]["peak_memory_bytes"])
