@@ -3,13 +3,13 @@
 import importlib
 
 from narrowgauge.compute.nn.tracing import revision
-from narrowgauge.compute.nn.tracing.in_graph import RECODED, Traced
+from narrowgauge.compute.nn.tracing.in_graph import REMADE, Traced
 from narrowgauge.compute.recipes import by_name
 
 
 def test_other_code_has_another_number_and_graphs_are_told(tmp_path, monkeypatch):
     before = revision.REVISION
-    assert Traced.of(by_name("blockwise"), RECODED).whole[-1] == before
+    assert Traced.of(by_name("blockwise"), REMADE).whole[-1] == before
     changed = tmp_path / "changed.py"
     paths = list(revision._TRACED)
     assert all(path.exists() for path in paths)

@@ -11,8 +11,10 @@ The compiler does what it does best (`in_graph`): the amax of a tensor is made w
 for wgrad may be left to it. It then decides whether to keep x, or to make it once more from what is kept anyway.
 
     CODES      saved: codes of x, one byte per element; both copies came from one read      the fastest
-    RECODED    saved: what the compiler chooses; it makes x and its codes once more          the least memory
-    REMADE     the same, but codes of lines of x are made by a kernel, for which x is written once more
+    REMADE     saved: what the compiler chooses; x is made once more, and its codes          the least memory
+
+Codes under one scale the graph makes where it makes x. Where every line has a scale, a graph would make x twice, for
+the amaxes and for the codes; so there it writes x, and `turned_codes` reads it.
 
 w is quantized again for dgrad, which costs one more read of it and saves a byte per parameter from forward to backward.
 Where a step has several microbatches, both copies are kept anyway (`kept_weight`).
@@ -41,7 +43,7 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import switched_forward
 from narrowgauge.compute.nn.tracing.capture import capturing
 from narrowgauge.compute.nn.tracing.handle import layer_of
-from narrowgauge.compute.nn.tracing.in_graph import CODES, REMADE, Traced, amax_of, codes_of, inv_scale_of, recoded
+from narrowgauge.compute.nn.tracing.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of, remade
 from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 from narrowgauge.compute.nn.tracing.revision import REVISION
 from narrowgauge.compute.quant import QTensor
@@ -256,13 +258,8 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if high and needs[1]:
         x, known = high
         x_MK = x.reshape(-1, x.shape[-1])
-        if ctx.traced.saves == REMADE:
-            # x itself, by an operation that the compiler can merge with what makes x, and does not see through: what an
-            # operator reads it would rather keep, and a copy it would leave out.
-            same = torch.copysign(x_MK.detach(), x_MK.detach())
-            codes, scale = turned_codes(same, handle, *ctx.traced.numbers)
-        elif ctx.traced.by_lines:
-            codes, scale = recoded(x_MK, ctx.traced)
+        if ctx.traced.by_lines:
+            codes, scale = turned_codes(remade(x_MK), handle, *ctx.traced.numbers)
         else:
             inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
             codes = codes_of(x_MK, inv_scale, ctx.traced).t().contiguous()

@@ -17,7 +17,7 @@ from narrowgauge.compute.nn.parallel.placements import holders, is_distributed, 
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.nn.tracing.handle import new_handle
-from narrowgauge.compute.nn.tracing.in_graph import RECODED, Traced
+from narrowgauge.compute.nn.tracing.in_graph import REMADE, Traced
 from narrowgauge.compute.recipes import Recipe
 
 LAYERS_IN_TURN = 16  # of so many layers one shows a result in a step, where kernels watch the operands
@@ -59,12 +59,12 @@ class LayerState:
     keeps_high: bool = field(init=False)  # whether a product or an operand does: then it runs by `switched`
 
     def __post_init__(self) -> None:
-        self.save(RECODED)
+        self.save(REMADE)
         self.keeps_high = self.recipe.keeps_high
         self.handle = new_handle(self)
 
     def save(self, what: int) -> None:
-        """Choose what a compiled forward saves of its input: CODES or RECODED."""
+        """Choose what a compiled forward saves of its input: CODES or REMADE."""
         self.traced = Traced.of(self.recipe, what)
 
     def move(self, device: torch.device) -> None:

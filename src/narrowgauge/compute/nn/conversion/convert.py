@@ -30,7 +30,7 @@ from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.resume_warnings import steps_taken, warn_fresh_after
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.nn.scaling.state_io import restore_to, take_pending
-from narrowgauge.compute.nn.tracing.in_graph import CODES, RECODED
+from narrowgauge.compute.nn.tracing.in_graph import CODES, REMADE
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
 
@@ -106,7 +106,7 @@ def convert(
     plans = make_plans(request, layers, slow)
     if not any(plan.recipe for plan in plans):
         raise nothing_to_convert(model, plans)
-    rows = _adopt(model, plans, CODES if save_codes else RECODED, reduce_amax)
+    rows = _adopt(model, plans, CODES if save_codes else REMADE, reduce_amax)
     backends = {plan.recipe.name: plan for plan in reversed(plans) if plan.recipe}
     report = ConversionReport(
         model=type(model).__name__,

@@ -2,8 +2,8 @@
 
     amax        of x and of dy, where they are made: one read less
     inv_scale   from that amax                                           of one number, or of one per granule
-    codes       of x for wgrad, where they are left to the graph
-    recoded     the same, with the amaxes and scales of lines of x: columns, or 128 rows of a column
+    codes       of x for wgrad, where they are left to the graph         under one scale
+    remade      x itself, where lines of it have scales of their own     for a kernel that finds and uses them
 
 All exact. A compiler keeps float32 between operations that it merges, where ordinary ones would have rounded to the
 tensor's dtype; so x is taken by its bits. Its division may be an approximation; in float64, rounded to float32, it is
@@ -25,7 +25,7 @@ from narrowgauge.compute.quant.scaling import FLOAT32_MAX, FLOAT32_TINY
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.formats import E4M3FN, E5M2
 
-CODES, RECODED, REMADE = 0, 1, 2
+CODES, REMADE = 0, 1
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -34,7 +34,7 @@ class Traced:
     """What a graph knows of a layer's recipe, in numbers that an operator takes.
 
     Args:
-        whole: what is saved of the input (CODES, RECODED, REMADE); is its scale its own, which dtype, a power of two;
+        whole: what is saved of the input (CODES, REMADE); is its scale its own, which dtype, a power of two;
             rows and columns of its granule, 0 for all; which code this is.
         real: what an amax is scaled to, and the least amax.
     """
@@ -48,7 +48,7 @@ class Traced:
         rule = recipe.uses("input")[1]
         per_tensor = rule.granularity == PerTensor()
         granules, formats = (PerTensor(), PerRow(), BLOCK_1x128), (E4M3FN, E5M2)
-        recodes = rule.scaling.e8m0 is None and rule.granularity in granules and rule.fmt in formats
+        again = rule.scaling.e8m0 is None and rule.granularity in granules and rule.fmt in formats
         match rule.granularity:
             case Block(rows, cols):
                 grain = [rows, cols]
@@ -57,10 +57,8 @@ class Traced:
             case _:
                 grain = [0, 0]
         own_scale = per_tensor and recipe.state == "none"
-        if saves == REMADE and per_tensor:  # whose codes take no second look at x
-            saves = RECODED
         kinds = [own_scale, _DTYPES.index(torch_dtype(rule.fmt)), rule.scaling.power_of_two]
-        whole = [saves if recodes else CODES, *(int(kind) for kind in kinds), *grain, REVISION]
+        whole = [saves if again else CODES, *(int(kind) for kind in kinds), *grain, REVISION]
         return cls(whole, [rule.fmt.max * 2.0**-rule.margin, rule.scaling.amax_floor])
 
     @property
@@ -125,30 +123,13 @@ def codes_of(x: Tensor, inv_scale: Tensor, traced: Traced) -> Tensor:
     return (_rounded(x.detach()) * inv_scale).clamp(-largest, largest).to(traced.dtype)
 
 
-def recoded(x_MK: Tensor, traced: Traced) -> tuple[Tensor, Tensor]:
-    """Codes [K, M] of x transposed, and their scales in a row: [K], or those of 128 rows of every column, [M/128 K].
+def remade(x_MK: Tensor) -> Tensor:
+    """x itself, by an operation that a compiler can merge with what makes x, and does not see through.
 
-    The same numbers as `quantize` gives for x transposed.
+    Of a copy it would make nothing, and what a kernel reads as it is it would rather keep from forward to backward.
     """
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    M, K = x_MK.shape
-    if block := traced.whole[5]:
-        runs = -(-M // block)
-        if not (isinstance(M, int) and M % block == 0):  # whether a length divides would be a reason to compile anew
-            x_MK = F.pad(x_MK.detach(), (0, 0, 0, -M % block))  # zeros change no amax
-        x = x_MK.reshape(runs, block, K)
-        amax = _magnitudes(x).amax(1, keepdim=True)
-    else:
-        x = x_MK
-        magnitudes = _magnitudes(x)
-        if not guard_or_false(M > 0):  # nothing has no maximum
-            magnitudes = F.pad(magnitudes, (0, 0, 0, 1))
-        amax = magnitudes.amax(0, keepdim=True)
-    amax = amax.view(x.dtype).float()
-    inv_scale = inv_scale_of(amax, traced)
-    scale = torch.where(amax < torch.inf, (1.0 / inv_scale.double()).float(), torch.nan)
-    return codes_of(x, inv_scale, traced).reshape(-1, K)[:M].t().contiguous(), scale.reshape(-1)
+    x_MK = x_MK.detach()
+    return torch.copysign(x_MK, x_MK)
 
 
 def _magnitudes(x: Tensor) -> Tensor:

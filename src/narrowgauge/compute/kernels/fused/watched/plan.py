@@ -21,7 +21,6 @@ from narrowgauge.metrics.bins import RANGE_BLOCK
 SEGMENT = 128  # columns of a tile
 EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
 LARGE = 1 << 22  # elements from which on a share is enough
-ERROR_LINES = 128  # compared rows of a program, at most
 RUN = 8  # words summed by one thread before anything else
 RECOUNTED = 16  # rows looked at together where something is rare
 REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
@@ -39,19 +38,21 @@ def pieces(n: int, size: int) -> int:
 class Walk:
     """The way of a program that casts: over `steps` tiles of `rows` x SEGMENT, one below or one beside the other.
 
-    A tensor that would have fewer than `enough` programs gets more of them, with half of the steps or less.
+    A tensor that would have fewer than `enough` programs gets more of them, with half of the steps or less. A program
+    that looks at errors takes `compared` rows, or half of that.
     """
 
     rows: int
     steps: int
     down: bool
     enough: int = 0
+    compared: int = 128
 
 
 TENSOR = Walk(32, 16, down=True, enough=2048)  # one scale for all
 TILES = Walk(128, 1, down=True)  # a tile is a block; a program of several keeps more than its registers hold
 PLAIN_TILES = Walk(128, 4, down=True, enough=1536)  # but where only plain codes are made, or none
-SQUARES = Walk(128, 2, down=True, enough=1024)
+SQUARES = Walk(128, 2, down=True, enough=1024, compared=32)  # in a launch of their own, which needs more programs
 LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
 
 
@@ -107,7 +108,8 @@ class Plan:
     @cached_property
     def error_lines(self) -> int:
         """Rows of a program that looks at errors."""
-        return ERROR_LINES if self.lines > ERROR_LINES // 2 else ERROR_LINES // 2
+        most = self.walk.compared
+        return most if self.lines > most // 2 else most // 2
 
     @cached_property
     def bands(self) -> int:
