@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from tests.compute.nn.layers import Seen, assert_same, calc_diff, train_on
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -129,6 +131,26 @@ def test_a_format_that_is_not_left_to_the_graph_trains_all_the_same(recipe, fmt)
         call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
         call(x).square().sum().backward()
     assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+
+
+def test_the_compiler_is_told_what_room_a_product_takes():
+    model = blocks("blockwise")
+    graphs = []
+
+    def backend(graph, example_inputs):
+        def keep(traced, _):
+            graphs.append(traced)
+            return make_boxed_func(traced.forward)
+
+        return aot_autograd(fw_compiler=keep)(graph, example_inputs)
+
+    x = torch.randn(256, 128, requires_grad=True)
+    torch.compile(model, backend=backend)(x).sum().backward()
+    products = [node for node in graphs[-1].graph.nodes if "linear_backward" in str(node.target)]
+    rooms = [node.args[10].meta["val"] for node in products]
+    # of dgrad: codes of dy [M, N] and of w [N, K], a byte each
+    assert [room.numel() for room in rooms] == [128 * (256 + 256), 256 * (256 + 128)]
+    assert all(room.untyped_storage().nbytes() == 1 for room in rooms)
 
 
 def test_convert_chooses_what_is_saved():

@@ -157,18 +157,24 @@ def _(
 
 
 @operator
-def turned_codes(x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float]) -> tuple[Tensor, Tensor]:
-    """Codes [K, M] of x transposed, as wgrad wants them, and their scales in a row."""
+def turned_codes(
+    x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float], needed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [K, M] of x transposed, as wgrad wants them, their scales in a row, and room [needed] uint8.
+
+    The room is one byte long. It tells the compiler how many bytes `linear_backward`, which is given it, takes and
+    gives back while it runs. Not knowing them, a plan would keep free memory for a later x through just these moments.
+    """
     state: LayerState = layer_of(handle)
     with without_autocast(x_MK.device.type):
         found = state.backend.quantize_both(x_MK, None, state.recipe.uses("input")[1], shared=False)[1]
     assert found is not None  # asked for
-    return found.codes.contiguous(), _flat(found.scale)
+    return found.codes.contiguous(), _flat(found.scale), _room(x_MK, needed)
 
 
 @shapes_of(turned_codes)
-def _(x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float]) -> tuple[Tensor, Tensor]:
-    return _codes_like(x_MK, x_MK.shape, Traced(whole, real))
+def _(x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float], needed: int) -> tuple[Tensor, Tensor, Tensor]:
+    return *_codes_like(x_MK, x_MK.shape, Traced(whole, real)), _room(x_MK, needed)
 
 
 @operator
@@ -183,11 +189,15 @@ def linear_backward(
     codes_xT: Tensor,
     scale_xT: Tensor,
     mark: Tensor,
+    room: Tensor | None,
     handle: Tensor,
     dtype: torch.dtype,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dw and db, each empty if not among `needs`; `mark` is what the forward pass gave for scales."""
+    """dx, dw and db, each empty if not among `needs`; `mark` is what the forward pass gave for scales.
+
+    Nothing is done with `room`.
+    """
     state: LayerState = layer_of(handle)
     call = Call.begin(state, dtype, "write", capturing(dy))
     again = Call(state, dtype, "again", False, call.turn, None)
@@ -229,6 +239,7 @@ def _(
     codes_xT: Tensor,
     scale_xT: Tensor,
     mark: Tensor,
+    room: Tensor | None,
     handle: Tensor,
     dtype: torch.dtype,
     needs: list[bool],
@@ -253,20 +264,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
 
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     weight, amax_w, codes, mark, handle, *high = ctx.saved_tensors
-    scale = mark
+    scale, room = mark, None
     needs = [bool(ctx.needs_input_grad[i]) for i in (0, 2, 3)]
     if high and needs[1]:
         x, known = high
         x_MK = x.reshape(-1, x.shape[-1])
         if ctx.traced.by_lines:
-            codes, scale = turned_codes(remade(x_MK), handle, *ctx.traced.numbers)
+            needed = weight.shape[0] * (x_MK.shape[0] + weight.shape[1])  # codes of dy and of w, of which dgrad is made
+            codes, scale, room = turned_codes(remade(x_MK), handle, *ctx.traced.numbers, needed)
         else:
             inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
             codes = codes_of(x_MK, inv_scale, ctx.traced).t().contiguous()
     amax = amax_of(dy) if ctx.traced.own_scale else None
     weights = (weight, amax_w, ctx.bias_dtype)
     found = linear_backward(
-        dy, amax, ctx.x_like, ctx.x_dtype, *weights, codes, scale, mark, handle, ctx.dtype, needs
+        dy, amax, ctx.x_like, ctx.x_dtype, *weights, codes, scale, mark, room, handle, ctx.dtype, needs
     )  # fmt: skip
     dx, dw, db = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return dx, None, dw, db, *5 * (None,)
@@ -298,6 +310,10 @@ def _codes_like(x: Tensor, rows_and_columns: tuple[int, ...], traced: Traced) ->
     shape = traced.granularity.scale_shape((K, M))
     scale = x.new_empty(math.prod(shape) if shape else (), dtype=torch.float32)
     return x.new_empty((K, M), dtype=traced.dtype), scale
+
+
+def _room(like: Tensor, size: int) -> Tensor:
+    return like.new_empty(1, dtype=torch.uint8).expand(size)
 
 
 def _flat(scale: Tensor) -> Tensor:

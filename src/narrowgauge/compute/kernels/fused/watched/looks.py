@@ -21,7 +21,16 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.watched import packing
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
-from narrowgauge.compute.kernels.fused.watched.plan import LINES, PLAIN_TILES, SQUARES, TENSOR, TILES, Plan, pieces
+from narrowgauge.compute.kernels.fused.watched.plan import (
+    LINES,
+    PLAIN_SQUARES,
+    PLAIN_TILES,
+    SQUARES,
+    TENSOR,
+    TILES,
+    Plan,
+    pieces,
+)
 from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, ERRORS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
@@ -30,7 +39,7 @@ from narrowgauge.metrics import MOMENTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WALKS = {PerTensor(): TENSOR, PerRow(): LINES, BLOCK_1x128: TILES, BLOCK_128x128: SQUARES}  # by granularity
-PLAIN_WALKS = {**WALKS, BLOCK_1x128: PLAIN_TILES}  # without turned codes
+PLAIN_WALKS = {**WALKS, BLOCK_1x128: PLAIN_TILES, BLOCK_128x128: PLAIN_SQUARES}  # without turned codes
 CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
