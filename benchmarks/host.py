@@ -3,6 +3,8 @@
     launch        a kernel's: inspected by Triton each time, or looked up
     dispatch      of an operator that does nothing: with a derivative, or without
     forward, backward    a layer's operators, all of their Python, with kernels and products that do nothing
+    x again              where every line has a scale, the operator between the two that casts x once more
+    watched              the same while every operand is counted, and a step of one layer is begun and ended
 
 What a GPU's driver adds, some microseconds per launch, is not in here. CPU time of the thread, the least of some
 rounds: other work on the machine does not count.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,12 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.compute.kernels.fused import blocks, launch, rows, tensorwise
 from narrowgauge.compute.kernels.fused.backend import Fused
+from narrowgauge.compute.kernels.fused.watched import blocks as counting_blocks
+from narrowgauge.compute.kernels.fused.watched import rows as counting_rows
+from narrowgauge.compute.kernels.fused.watched import square_errors as counting_errors
+from narrowgauge.compute.kernels.fused.watched import tensorwise as counting_tensorwise
+from narrowgauge.compute.kernels.fused.watched.looks import Looks
+from narrowgauge.compute.nn import set_observer
 from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 
 SIDE, ROUNDS, CALLS = 256, 7, 1000
@@ -84,9 +93,37 @@ def pretend_gpu() -> None:
     )
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda device: 0
-    launch.INTERPRETED = False
-    for module in (launch, blocks, rows, tensorwise):
+    counting = (counting_blocks, counting_rows, counting_tensorwise)
+    for module in (launch, blocks, rows, tensorwise, *counting):
         module.Launch = Idle  # type: ignore[misc]
+    for module in (launch, counting_errors):
+        module.INTERPRETED = False  # type: ignore[misc]
+
+
+class Counting:
+    """An observer whose looks nobody ever packs."""
+
+    def __init__(self) -> None:
+        self.looks, self.turn = Looks(torch.device("cpu")), 0
+
+    def wants(self, module: str) -> bool:
+        """Always."""
+        return True
+
+    def look(self, module: str, role: str, x: Tensor, rule: Any, turned: bool) -> Any:
+        """Room for what a kernel counts."""
+        return self.looks.open(f"{module}:{role}", x, rule, self.turn, turned)
+
+    def next_step(self) -> None:
+        """What lies between two steps."""
+        self.looks.clear()
+        self.turn += 1
+
+    def operand(self, *args: Any, **options: Any) -> None:
+        """Nothing: kernels have counted."""
+
+    def result(self, *args: Any) -> None:
+        """Nothing: results are not this benchmark's subject."""
 
 
 def launches() -> list[dict[str, Any]]:
@@ -149,15 +186,33 @@ def layers(recipe: str) -> list[dict[str, Any]]:
         scale = torch.ones(math.prod(granules)) if granules else mark  # where the graph makes them
         if not codes.numel():
             codes = torch.zeros(SIDE, SIDE, dtype=torch.float8_e4m3fn)
-        saved = ([SIDE, SIDE], torch.bfloat16, weight, amax_w, None, codes, scale, mark, state.handle, torch.bfloat16)
-        needs = [True, True, False]
-        return [
-            {"what": f"{recipe}, forward", "us": microseconds(lambda: forward(x, amax, weight, None, *numbers))},
-            {
-                "what": f"{recipe}, backward",
-                "us": microseconds(lambda: backward(x, amax, *saved, needs)),
-            },
+        saved = ([SIDE, SIDE], torch.bfloat16, weight, amax_w, None, codes, scale, mark, None)
+        rest = (state.handle, torch.bfloat16, [True, True, False])
+
+        def there() -> object:
+            return forward(x, amax, weight, None, *numbers)
+
+        def back() -> object:
+            return backward(x, amax, *saved, *rest)
+
+        found = [
+            {"what": f"{recipe}, forward", "us": microseconds(there)},
+            {"what": f"{recipe}, backward", "us": microseconds(back)},
         ]
+        if traced.by_lines:
+            again = torch.ops.narrowgauge.turned_codes.default
+            call = partial(again, x, state.handle, *traced.numbers, SIDE)
+            found.append({"what": f"{recipe}, x again", "us": microseconds(call)})
+        counting = Counting()
+        set_observer(model, counting)  # type: ignore[arg-type]
+
+        def step() -> None:
+            there()
+            back()
+            counting.next_step()
+
+        found.append({"what": f"{recipe}, both, watched", "us": microseconds(step)})
+        return found
 
 
 def main() -> None:

@@ -127,11 +127,11 @@ class Session:
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
 
     def _copies(self, site: str) -> int | None:
-        first = self.plain.copies.get(site)
+        first = self.plain.shown.copies.get(site)
         return first if first is not None else self.roots.copies(site)
 
     def _mesh(self, site: str) -> int | None:
-        return self.plain.meshes.get(site, self.roots.mesh(site))
+        return self.plain.shown.meshes.get(site, self.roots.mesh(site))
 
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""

@@ -8,7 +8,7 @@ from tests.session.test_attach import follow
 from narrowgauge.compute.nn import gemms
 from narrowgauge.metrics import OPERAND_COLUMNS
 from narrowgauge.session.selection.selection import Selection
-from narrowgauge.session.sites import plain_sites
+from narrowgauge.session.sites import showing
 
 
 def rows(writer):
@@ -35,9 +35,9 @@ def test_what_is_recorded_is_the_same_with_and_without_a_selection(tmp_path):
 
 def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypatch):
     looked = []
-    original = plain_sites._judged
+    original = showing._judged
     monkeypatch.setattr(
-        plain_sites,
+        showing,
         "_judged",
         lambda state, role, *rest: looked.append(f"{state.name}:{role}") or original(state, role, *rest),
     )

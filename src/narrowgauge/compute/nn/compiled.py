@@ -46,6 +46,7 @@ from narrowgauge.compute.nn.tracing.handle import layer_of
 from narrowgauge.compute.nn.tracing.in_graph import CODES, Traced, amax_of, codes_of, inv_scale_of, remade
 from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
 from narrowgauge.compute.nn.tracing.revision import REVISION
+from narrowgauge.compute.nn.turned_codes import codes_like, flat, turned_codes, unflat
 from narrowgauge.compute.quant import QTensor
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def linear_forward(
         y_MN = gemms.fprop(call, q_x.plain, q_w.plain, bias, (x_MK, weight))
     if grad:
         if q_x.turned is not None:
-            codes, scale = q_x.turned.codes.contiguous(), _flat(q_x.turned.scale)
+            codes, scale = q_x.turned.codes.contiguous(), flat(q_x.turned.scale)
         elif by_lines:
             scale = x.new_empty(1, dtype=torch.int32)  # read by nobody; as float32 it might be NaN
         else:
@@ -152,29 +153,8 @@ def _(
         known = traced.own_scale or traced.by_lines
         inv_scale = x.new_empty(0) if known else x.new_empty(one, dtype=torch.float32)
         return y, nothing, scale, inv_scale, amax_w
-    codes, scale = _codes_like(x, (math.prod(x.shape[:-1]), x.shape[-1]), traced)
+    codes, scale = codes_like(x, (math.prod(x.shape[:-1]), x.shape[-1]), traced)
     return y, codes, scale, x.new_empty(0), amax_w
-
-
-@operator
-def turned_codes(
-    x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float], needed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [K, M] of x transposed, as wgrad wants them, their scales in a row, and room [needed] uint8.
-
-    The room is one byte long. It tells the compiler how many bytes `linear_backward`, which is given it, takes and
-    gives back while it runs. Not knowing them, a plan would keep free memory for a later x through just these moments.
-    """
-    state: LayerState = layer_of(handle)
-    with without_autocast(x_MK.device.type):
-        found = state.backend.quantize_both(x_MK, None, state.recipe.uses("input")[1], shared=False)[1]
-    assert found is not None  # asked for
-    return found.codes.contiguous(), _flat(found.scale), _room(x_MK, needed)
-
-
-@shapes_of(turned_codes)
-def _(x_MK: Tensor, handle: Tensor, whole: list[int], real: list[float], needed: int) -> tuple[Tensor, Tensor, Tensor]:
-    return *_codes_like(x_MK, x_MK.shape, Traced(whole, real)), _room(x_MK, needed)
 
 
 @operator
@@ -217,7 +197,7 @@ def linear_backward(
         if q_dyT is not None:
             rule = state.recipe.uses("input")[1]
             shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))
-            q_xT = QTensor.unchecked(codes_xT, _unflat(scale_xT, shape), rule.fmt, rule.granularity)
+            q_xT = QTensor.unchecked(codes_xT, unflat(scale_xT, shape), rule.fmt, rule.granularity)
             dw = gemms.wgrad(call, q_dyT, q_xT, weight.dtype, dy_MN, samples)
         if needs_db and bias_dtype is not None:
             db = gemms.bias_gradient(dy_MN, bias_dtype)
@@ -302,24 +282,3 @@ def _keep_samples(call: Call, mark: Tensor, samples: Samples) -> None:
         del kept[turn, address]
     if samples is not None:
         kept[call.turn, mark.data_ptr()] = samples
-
-
-def _codes_like(x: Tensor, rows_and_columns: tuple[int, ...], traced: Traced) -> tuple[Tensor, Tensor]:
-    """What stands for codes of x transposed and their scales where there are no numbers."""
-    M, K = rows_and_columns
-    shape = traced.granularity.scale_shape((K, M))
-    scale = x.new_empty(math.prod(shape) if shape else (), dtype=torch.float32)
-    return x.new_empty((K, M), dtype=traced.dtype), scale
-
-
-def _room(like: Tensor, size: int) -> Tensor:
-    return like.new_empty(1, dtype=torch.uint8).expand(size)
-
-
-def _flat(scale: Tensor) -> Tensor:
-    """All scales in a row, in the order that block scales have in memory: no copy where a kernel of ours made them."""
-    return scale.t().reshape(-1) if scale.dim() == 2 else scale
-
-
-def _unflat(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return flat.view(shape[::-1]).t() if len(shape) == 2 else flat

@@ -290,7 +290,7 @@ class Roots:
             "models": self._taken,
             "parameters": self._parameters,
             "device": self._device,
-            "baseline_dtype": self._plain.dtype or self._linear_dtype or "no nn.Linear ran",
+            "baseline_dtype": self._plain.shown.dtype or self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             "conversion": rows,
             **({"switched": self._switched} if self._switched else {}),

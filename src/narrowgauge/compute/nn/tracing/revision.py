@@ -11,7 +11,10 @@ import zlib
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_TRACED = (_HERE / "in_graph.py", _HERE / "operator.py", _HERE.parent / "compiled.py", _HERE.parent / "switched.py")
+_TRACED = (
+    *(_HERE / name for name in ("in_graph.py", "operator.py")),
+    *(_HERE.parent / name for name in ("compiled.py", "switched.py", "turned_codes.py")),
+)
 
 
 def _number() -> int:
