@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,3 +201,11 @@ def test_a_missing_or_hanging_nvidia_smi_is_no_error(raised: Exception, monkeypa
     monkeypatch.setattr(facts.subprocess, "run", run)
     monkeypatch.setattr(facts.Path, "read_text", lambda self: "NVRM version: Kernel Module  550.54.15  Tue Mar 5\n")
     assert facts._driver() == "550.54.15"
+
+
+def test_the_package_runs_as_the_command_does():
+    found, direct = (
+        subprocess.run([*command, "doctor", "--help"], capture_output=True, text=True, check=True).stdout
+        for command in ([sys.executable, "-m", "narrowgauge"], [Path(sys.executable).parent / "narrowgauge"])
+    )
+    assert found == direct != ""
