@@ -171,7 +171,6 @@ class Session:
                 *steps.batches.notes,
                 *self._loader_notes(),
                 *self.plain.notes,
-                *([] if self._compiled is None else self._compiled.notes),
                 *self.ranks.notes,
                 *self.recorder.notes,
             ],

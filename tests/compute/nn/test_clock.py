@@ -301,9 +301,9 @@ def test_models_die_and_their_clocks_with_them():
 
 
 def test_one_hook_for_all_clocks():
-    before = clock_module._hook_handle
+    before = clock_module._heard
     clock_module.StepClock()
-    assert clock_module._hook_handle is before
+    assert clock_module._heard is before
 
 
 def test_a_replayed_graph_counts_once_per_step_of_the_optimizer_that_counted_before():

@@ -61,10 +61,9 @@ def test_what_a_library_compiles_for_itself_runs_as_ever(module, eager, tmp_path
     assert set(open_run(tmp_path / "run").tensors(["amax"], sites=["0:input"])["step"].tolist()) == {2, 4}
 
 
-def test_a_compiled_step_of_the_optimizer_is_the_program_s_own_and_told(tmp_path):
+def test_a_compiled_step_of_the_optimizer_is_the_program_s_own():
     """It lies in torch's module, and is not torch's to compile."""
-    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(nn.Linear(16, 8).parameters(), lr=0.1)
     calls = CompiledCalls()
     try:
         assert not calls._heard
@@ -72,11 +71,3 @@ def test_a_compiled_step_of_the_optimizer_is_the_program_s_own_and_told(tmp_path
         assert calls._heard
     finally:
         calls.close()
-    for compiles in (True, False):
-        with ng.watch(model, out=tmp_path / f"run{compiles}", every=1):
-            if compiles:
-                torch.compile(optimizer.step, backend="eager")
-            model(torch.ones(4, 16)).square().mean().backward()
-            optimizer.step()
-        notes = open_run(tmp_path / f"run{compiles}").meta["notes"]
-        assert any(note.startswith("An optimizer's step is compiled") for note in notes) is compiles

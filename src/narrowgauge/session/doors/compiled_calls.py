@@ -8,7 +8,8 @@ While a graph is traced nothing is told. Without a listener, before there is one
 
 In recorded steps what the program compiles runs uncompiled, so that its layers are seen. Functions that a library
 compiles for itself have none inside (TransformerEngine's fused activations, torch's flex_attention): they run as ever,
-or their results would be rounded otherwise than in the step before.
+or their results would be rounded otherwise than in the step before. So does an optimizer's step without a closure,
+when all has been seen of the layers.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 _LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
 class CompiledCalls:
-    """Wraps what is compiled from now on; `listener` hears `compiled_begins` and `compiled_ended`."""
+    """Wraps what is compiled from now on; `listener` hears `compiled_begins`, `update_begins`, `compiled_ended`."""
 
     def __init__(self) -> None:
         self.listener: Any = None
         self._heard = False  # the program compiled something
-        self._steps = False  # an optimizer's is among it
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False
+        self._depth = 0  # calls that are followed and have not returned
+        self._lasting: ExitStack = ExitStack()  # undone when they have
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
         @functools.wraps(self._compile)
@@ -47,7 +51,9 @@ class CompiledCalls:
             if _of_a_library(model):
                 return self._as_ever(compiled)
             self._heard = True
-            self._steps |= isinstance(getattr(model, "__self__", None), torch.optim.Optimizer)
+            optimizer = _optimizer_of(model)
+            if optimizer is not None:
+                return self._updating(optimizer, compiled)
             return compiled if isinstance(model, nn.Module) else self._followed(model, compiled)
 
         @functools.wraps(self._compile_in_place)
@@ -66,21 +72,22 @@ class CompiledCalls:
         """Whether the program compiles: it has asked for it, or something was compiled before we listened."""
         return self._heard or _graphs() > self._graphs
 
-    @property
-    def notes(self) -> list[str]:
-        """What cannot be followed of it."""
-        told = "An optimizer's step is compiled: steps that run in its graph are not seen, and missing here."
-        return [told] if self._steps else []
-
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Meanwhile what the program compiled runs uncompiled."""
+        """Meanwhile what the program compiled runs uncompiled, and until a call of it that runs now has returned.
+
+        torch looks when a call of `fullgraph=True` returns whether it was compiled, or not to be.
+        """
+        self._lasting.close()
         self._eager = True
-        try:
-            with torch.compiler.set_stance("force_eager"):
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            try:
                 yield
-        finally:
-            self._eager = False
+            finally:
+                self._eager = False
+                if self._depth:
+                    self._lasting = stack.pop_all()
 
     def adopt(self, module: nn.Module) -> None:
         """Know of a module that was compiled before, and follow it if that was in place."""
@@ -115,18 +122,44 @@ class CompiledCalls:
 
         return call
 
+    def _updating(self, optimizer: ref[Optimizer], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of an optimizer's, whose hooks tell the rest of it."""
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.listener is None:
+                return compiled(*args, **kwargs)
+            stepping = optimizer()
+            if stepping is not None and all(given is None for given in (*args, *kwargs.values())):
+                self.listener.update_begins(stepping)
+            with self._call(None) as told:
+                told[1] = compiled(*args, **kwargs)
+            return told[1]
+
+        return call
+
+    @contextmanager
+    def _call(self, known: Any) -> Iterator[list[Any]]:
+        """A call of what is compiled; of what is given, the second is what it returned."""
+        told = [known, None]
+        self._depth += 1
+        try:
+            yield told
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._lasting.close()
+            if self.listener is not None:
+                self.listener.compiled_ended(*told)
+
     def _followed(self, owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self.listener is None:  # traced: a part of what is compiled around it
                 return compiled(*args, **kwargs)
-            known, output = self.listener.compiled_begins(owner, args, kwargs), None
-            try:
-                output = compiled(*args, **kwargs)
-            finally:
-                if self.listener is not None:
-                    self.listener.compiled_ended(known, output)
-            return output
+            with self._call(self.listener.compiled_begins(owner, args, kwargs)) as told:
+                told[1] = compiled(*args, **kwargs)
+            return told[1]
 
         call.followed = True  # type: ignore[attr-defined]
         return call
@@ -136,6 +169,17 @@ def _of_a_library(function: Any) -> bool:
     """Whether it is a library's own function; a method (`optimizer.step`) is the program's, whose object it is."""
     home = f"{getattr(function, '__module__', '')}."
     return inspect.isfunction(function) and any(home.startswith(f"{name}.") for name in _LIBRARIES)
+
+
+def _optimizer_of(function: Any) -> ref[Optimizer] | None:
+    """The optimizer whose step this is: a method of its, or what a learning rate scheduler has put in its place."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, Optimizer):
+        return ref(owner)
+    if hasattr(function, "_wrapped_by_lr_sched"):
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        return next((found for found in held if isinstance(found, ref) and isinstance(found(), Optimizer)), None)
+    return None
 
 
 def _graphs() -> int:

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.marks import not_compiled
 from narrowgauge.errors import NarrowgaugeError
 
 P = ParamSpec("P")
@@ -73,10 +74,13 @@ class Hearing:
 
 
 def heard(method: Callable[P, T]) -> Callable[P, T | None]:
-    """A method of an object with a `hearing`: not run on another thread or in a capture, and its errors are kept."""
+    """A method of an object with a `hearing`: not run on another thread or in a capture, and its errors are kept.
+
+    Where a compiled function leaves its graphs, what it calls is compiled by itself: this is not, nor what it calls.
+    """
 
     @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+    def plainly(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
         if capturing() or not owner.hearing.mine():
             return None
@@ -87,6 +91,13 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
         except Exception as error:
             owner.hearing.failed(method.__name__, error)
             return None
+
+    uncompiled = not_compiled(plainly)
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        heard_by: Callable[P, T | None] = uncompiled if torch.compiler.is_compiling() else plainly
+        return heard_by(*args, **kwargs)
 
     return run
 

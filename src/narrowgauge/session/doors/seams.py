@@ -7,7 +7,8 @@ Each seam is one function of torch's that every training program must pass: maki
     made      torch.optim.Optimizer.__init__               which parameters are trained
     called    torch's global forward pre-hook              the outermost call of a module that owns such parameters
     backward  torch.autograd.backward                      the loss (Tensor.backward goes through it)
-    stepped   torch's global optimizer step hooks          the end of a step; a closure is followed as it is called
+    stepped   torch's global optimizer step hooks          the end of a step; a closure is followed as it is called;
+                                                           compiled or not (`optimizer_steps`)
     scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
     clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
     loaded    torch.utils.data's iterators                 how long the program waits for a batch
@@ -30,14 +31,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
+from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
 
 
@@ -85,8 +84,8 @@ class HearsUpdates(Protocol):
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
         """An optimizer is about to step; returns the closure to call instead of the one that it was given."""
 
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """It stepped."""
+    def step_ended(self, optimizer: Optimizer, early: bool) -> None:
+        """It stepped; if `early`, in a graph that has yet to write the new weights."""
 
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         """A gradient scaler stepped, or skipped."""
@@ -201,10 +200,21 @@ class Seams:
 
             return run
 
+        def clipped(order: float, norm: Any) -> None:
+            (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order))
+
+        clips, forget = telling(lambda order, norms: clipped(order, norms[0]))
+        self._undo.callback(forget)
+
         def clip(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 norm = original(*args, **kwargs)
-                (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, _order(args, kwargs))
+                order = _order(args, kwargs)
+                if torch.compiler.is_compiling() and type(norm) is torch.Tensor:
+                    if order == 2.0:
+                        tell(clips, 2, [norm])
+                else:
+                    clipped(order, norm)
                 return norm
 
             return run
@@ -237,8 +247,6 @@ class Seams:
                 calls.module_called(module, args)
 
         def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return None
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             followed = updates.step_begins(optimizer, closure if callable(closure) else None)
             if followed is None or followed is closure:
@@ -247,9 +255,11 @@ class Seams:
                 (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
             )
 
-        def step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                (graphs.step_captured if capturing() else updates.step_ended)(optimizer)
+        def step_ended(optimizer: Optimizer, early: bool) -> None:
+            if capturing():
+                graphs.step_captured(optimizer)
+            else:
+                updates.step_ended(optimizer, early)
 
         self.replace(Optimizer, "__init__", made)
         self.replace(torch.autograd, "backward", backward)
@@ -266,11 +276,10 @@ class Seams:
                 lambda parent, name, child: making.module_registered(parent, child)
             ),
             nn.modules.module.register_module_forward_pre_hook(called),
-            register_optimizer_step_pre_hook(step_begins),
-            register_optimizer_step_post_hook(step_ended),
         )
         for handle in handles:
             self._undo.callback(handle.remove)
+        self._undo.callback(hear_steps(step_ended, step_begins))
 
     def _open_graphs(self, graphs: HearsGraphs) -> None:
         def capture_begin(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard
@@ -145,10 +146,21 @@ class Calls:
         self.begins(root, args, kwargs)
         return root
 
+    @heard
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer's compiled step is called, and no forward or backward in it: what it ends is seen as a whole."""
+        if optimizer in self._optimizers and not inside_backward():
+            self._steps.looked()
+
     def compiled_ended(self, known: Root | None, output: Any) -> None:
         """Its call returned."""
+        self._settle()
         if known is not None:
             self.ended(known, output)
+
+    @heard
+    def _settle(self) -> None:
+        self._steps.settle()
 
     def _take_compiled(self, owner: Any) -> Root | None:
         if not torch.is_grad_enabled():

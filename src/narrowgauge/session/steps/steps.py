@@ -74,9 +74,25 @@ class Steps:
 
     def end(self) -> None:
         """An optimizer stepped, or a gradient scaler chose not to."""
+        self._moved()
         self._plain.end()
         self.ledger.stepped()
         self.made = True
+
+    def settle(self) -> None:
+        """A compiled function returned, or must have: weights that an optimizer moved in it are in their place."""
+        if self.line is not None and self.line.movement is not None and self.line.movement.settle():
+            self._moved()
+
+    def _moved(self) -> None:
+        line = self.line
+        if line is not None and line.movement is not None:
+            line.scalars.update(line.movement.scalars())
+            self.moved_share = min(self.moved_share, line.movement.share)
+
+    def looked(self) -> None:
+        """Of the open step's layers all has been seen; what is compiled runs compiled from here on."""
+        self._plain.end()
 
     def another_model(self) -> None:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
@@ -120,6 +136,7 @@ class Steps:
         self.report()
 
     def _close(self) -> None:
+        self.settle()
         self._take_evaluation()
         digest, line = self.batches.digest, self.line
         if line is not None and digest is not None:

@@ -153,13 +153,13 @@ class Updates:
         return None
 
     @heard
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """An optimizer stepped."""
+    def step_ended(self, optimizer: Optimizer, early: bool = False) -> None:
+        """An optimizer stepped; if `early`, the new weights are there when the compiled function returns."""
         if self.prepares or not self._follows(optimizer):
             return
         line = self._steps.line
         if line is not None and line.movement is not None:
-            line.movement.after(optimizer)
+            line.movement.after(optimizer, early=early)
         if inside_backward():
             self._stepped_in_backward = True
             return
@@ -201,10 +201,6 @@ class Updates:
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
         self._clips = None
-        line = self._steps.line
-        if line is not None and line.movement is not None:
-            line.scalars.update(line.movement.scalars())
-            self._steps.moved_share = min(self._steps.moved_share, line.movement.share)
         self._steps.end()
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
@@ -264,7 +260,7 @@ def learning_rates(line: Line, optimizer: Optimizer) -> None:
         rate = group.get("lr")
         if rate is not None and group["params"] and id(group) not in line.rated and len(line.rates) < MOST_RATES:
             line.rated.add(id(group))
-            line.rates.append(rate.detach() if isinstance(rate, Tensor) else float(rate))
+            line.rates.append(rate.detach().clone() if isinstance(rate, Tensor) else float(rate))
     if line.rates:
         line.scalars["lr"] = line.rates[0]
     if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):

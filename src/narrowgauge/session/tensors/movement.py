@@ -31,6 +31,7 @@ class Movement:
         self._held: dict[int, tuple[Parts, list[Tensor], list[Tensor]]] = {}  # by optimizer: now, its view, its copy
         self._weights: Squares | None = None
         self._moved: Squares | None = None
+        self._early: list[int] = []
         self.share = 1.0  # of the elements that were copied
 
     @torch.no_grad()
@@ -47,10 +48,22 @@ class Movement:
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
         self._held[id(optimizer)] = parts, views, [v.clone() for v in views]
 
+    def after(self, optimizer: Optimizer, *, early: bool = False) -> None:
+        """It stepped; what was copied is given back. If `early`, at `settle`: the weights are not written yet."""
+        self._early.append(id(optimizer))
+        if not early:
+            self.settle()
+
+    def settle(self) -> bool:
+        """What stepped has written its weights; return whether that was still to be looked at."""
+        early, self._early = self._early, []
+        for number in early:
+            self._look(number)
+        return bool(early)
+
     @torch.no_grad()
-    def after(self, optimizer: Optimizer) -> None:
-        """It stepped; what was copied is given back."""
-        held = self._held.pop(id(optimizer), None)
+    def _look(self, number: int) -> None:
+        held = self._held.pop(number, None)
         if held is None:
             return
         parts, views, copies = held

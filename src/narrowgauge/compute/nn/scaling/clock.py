@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.resume_warnings import warn_unowned
+from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 
 _PATIENCE = 8  # steps by optimizers that own nothing, before the first that does
 
@@ -155,7 +156,7 @@ def inside_backward() -> bool:
 
 
 _CLOCKS: weakref.WeakSet[StepClock] = weakref.WeakSet()
-_hook_handle: Any = None
+_heard: Any = None
 _optimizer_steps = 0
 
 
@@ -165,12 +166,12 @@ def optimizer_steps() -> int:
 
 
 def _install_hook() -> None:
-    global _hook_handle
-    if _hook_handle is None:
-        _hook_handle = register_optimizer_step_post_hook(_after_step)
+    global _heard
+    if _heard is None:
+        _heard = hear_steps(_after_step)
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer, early: bool) -> None:
     global _optimizer_steps
     _optimizer_steps += 1
     for clock in list(_CLOCKS):

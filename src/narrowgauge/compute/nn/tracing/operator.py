@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from narrowgauge.compute.nn.tracing.marks import not_compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")
+LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _SHAPES: dict[Any, Callable[..., Any]] = {}
 
@@ -23,8 +23,8 @@ _SHAPES: dict[Any, Callable[..., Any]] = {}
 def operator(function: Callable[..., Any], name: str = "") -> Any:
     """Register `function`, which changes none of its arguments and returns new tensors, under its own name."""
     name = name or function.__name__
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, not_compiled(function), "CompositeExplicitAutograd")
+    LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    LIBRARY.impl(name, not_compiled(function), "CompositeExplicitAutograd")
     made = getattr(torch.ops.narrowgauge, name).default
     _FUNCTIONS[made] = function
     return made
@@ -34,7 +34,7 @@ def shapes_of(made: Any) -> Callable[[Function], Function]:
     """Tell the compiler by this function what `made` would return, of tensors that have shapes and no numbers."""
 
     def register(function: Function) -> Function:
-        torch.library.register_fake(made, function, lib=_LIBRARY)
+        torch.library.register_fake(made, function, lib=LIBRARY)
         _SHAPES[made] = function
         return function
 
@@ -47,7 +47,7 @@ def derivative_of(made: Any, backward: Callable[..., Any], setup_context: Callab
     A graph whose backward pass was traced calls a twin without it: asking in each call whether somebody might want to
     differentiate takes as long as all the rest of a dispatch.
     """
-    torch.library.register_autograd(made, backward, setup_context=setup_context, lib=_LIBRARY)
+    torch.library.register_autograd(made, backward, setup_context=setup_context, lib=LIBRARY)
     twin = operator(_FUNCTIONS[made], f"{_FUNCTIONS[made].__name__}_traced")
     shapes_of(twin)(_SHAPES[made])
 
@@ -55,4 +55,4 @@ def derivative_of(made: Any, backward: Callable[..., Any], setup_context: Callab
         with mode:
             return twin(*args, **(kwargs or {}))
 
-    torch.library.register_torch_dispatch(made, FunctionalTensorMode, trace, lib=_LIBRARY)
+    torch.library.register_torch_dispatch(made, FunctionalTensorMode, trace, lib=LIBRARY)

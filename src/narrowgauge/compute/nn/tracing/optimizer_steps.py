@@ -1,0 +1,153 @@
+"""Optimizer steps are heard, each once, also where torch compiles them.
+
+torch calls global hooks before and after every optimizer's step. Where the step is compiled it traces them with it, so
+what they do must not happen while a graph is traced, and must happen each time that it runs.
+
+    not compiled                     the hooks tell
+    a step that breaks its graph     the hooks are left out of all graphs, and tell: no graph more, no graph less.
+                                     torch's own optimizers, nearly all, break it before and after their updates
+    a step in one graph, or in the   an operator in that graph tells, twice; there is no break, and `fullgraph=True`
+    graph of what is around it       is not refused
+
+Of a graph's two calls the first reads what the step is about to change, and so comes before that. When the second
+comes, the new weights need not be in their place yet (`telling`).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from narrowgauge.compute.nn.tracing.marks import constant, not_compiled
+from narrowgauge.compute.nn.tracing.telling import tell, telling
+
+Begins = Callable[[Optimizer, Any, Any], Any]
+Ended = Callable[[Optimizer, bool], None]
+
+_BEGINS: dict[int, Begins] = {}
+_ENDED: dict[int, Ended] = {}
+_HOOKS: dict[Any, Any] = {}
+_HANDLES: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+_PLAIN = (Tensor, nn.Parameter)  # others, as DTensor, take no operator that they do not know
+_numbers = itertools.count()
+
+
+def hear_steps(ended: Ended, begins: Begins | None = None) -> Callable[[], None]:
+    """Hear every optimizer's steps; call what is returned to hear no more.
+
+    Args:
+        ended: called as `ended(optimizer, early)` when an optimizer has stepped; `early` if the new weights may not be
+            in memory yet, but will be when the compiled function returns.
+        begins: called as `begins(optimizer, args, kwargs)` before it steps; what it returns is as of torch's own
+            hooks. In a graph it is called without arguments, and what it returns is lost.
+    """
+    number = next(_numbers)
+    _ENDED[number] = ended
+    if begins is not None:
+        _BEGINS[number] = begins
+    _install()
+
+    def remove() -> None:
+        _ENDED.pop(number, None)
+        _BEGINS.pop(number, None)
+        _install()
+
+    return remove
+
+
+def _install() -> None:
+    """Have a hook of torch's where somebody listens, and none where nobody does: it would be traced for nothing."""
+    for register, hook, listeners in (
+        (register_optimizer_step_pre_hook, _before, _BEGINS),
+        (register_optimizer_step_post_hook, _after, _ENDED),
+    ):
+        if listeners and hook not in _HOOKS:
+            _HOOKS[hook] = register(hook)
+        elif not listeners and hook in _HOOKS:
+            _HOOKS.pop(hook).remove()
+
+
+def _tell_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    changed = False
+    for begins in list(_BEGINS.values()):
+        result = begins(optimizer, args, kwargs)
+        if result is not None:
+            changed, (args, kwargs) = True, result
+    return (args, kwargs) if changed else None
+
+
+def _tell_ended(optimizer: Optimizer, early: bool = False) -> None:
+    for ended in list(_ENDED.values()):
+        ended(optimizer, early)
+
+
+_tell_begins_uncompiled, _tell_ended_uncompiled = not_compiled(_tell_begins), not_compiled(_tell_ended)
+
+
+# What follows is traced: nothing in it may depend on who listens, or change anything.
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        return _tell_begins(optimizer, args, kwargs)
+    if _in_one_graph(type(optimizer)) and hasattr(optimizer, "_narrowgauge_handle") and not _closure(args, kwargs):
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        changed = weights + [p.grad for p in weights if p.grad is not None]
+        tell(optimizer._narrowgauge_handle, 0, [x for x in changed if type(x) in _PLAIN])
+        return None
+    return _tell_begins_uncompiled(optimizer, args, kwargs)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _tell_ended(optimizer)
+    elif _in_one_graph(type(optimizer)) and hasattr(optimizer, "_narrowgauge_handle") and not _closure(args, kwargs):
+        tell(optimizer._narrowgauge_handle, 1, [])
+    else:
+        _tell_ended_uncompiled(optimizer)
+
+
+def _closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step is given a closure: it runs a backward pass, which is in no graph."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+@constant
+def _in_one_graph(kind: type[Optimizer]) -> bool:
+    """Whether torch's compiler may get through a step of this kind of optimizer; if so, they all have handles now.
+
+    A trace can hand over no optimizer (torch 2.10), so all of them are looked up, once per trace.
+    """
+    step: Any = kind.step
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if hasattr(step, "_torchdynamo_disable") or (code is not None and "graph_break" in code.co_names):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    for found in gc.get_objects():
+        if type(found) is kind:
+            _give_handle(found)
+    return True
+
+
+def _give_handle(optimizer: Any) -> None:
+    handle = getattr(optimizer, "_narrowgauge_handle", None)
+    if handle is not None and _HANDLES.get(optimizer) is handle:  # and not copied from another
+        return
+    known = ref(optimizer)
+
+    def told(what: int, reads: list[Tensor]) -> None:
+        stepping = known()
+        if stepping is not None:
+            _tell_ended(stepping, True) if what else _tell_begins(stepping, (stepping,), {})
+
+    handle, forget = telling(told)
+    optimizer._narrowgauge_handle = _HANDLES[optimizer] = handle
+    finalize(optimizer, forget)
