@@ -148,8 +148,8 @@ def test_the_compiler_is_told_what_room_a_product_takes():
     torch.compile(model, backend=backend)(x).sum().backward()
     products = [node for node in graphs[-1].graph.nodes if "linear_backward" in str(node.target)]
     rooms = [node.args[10].meta["val"] for node in products]
-    # of dgrad: codes of dy [M, N] and of w [N, K], a byte each
-    assert [room.numel() for room in rooms] == [128 * (256 + 256), 256 * (256 + 128)]
+    # both codes of dy [M, N] and those of w [N, K], a byte each; twice
+    assert [room.numel() for room in rooms] == [2 * 128 * (2 * 256 + 256), 2 * 256 * (2 * 256 + 128)]
     assert all(room.untyped_storage().nbytes() == 1 for room in rooms)
 
 

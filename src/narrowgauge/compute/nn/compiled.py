@@ -250,7 +250,8 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, known = high
         x_MK = x.reshape(-1, x.shape[-1])
         if ctx.traced.by_lines:
-            needed = weight.shape[0] * (x_MK.shape[0] + weight.shape[1])  # codes of dy and of w, of which dgrad is made
+            # Codes of dy, twice, and of w; and all of it twice, because the compiler counts what is read in halves twice.
+            needed = 2 * weight.shape[0] * (2 * x_MK.shape[0] + weight.shape[1])
             codes, scale, room = turned_codes(remade(x_MK), handle, *ctx.traced.numbers, needed)
         else:
             inv_scale = inv_scale_of(known, ctx.traced) if ctx.traced.own_scale else known
