@@ -83,22 +83,22 @@ def ready() -> bool:
     return True
 
 
-def count(x_MK: Tensor, q: QTensor, sampled: Share, summed: Share) -> Counted | None:
+def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share) -> Counted | None:
     """Count everything of a CPU tensor and of what became of it; None unless x, codes and scales are all finite.
 
     Args:
         x_MK: [M, K] of any float dtype (rounded to float32), not empty.
         q: its codes and scale, of the same shape.
         sampled: first and stride of the rows that histograms and the higher moments are taken from.
-        summed: the same of the rows that the sums along columns are over.
+        compared: the same of the rows whose errors are summed, along columns too, and scaled up to all rows.
     """
     codes, scale = q.codes.contiguous(), q.scale.contiguous()
-    return _walk(x_MK, _numbers(q.fmt), q.granularity, sampled, summed, codes.data_ptr(), scale.data_ptr())
+    return _walk(x_MK, _numbers(q.fmt), q.granularity, sampled, compared, codes.data_ptr(), scale.data_ptr())
 
 
-def judge(x_MK: Tensor, rule: Operand, sampled: Share, summed: Share) -> Counted | None:
+def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share) -> Counted | None:
     """Count what `quantize` would make of a CPU tensor by a rule, and make nothing; None unless x is all finite."""
-    return _walk(x_MK, _numbers(rule.fmt, rule.scaling, rule.margin), rule.granularity, sampled, summed)
+    return _walk(x_MK, _numbers(rule.fmt, rule.scaling, rule.margin), rule.granularity, sampled, compared)
 
 
 def _walk(
@@ -106,7 +106,7 @@ def _walk(
     numbers: tuple[Array, Array],
     granularity: Granularity,
     sampled: Share,
-    summed: Share,
+    compared: Share,
     codes_at: int = 0,
     scale_at: int = 0,
 ) -> Counted | None:
@@ -117,7 +117,7 @@ def _walk(
     vector, columns = MOMENTS.empty(), np.zeros((2, K))
     whole = _host().operand(
         x.data_ptr(), _shift(x), M, K, x.stride(0), codes_at, scale_at, *_granule(granularity, M, K), *numbers,
-        *sampled, *summed, *_layout(), vector, columns,
+        *sampled, *compared, *_layout(), vector, columns,
     )  # fmt: skip
     if not whole:
         return None

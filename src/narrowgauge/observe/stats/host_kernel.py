@@ -1,20 +1,24 @@
-"""One walk over a matrix on the CPU, compiled: rows come into the cache once, and everything is counted from there.
+"""The walks over a matrix on the CPU, compiled: one over all of it, one over what is to be compared with its codes.
 
-    codes given    x, codes, scales  ->  d = codes * scale
-    a rule given   x  ->  amax per granule  ->  inv_scale  ->  d = what the codes would stand for (see host_rounding)
-    either way     float32 x, d  ->  float64 sums
+    survey     all rows       float32 x  ->  extremes, mean, M2 in float64; amax per granule  (see host_scales)
+    scales     by the rule, or given
+    lost       all rows       x, and codes where there are some  ->  flushed, saturated
+    compare    some rows      x, d = codes * scale, or what codes would stand for (host_rounding)  ->  float64 sums
 
 Loops are branch-free, so that they vectorize. What is not all finite is given back uncounted, for the passes that take
-anything.
+anything. A run of rows that has nothing as small as the limit of flushing is not read for it.
 
 float64 holds the squares of all float32 numbers and of their products, so nothing is rescaled, and differences of sums
 keep more digits than float32 data have:
 
-    mean = s / n        M2 = xx - s^2 / n        dd = ee - xx + 2 xd        s = sum x, xx = sum x^2, ...
+    dd = ee - xx + 2 xd        xx = sum x^2, ...
+
+Sums over the compared rows are multiplied by (all elements / compared ones), as a GPU's kernels do: ratios are then the
+share's own, and sums over microbatches and ranks weigh every tensor by its size.
 
 Counting with `sum += 1.0 if ... else 0.0` in float32 is exact below 2^24 columns, and ten times faster than in int64.
 
-Legend: M = rows, K = columns, RC = granules.
+Legend: M = rows, K = columns, R, C = rows and columns of granules.
 """
 
 from __future__ import annotations
@@ -24,32 +28,33 @@ from numba.np.numpy_support import carray
 
 from narrowgauge.observe.stats.host_bits import (
     INFINITY,
+    MAGNITUDE,
     NONE,
     ONE,
     Array,
     Number,
     as_float,
+    bits_of,
     compiled,
-    extremes,
-    load,
+    mean_of,
     pointer,
+    scan,
     together,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_rounding import (
     BEYOND,
     Steps,
     decode_row,
-    inverse,
-    make_scales,
-    nearest,
     round_row,
     spread,
     steps_of,
+    zero_codes,
 )  # fmt: skip
-from narrowgauge.observe.stats.host_sample import count_sqnr, sample
+from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
+from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 3287468346
+PARTS = 1844757262
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -67,7 +72,7 @@ CHECKED = ("gemm_ww", "gemm_wg", "gemm_gg", "gemm_ee")
 @compiled
 def operand(
     x_at: Number, shift: int, M: int, K: int, stride: int, codes_at: Number, scale_at: Number, tall: int, wide: int,
-    facts: Array, limits: Array, first: int, every: int, first_summed: int, every_summed: int, places: Array,
+    facts: Array, limits: Array, first: int, every: int, first_compared: int, every_compared: int, places: Array,
     starts: Array, vector: Array, columns: Array,
 ) -> bool:  # fmt: skip
     """Everything of an operand into its packed vector; False, and nothing to be used, if not all of it is finite.
@@ -77,140 +82,142 @@ def operand(
         codes_at, scale_at: addresses of codes [M, K] and their scales, one per granule; 0 to go by the rule.
         tall, wide: rows and columns of a granule.
         facts, limits: FACTS and LIMITS of the format and the rule.
-        first, every: which rows are sampled, and which of them the sums along columns are over.
+        first, every: which rows are sampled.
+        first_compared, every_compared: which of them are compared with their codes, and summed along columns.
         places: where in the vector COUNTED, SAMPLED and SCALES go.
         starts: where in the vector the SQNR of rows, exponents and ranges begin and end, [6].
         vector: [width] float64, neutral; filled.
         columns: [2, K] float64, to which the sums of x^2 and e^2 along columns are added.
     """
-    R, C = -(-M // tall), -(-K // wide)
-    scale_RC, inv_RC = np.empty((R, C), np.float32), np.empty((R, C), np.float32)
+    granules = -(-M // tall) * -(-K // wide)
+    step = together(K, stride, granules)
+    amax_of, low_of = np.zeros(granules, np.int32), np.empty(-(-M // step), np.int32)
+    largest, smallest, mean, m2 = survey(x_at, shift, M, K, stride, step, tall, wide, low_of, amax_of)
+    if largest >= INFINITY:
+        return False
+    scale, inv, back = np.empty(granules, np.float32), np.empty(granules, np.float32), np.empty(granules, np.float32)
     if scale_at:
-        scale_RC[:] = carray(pointer(scale_at), (R, C), np.float32)
-    elif not make_scales(x_at, shift, M, K, stride, tall, wide, facts, limits, scale_RC, inv_RC):
+        given = carray(pointer(scale_at), (granules,), np.float32)
+        for g in range(granules):
+            scale[g] = given[g]
+    else:
+        make_scales(amax_of, facts, limits, scale, inv)
+    flushed, saturates, scales = np.empty(granules, np.int32), np.empty(granules, np.int8), np.empty(len(SCALES))
+    steps = steps_of(facts, limits)
+    if not survey_scales(amax_of, scale, inv, not codes_at, steps, limits, back, flushed, saturates, scales):
         return False
     counted, sampled = np.zeros(len(COUNTED)), np.empty(len(SAMPLED))
-    if not count_codes(
-        x_at, shift, M, K, stride, codes_at, scale_RC, inv_RC, tall, wide, facts, limits, first_summed, every_summed,
-        counted, vector[starts[0] : starts[1]], columns,
+    if not _count_lost(
+        x_at, shift, M, K, stride, step, codes_at, tall, wide, facts, limits[BEYOND], low_of, flushed, back, saturates,
+        counted,
     ):  # fmt: skip
         return False
+    _compare(
+        x_at, shift, M, K, stride, codes_at, tall, wide, facts, steps, scale, inv, flushed, first_compared,
+        every_compared, counted, vector[starts[0] : starts[1]], columns,
+    )  # fmt: skip
+    counted[_AMAX], counted[_AMIN], counted[_MEAN], counted[_M2] = as_float(largest), as_float(smallest), mean, m2
+    counted[_N] = counted[_SCALED] = counted[_COMPARED] = np.float64(M) * K
     exponents, ranges = vector[starts[2] : starts[3]], vector[starts[4] : starts[5]]
     sample(x_at, shift, M, K, stride, first, every, sampled, exponents, ranges)
-    scales = np.array(count_scales(scale_RC))
-    for place, value in zip(places, np.concatenate((counted, sampled, scales))):  # noqa: B905, what zip has when compiled
-        vector[place] = value
+    for values, ahead in ((counted, 0), (sampled, len(COUNTED)), (scales, len(COUNTED) + len(SAMPLED))):
+        for i in range(values.size):
+            vector[places[ahead + i]] = values[i]
     return True
 
 
 @compiled
-def count_scales(scale_RC: Array) -> tuple[float, float, float, float, float]:
-    """n, mean, M2, minimum and maximum of the scales, all of which are finite."""
-    total = m2 = 0.0
-    for value in scale_RC.flat:
-        total += np.float64(value)
-    mean = total / scale_RC.size
-    for value in scale_RC.flat:
-        m2 += (np.float64(value) - mean) ** 2
-    return np.float64(scale_RC.size), mean, m2, np.float64(scale_RC.min()), np.float64(scale_RC.max())
-
-
-@compiled
-def count_codes(
-    x_at: Number, shift: int, M: int, K: int, stride: int, codes_at: Number, scale_RC: Array, inv_RC: Array,
-    tall: int, wide: int, facts: Array, limits: Array, first: int, every: int, sums: Array, row_bins: Array,
-    columns: Array,
+def _count_lost(
+    x_at: Number, shift: int, M: int, K: int, stride: int, step: int, codes_at: Number, tall: int, wide: int,
+    facts: Array, beyond: Number, low_of: Array, flushed: Array, back: Array, saturates: Array, sums: Array,
 ) -> bool:  # fmt: skip
-    """Count a matrix and what became of it: `sums` as in COUNTED; the rest as for `operand`."""
-    uniform = scale_RC.size == 1
-    step = together(K, stride, scale_RC.size)
-    bits, d_all = np.empty(step * K, np.int32), np.empty(step * K, np.float32)
-    scale, inv, back = (np.empty(step * K, np.float32), np.empty(step * K, np.float32), np.empty(step * K, np.float32))
-    back_RC = scale_RC.copy()
-    for r in range(back_RC.shape[0]):
-        for c in range(back_RC.shape[1]):
-            back_RC[r, c] = inverse(scale_RC[r, c])
-    steps, beyond = steps_of(facts, limits), limits[BEYOND]
-    largest, smallest = np.int32(0), INFINITY
+    """Count flushed and saturated elements, with or without codes; False if a code is no number."""
+    C = -(-K // wide)
+    room, line, width = np.empty(step * K, np.int32), np.empty(step * K, np.float32), step * K if C == 1 else wide
+    limit = line.view(np.int32)
     for i in range(0, M, step):
-        size = min(step, M - i) * K
-        if i % tall == 0:
-            for values_RC, out in ((scale_RC, scale), (inv_RC, inv), (back_RC, back)):
-                spread(values_RC[i // tall], scale.size if uniform else wide, out)
-        x_bits, d = bits[:size], d_all[:size]
-        x = x_bits.view(np.float32)
-        load(x_at, shift, i * stride, x_bits)
-        high, low = extremes(x_bits)
-        largest, smallest = max(largest, high), min(smallest, low)
-        codes = carray(pointer(codes_at + i * K), size, np.uint8)
-        zeros = decode_row(codes, facts, scale, d) if codes_at else round_row(x, inv, scale, steps, d)
-        if zeros < NONE or high >= INFINITY:
-            return False
-        # Rounding is monotone: where the largest is not beyond the limit, none is.
-        if not uniform or as_float(high) * back[0] > beyond:
+        start, size, g = i * stride, min(step, M - i) * K, i // tall * C
+        some, all_above = False, True
+        for c in range(C):
+            some = some or saturates[g + c] != 0
+            all_above = all_above and low_of[i // step] > flushed[g + c]
+        if codes_at or not all_above:
+            bits = bits_of(x_at, shift, start, size, room)
+            if codes_at:
+                zeros = zero_codes(bits, carray(pointer(codes_at + i * K), (size,), np.uint8), facts)
+                if zeros < NONE:
+                    return False
+            else:
+                spread(flushed, g, C, width, limit)
+                zeros = NONE
+                for j in range(size):
+                    gone = np.uint32((bits[j] & MAGNITUDE) - np.int32(1)) < np.uint32(limit[j])
+                    zeros += ONE if gone else NONE
+            sums[_FLUSHED] += zeros
+        if some:
+            x = bits_of(x_at, shift, start, size, room).view(np.float32)
+            spread(back, g, C, width, line)
             above = NONE
             for j in range(size):
-                above += ONE if abs(x[j]) * back[j] > beyond else NONE
+                above += ONE if abs(x[j]) * line[j] > beyond else NONE
             sums[_SATURATED] += above
-        if zeros:
-            _count_flushed(x, codes, codes_at != 0, inv, steps, sums)
-        for row in range(size // K):
-            xx, ee = _count_row(x[row * K : (row + 1) * K], d[row * K : (row + 1) * K], sums)
-            if not (xx < np.inf and ee < np.inf):  # a scale is no number
-                return False
-            count_sqnr(xx, ee, row_bins)
-            if (i + row) % every == first:
-                for j in range(K):
-                    v = np.float64(x[row * K + j])
-                    e = v - np.float64(d[row * K + j])
-                    columns[0, j] += v * v
-                    columns[1, j] += e * e
-    xx, n = sums[_XX], np.float64(M) * K
-    sums[_DD] = max(0.0, sums[_EE] - xx + 2 * sums[_XD])
-    for slot in (_SCALED, _COMPARED):
-        sums[slot] = n
-    sums[_SCALED_XX] = xx
-    _finish(n, xx, largest, smallest, sums)
     return True
 
 
 @compiled
-def _count_row(x: Array, d: Array, sums: Array) -> tuple[float, float]:
-    """A row's sums of x^2 and e^2, which are added to the matrix's with the others."""
-    s = xx = xd = ee = 0.0
-    for j in range(x.size):
-        v, w = np.float64(x[j]), np.float64(d[j])
-        e = v - w
-        s += v
-        xx += v * v
-        xd += v * w
-        ee += e * e
-    sums[_MEAN] += s
-    sums[_XX] += xx
-    sums[_XD] += xd
-    sums[_EE] += ee
-    return xx, ee
-
-
-@compiled
-def _count_flushed(x: Array, codes: Array, coded: bool, inv: Array, steps: Steps, sums: Array) -> None:
-    flushed, energy = NONE, 0.0
-    for j in range(x.size):
-        zero = (codes[j] & 0x7F) == 0 if coded else nearest(x[j], inv[j], steps) == NONE
-        gone = zero and x[j] != NONE
-        v = np.float64(x[j]) if gone else 0.0
-        flushed += ONE if gone else NONE
-        energy += v * v
-    sums[_FLUSHED] += flushed
-    sums[_FLUSHED_XX] += energy
-
-
-@compiled
-def _finish(n: Number, xx: Number, largest: Number, smallest: Number, sums: Array) -> None:
-    """Central moments from raw sums, and magnitudes from their bits; the slot of the mean holds the sum."""
-    sums[_AMAX], sums[_AMIN], sums[_N] = as_float(largest), as_float(smallest), n
-    sums[_MEAN] /= n
-    sums[_M2] = max(0.0, xx - n * sums[_MEAN] ** 2)
+def _compare(
+    x_at: Number, shift: int, M: int, K: int, stride: int, codes_at: Number, tall: int, wide: int, facts: Array,
+    steps: Steps, scale: Array, inv: Array, flushed: Array, first: int, every: int, sums: Array, row_bins: Array,
+    columns: Array,
+) -> None:  # fmt: skip
+    """Sum the errors of some rows, scaled up to all of them, along each of them, and along columns."""
+    C, at, rows = -(-K // wide), -1, 0
+    room, limit = np.empty(K, np.int32), np.empty(K, np.int32)
+    d, scale_of, inv_of = np.empty(K, np.float32), np.empty(K, np.float32), np.empty(K, np.float32)
+    lost, signal, error = 0.0, columns[0], columns[1]
+    for i in range(first, M, every):
+        rows += 1
+        if i // tall != at:
+            at = i // tall
+            spread(scale, at * C, C, wide, scale_of)
+            if not codes_at:
+                spread(inv, at * C, C, wide, inv_of)
+                spread(flushed, at * C, C, wide, limit)
+        bits = bits_of(x_at, shift, i * stride, K, room)
+        x = bits.view(np.float32)
+        if codes_at:
+            codes = carray(pointer(codes_at + i * K), (K,), np.uint8)
+            decode_row(codes, facts, scale_of, d)
+            if sums[_FLUSHED]:
+                for j in range(K):
+                    v = np.float64(x[j])
+                    lost += v * v if (codes[j] & 0x7F) == 0 else 0.0
+        else:
+            round_row(x, inv_of, scale_of, steps, d)
+            if sums[_FLUSHED]:
+                for j in range(K):
+                    v = np.float64(x[j])
+                    lost += v * v if (bits[j] & MAGNITUDE) <= limit[j] else 0.0
+        xx = xd = ee = 0.0
+        for j in range(K):
+            v, w = np.float64(x[j]), np.float64(d[j])
+            e = v - w
+            xx += v * v
+            xd += v * w
+            ee += e * e
+            signal[j] += v * v
+            error[j] += e * e
+        sums[_XX] += xx
+        sums[_XD] += xd
+        sums[_EE] += ee
+        place = sqnr_bin(xx, ee)
+        if place >= 0:
+            row_bins[place] += 1
+    sums[_DD] = max(0.0, sums[_EE] - sums[_XX] + 2 * sums[_XD])
+    sums[_FLUSHED_XX], sums[_SCALED_XX] = lost, sums[_XX]
+    share = np.float64(M) / rows
+    for slot in (_SCALED_XX, _FLUSHED_XX, _XX, _XD, _DD, _EE):
+        sums[slot] *= share
 
 
 @compiled
@@ -222,31 +229,22 @@ def result(
 
     `got_at`, `want_at`: addresses of `size` float32 numbers, whose gemm check goes with it; 0 for none.
     """
-    sums = np.zeros(OWN)
-    step = together(N, stride, 1)
-    bits, energy = np.empty(step * N, np.int32), 0.0
-    largest, smallest = np.int32(0), INFINITY
+    step, total, energy, n = together(N, stride, 1), 0.0, 0.0, np.float64(M) * N
+    room = np.empty(step * N, np.int32)
+    largest, smallest, about = np.int32(0), INFINITY, mean_of(y_at, shift, min(step, M) * N, room)
     for i in range(0, M, step):
-        part = bits[: min(step, M - i) * N]
-        y = part.view(np.float32)
-        load(y_at, shift, i * stride, part)
-        high, low = extremes(part)
+        high, low, s, ss = scan(y_at, shift, i * stride, min(step, M - i) * N, room, about)
         largest, smallest = max(largest, high), min(smallest, low)
-        s = yy = 0.0
-        for j in range(y.size):
-            v = np.float64(y[j])
-            s += v
-            yy += v * v
-        sums[_MEAN] += s
-        energy += yy
+        total += s
+        energy += ss
     if largest >= INFINITY:
         return False
-    _finish(np.float64(M) * N, energy, largest, smallest, sums)
-    for place, value in zip(places[:OWN], sums):  # noqa: B905, what zip has when compiled
-        head[place] = value
+    head[places[_NAN]], head[places[_INF]], head[places[_N]] = 0.0, 0.0, n
+    head[places[_AMAX]], head[places[_AMIN]] = as_float(largest), as_float(smallest)
+    head[places[_MEAN]], head[places[_M2]] = about + total / n, max(0.0, energy - total * total / n)
     if size:
-        got = carray(pointer(got_at), size, np.float32)
-        _check(got, carray(pointer(want_at), size, np.float32), check_places, head)
+        got = carray(pointer(got_at), (size,), np.float32)
+        _check(got, carray(pointer(want_at), (size,), np.float32), check_places, head)
     return True
 
 
@@ -261,12 +259,13 @@ def _check(got: Array, want: Array, places: Array, head: Array) -> None:
             wg += w * g
             gg += g * g
             ee += (w - g) * (w - g)
-    for i, value in enumerate((ww, wg, gg, ee)):
-        head[places[i]] = value
+    head[places[0]], head[places[1]], head[places[2]], head[places[3]] = ww, wg, gg, ee
 
 
 @compiled
 def count_columns(columns: Array, bins: Array) -> None:
     """Add a histogram of the SQNR of columns, whose sums of x^2 and e^2 are given, [2, K]."""
     for j in range(columns.shape[1]):
-        count_sqnr(columns[0, j], columns[1, j], bins)
+        place = sqnr_bin(columns[0, j], columns[1, j])
+        if place >= 0:
+            bins[place] += 1

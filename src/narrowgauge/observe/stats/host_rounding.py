@@ -7,7 +7,7 @@ Below the format's normal numbers e stays that of the smallest one. No code is w
 
     code     s eeee mmm    ->    float32    s eeee + (127 - bias) mmm 0000        E4M3FN; subnormals count units
 
-Legend: M = rows, K = columns, RC = granules.
+Legend: K = columns.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from narrowgauge.observe.stats.host_bits import (
     as_float,
     compiled,
     exact,
-    load,
-    together,
 )  # fmt: skip
 
 Steps = tuple[Number, Number, Number]  # of rounding: see `steps_of`
 
 MANTISSA: Number = np.int32(0x007FFFFF)
 HALF: Number = np.int32(0x00400000)
+UNIT: Number = np.int32(0x00800000)  # one binade
 LARGEST: Number = np.finfo(np.float32).max
 TINY: Number = np.finfo(np.float32).tiny
 
@@ -89,64 +88,58 @@ def nearest(x: Number, inv: Number, steps: Steps) -> Number:
     return (v + c) - c
 
 
-@compiled
-def make_scales(
-    x_at: Number, shift: int, M: int, K: int, stride: int, tall: int, wide: int, facts: Array, limits: Array,
-    scale_RC: Array, inv_RC: Array,
-) -> bool:  # fmt: skip
-    """A rule's scales of all granules, and what they are the inverses of; False if not all of x is finite."""
-    R, C = scale_RC.shape
-    amax_RC = np.zeros((R, C), np.int32)
-    step = together(K, stride, R * C)
-    bits = np.empty(step * K, np.int32)
-    for i in range(0, M, step):
-        size = min(step, M - i) * K
-        load(x_at, shift, i * stride, bits[:size])
-        for c in range(C):
-            part = bits[c * wide : (c + 1) * wide] if C > 1 else bits[:size]
-            largest = np.int32(0)
-            for j in range(part.size):
-                largest = max(largest, part[j] & MAGNITUDE)
-            amax_RC[i // tall, c] = max(amax_RC[i // tall, c], largest)
-    for r in range(R):
-        for c in range(C):
-            if amax_RC[r, c] >= INFINITY:
-                return False
-            inv_RC[r, c] = inv_scale_of(as_float(amax_RC[r, c]), facts, limits)
-            scale_RC[r, c] = ONE / inv_RC[r, c]
-    return True
+@exact
+def flushed_up_to(inv: Number, steps: Steps) -> Number:
+    """Bits of the largest number that becomes zero: rounding is monotone, so all smaller ones do too.
+
+    It is the one that lands on half of the format's least number, which ties to even, or next to it.
+    """
+    _, least, up = steps
+    limit = as_bits(min(as_float(least + up - (DIGITS + np.int32(1)) * UNIT) / inv, LARGEST))
+    while limit > np.int32(0) and nearest(as_float(limit), inv, steps) != NONE:
+        limit = np.int32(limit - np.int32(1))
+    while limit < INFINITY - np.int32(1) and nearest(as_float(np.int32(limit + np.int32(1))), inv, steps) == NONE:
+        limit = np.int32(limit + np.int32(1))
+    return limit
 
 
 @compiled
-def spread(values: Array, width: int, out: Array) -> None:
-    """Give every column its granule's value, `width` columns to one."""
-    for g in range(values.size):
-        out[g * width : (g + 1) * width] = values[g]
+def spread(values: Array, first: int, count: int, width: int, out: Array) -> None:
+    """Give every column its granule's value: `count` of them from `first` on, `width` columns to one."""
+    for g in range(count):
+        value = values[first + g]
+        for j in range(g * width, min((g + 1) * width, out.size)):
+            out[j] = value
 
 
 @compiled
-def round_row(x: Array, inv: Array, scale: Array, steps: Steps, d: Array) -> Number:
-    """d, and how many of it are zero."""
-    zeros = NONE
+def round_row(x: Array, inv: Array, scale: Array, steps: Steps, d: Array) -> None:
+    """What the numbers stand for once they are rounded."""
     for j in range(x.size):
         d[j] = nearest(x[j], inv[j], steps) * scale[j]
-        zeros += ONE if d[j] == NONE else NONE
-    return zeros
 
 
 @compiled
-def decode_row(codes: Array, facts: Array, scale: Array, d: Array) -> Number:
-    """d of codes, and how many of it are zero; -1 if a code is no number."""
+def decode_row(codes: Array, facts: Array, scale: Array, d: Array) -> None:
+    """What the codes stand for, all of which are numbers."""
     digits, bias = np.int32(facts[_DIGITS]), np.int32((BIAS - facts[_BIAS]) << 23)
     first, unit = np.int32(1) << digits, as_float(np.int32(BIAS + 1 - facts[_BIAS] - facts[_DIGITS]) << DIGITS)
-    add, mask = np.int32(facts[_NAN_ADD]), np.int32(facts[_NAN_MASK])
-    zeros, last = NONE, np.int32(0)
     for j in range(d.size):
         code = np.int32(codes[j])
-        last = max(last, (code + add) & mask)
         magnitude = code & np.int32(0x7F)
         normal = (magnitude << (DIGITS - digits)) + bias
         bits = normal if magnitude >= first else as_bits(np.float32(magnitude) * unit)
         d[j] = as_float(bits | ((code & np.int32(0x80)) << np.int32(24))) * scale[j]
-        zeros += ONE if d[j] == NONE else NONE
+
+
+@compiled
+def zero_codes(bits: Array, codes: Array, facts: Array) -> Number:
+    """How many numbers that are not zero, given by their bits, have a code that is; -1 if a code is no number."""
+    add, mask = np.int32(facts[_NAN_ADD]), np.int32(facts[_NAN_MASK])
+    zeros, last = NONE, np.int32(0)
+    for j in range(codes.size):
+        code = np.int32(codes[j])
+        last = max(last, np.int32((code + add) & mask))
+        gone = (code & np.int32(0x7F)) == np.int32(0) and (bits[j] & MAGNITUDE) != np.int32(0)
+        zeros += ONE if gone else NONE
     return zeros if last < facts[_NAN_FROM] else -ONE

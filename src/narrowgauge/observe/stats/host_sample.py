@@ -9,10 +9,37 @@ from __future__ import annotations
 
 import numpy as np
 
-from narrowgauge.metrics.bins import EXPONENT_BINS, EXPONENT_LOW, RANGE_BINS, RANGE_BLOCK, SQNR_LOW, SQNR_WIDTH
-from narrowgauge.observe.stats.host_bits import BIAS, DIGITS, MAGNITUDE, NONE, Array, Number, as_bits, compiled, load
+from narrowgauge.metrics.bins import (
+    EXPONENT_BINS,
+    EXPONENT_LOW,
+    RANGE_BINS,
+    RANGE_BLOCK,
+    SQNR_BINS,
+    SQNR_LOW,
+    SQNR_WIDTH,
+)
+from narrowgauge.observe.stats.host_bits import (
+    BIAS,
+    DIGITS,
+    MAGNITUDE,
+    Array,
+    Number,
+    as_bits,
+    as_float,
+    as_long,
+    bits_of,
+    compiled,
+)
 
 WAYS = 4
+
+# Where the bins of SQNR begin, as ratios; and for each sixteenth of a binade of ratios, how many begin at or below its
+# start. Inside of one, a quarter of a decibel wide, at most one more begins.
+EDGES = np.append(10 ** ((SQNR_LOW + SQNR_WIDTH * np.arange(SQNR_BINS - 1)) / 10), np.nan)
+PIECE = 52 - 4  # of a float64's bits: the exponent and four digits are left
+LOWEST, HIGHEST = (int(edge) >> PIECE for edge in EDGES[[0, -2]].view(np.int64))
+NEAR = np.searchsorted(EDGES, (np.arange(LOWEST, HIGHEST + 2) << PIECE).view(np.float64), side="right")
+NEAR[0] = 0  # what lies below it is looked for here, too
 
 
 @compiled
@@ -28,34 +55,33 @@ def sample(
         central: [5] float64 out: n, mean and the sums of (x - mean)^p for p = 2, 3, 4.
         exponents, ranges: float64 in and out, counts as in `metrics.bins`, to be added to.
     """
-    bits = np.empty(K, np.int32)
-    x = bits.view(np.float32)
+    room, magnitude, places = np.empty(K, np.int32), np.empty(K, np.int32), np.empty(K, np.int32)
     n = total = 0.0
     for i in range(first, M, every):
-        load(x_at, shift, i * stride, bits)
+        x = bits_of(x_at, shift, i * stride, K, room).view(np.float32)
         n += K
         for j in range(K):
             total += np.float64(x[j])
     mean = total / n if n else 0.0
     m2 = m3 = m4 = 0.0
-    places = np.empty(K, np.int32)
     # Several counters for every bin: one that was just written is not there to be read again at once.
     tallies, range_tallies = np.zeros(WAYS * EXPONENT_BINS, np.int32), np.zeros(WAYS * (RANGE_BINS + 1), np.int32)
     for i in range(first, M, every):
-        load(x_at, shift, i * stride, bits)
+        bits = bits_of(x_at, shift, i * stride, K, room)
+        x = bits.view(np.float32)
         for j in range(K):
             p = np.float64(x[j]) - mean
             m2 += p * p
             m3 += p * p * p
             m4 += p * p * p * p
         for j in range(K):
-            bits[j] &= MAGNITUDE
-            binade = (bits[j] >> DIGITS) - np.int32(BIAS + EXPONENT_LOW)
+            magnitude[j] = bits[j] & MAGNITUDE
+            binade = (magnitude[j] >> DIGITS) - np.int32(BIAS + EXPONENT_LOW)
             binade = min(max(binade, np.int32(0)), np.int32(EXPONENT_BINS - 2)) + np.int32(1)
-            places[j] = binade if bits[j] else np.int32(0)
+            places[j] = binade if magnitude[j] else np.int32(0)
         _count_places(places, EXPONENT_BINS, tallies)
         for start in range(0, K, RANGE_BLOCK):
-            _place_ranges(x[start : start + RANGE_BLOCK], places[start : start + RANGE_BLOCK])
+            _place_ranges(magnitude, start, min(start + RANGE_BLOCK, K), places)
         _count_places(places, RANGE_BINS + 1, range_tallies)
     for j in range(tallies.size):
         exponents[j % EXPONENT_BINS] += tallies[j]
@@ -68,31 +94,36 @@ def sample(
 @compiled
 def _count_places(places: Array, width: int, tallies: Array) -> None:
     for j in range(places.size):
-        tallies[(j & (WAYS - 1)) * width + places[j]] += np.int32(1)
+        tallies[np.uint64((j & (WAYS - 1)) * width + places[j])] += np.int32(1)
 
 
 @compiled
-def _place_ranges(block: Array, places: Array) -> None:
+def _place_ranges(magnitude: Array, start: int, end: int, places: Array) -> None:
     """Bins of floor(log2(amax / |x|)) in a run of up to 128 columns; RANGE_BINS for zeros, which have no range.
 
     The ratio is rounded to float32; where it is infinite, or NaN, x is a zero.
     """
-    amax = NONE
-    for j in range(block.size):
-        amax = max(amax, block[j])
-    for j in range(block.size):
-        binade = ((as_bits(amax / block[j]) & MAGNITUDE) >> DIGITS) - np.int32(BIAS)
+    largest = np.int32(0)
+    for j in range(start, end):
+        largest = max(largest, magnitude[j])
+    amax, x = as_float(largest), magnitude.view(np.float32)
+    for j in range(start, end):
+        binade = ((as_bits(amax / x[j]) & MAGNITUDE) >> DIGITS) - np.int32(BIAS)
         near = min(binade, np.int32(RANGE_BINS - 1))
         places[j] = near if binade <= np.int32(BIAS) else np.int32(RANGE_BINS)
 
 
 @compiled
-def count_sqnr(signal: Number, error: Number, bins: Array) -> None:
-    """Count 10 log10(signal / error) of one row or column; without either it says nothing."""
+def sqnr_bin(signal: Number, error: Number) -> int:
+    """The bin of 10 log10(signal / error) of one row or column; without either it says nothing, -1.
+
+    It is looked up: a logarithm would cost as much as summing a short row.
+    """
     if error > 0.0 and signal > 0.0:
-        place = np.floor((10 * np.log10(signal / error) - SQNR_LOW) / SQNR_WIDTH) + 1
-        bins[int(min(max(place, 0.0), bins.size - 1.0))] += 1
-    elif signal > 0.0:
-        bins[bins.size - 1] += 1
-    elif error > 0.0:
-        bins[0] += 1
+        ratio = signal / error
+        piece = (as_long(ratio) >> PIECE) - LOWEST
+        near = NEAR[np.uint64(min(max(piece, 0), NEAR.size - 1))]
+        return int(near) + (EDGES[np.uint64(near)] <= ratio)
+    if signal > 0.0:
+        return SQNR_BINS - 1
+    return 0 if error > 0.0 else -1

@@ -5,6 +5,9 @@
 Nothing is read back from a device. There, large tensors are walked in runs of rows, which bounds the memory needed to
 a few copies of one run; the runs merge by the law that merges microbatches. On the CPU one compiled walk sees it all.
 
+What is taken from a share of the rows comes from rows first, first + every, ... of the whole tensor, whichever way it
+is counted; `shares` says which. Exact over all elements: extremes, counts, mean and M2.
+
 Legend: M = rows, K = columns.
 """
 
@@ -25,7 +28,8 @@ from narrowgauge.observe.stats.tally import Tally, tally
 CPU, ELSEWHERE = True, False
 RUN = {CPU: 1 << 19, ELSEWHERE: 1 << 24}  # elements looked at together; a GPU wants large launches
 SAMPLE = {CPU: 1 << 12, ELSEWHERE: 1 << 18}  # elements that histograms and higher moments come from, at least
-COLUMN_SAMPLE = {CPU: 1 << 15, ELSEWHERE: 1 << 62}  # elements that the sums along columns come from, at least
+# On the CPU errors and sums along columns come from at least so many elements, rows, and one of so many rows.
+COMPARED, COMPARED_ROWS, MOST = 1 << 14, 128, 32
 
 
 def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
@@ -34,7 +38,7 @@ def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
     Args:
         x: [..., K] of any float dtype; all leading dimensions are rows.
         q: its codes and scale, [M, K].
-        offset: None looks at all rows; a number takes histograms, kurtosis and sums along columns from a share of
+        offset: None looks at all rows; a number takes histograms, kurtosis and, on the CPU, errors from a share of
             the rows if the tensor is large, another one for every number.
 
     Returns:
@@ -62,13 +66,10 @@ def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally | host.C
             " give the tensor that was quantized"
         )
     if x.device.type == "cpu" and host.ready():
-        counted = host.count(x_MK, q, *_shares(x_MK, offset))
+        counted = host.count(x_MK, q, *shares(len(x_MK), x_MK.shape[1], offset))
         if counted is not None:
             return [counted]
-    return [
-        tally(part, codes, *(slice(first, None, stride) for first, stride in _shares(part, offset)))
-        for part, codes in _runs(x_MK, q)
-    ]
+    return [tally(part, codes, *_rows(x_MK, start, len(part), offset)) for start, part, codes in _runs(x_MK, q)]
 
 
 def judged(x_MK: Tensor, rule: Operand, offset: int | None) -> host.Counted | None:
@@ -78,29 +79,41 @@ def judged(x_MK: Tensor, rule: Operand, offset: int | None) -> host.Counted | No
     """
     if x_MK.device.type != "cpu" or not host.ready():
         return None
-    return host.judge(x_MK, rule, *_shares(x_MK, offset))
+    return host.judge(x_MK, rule, *shares(len(x_MK), x_MK.shape[1], offset))
 
 
-def _shares(x_MK: Tensor, offset: int | None) -> tuple[host.Share, host.Share]:
-    """First and stride of the rows that histograms are taken from, and of those that columns are summed over.
+def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.Share, host.Share]:
+    """First and stride of the rows that histograms are taken from, and of those that are compared with their codes.
 
-    They hold at least SAMPLE and COLUMN_SAMPLE elements; which ones they are turns with `offset`.
+    They hold at least SAMPLE and COMPARED elements, the latter at least COMPARED_ROWS rows and one of MOST; elsewhere
+    than on the CPU all rows are compared. Which ones they are turns with `offset`.
     """
     if offset is None:
         return (0, 1), (0, 1)
-    (M, K), cpu = x_MK.shape, x_MK.device.type == "cpu"
-    sampled, summed = (max(1, min(M, M * K // least[cpu])) for least in (SAMPLE, COLUMN_SAMPLE))
-    return (offset % sampled, sampled), (offset % summed, summed)
+    sampled = max(1, min(M, M * K // SAMPLE[cpu]))
+    compared = max(1, min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if cpu else 1
+    return (offset % sampled, sampled), (offset % compared, compared)
 
 
-def _runs(x_MK: Tensor, q: QTensor) -> Iterator[tuple[Tensor, QTensor]]:
-    """The tensor and its codes in runs of whole granules' rows."""
+def _rows(x_MK: Tensor, start: int, height: int, offset: int | None) -> tuple[slice, slice, float]:
+    """Of a run of rows: those that are sampled, those that are compared, and how many rows one of these stands for."""
+    M, K = x_MK.shape
+    if x_MK.device.type != "cpu":
+        (first, every), _ = shares(height, K, offset, cpu=False)
+        return slice(first, None, every), slice(None), 1.0
+    sampled, compared = shares(M, K, offset)
+    rows, errors = (slice((first - start) % every, None, every) for first, every in (sampled, compared))
+    return rows, errors, M / len(range(compared[0], M, compared[1]))
+
+
+def _runs(x_MK: Tensor, q: QTensor) -> Iterator[tuple[int, Tensor, QTensor]]:
+    """The tensor and its codes in runs of whole granules' rows, each with its first."""
     M, K = x_MK.shape
     height = max(1, RUN[x_MK.device.type == "cpu"] // K)
     if isinstance(q.granularity, Block):
         height = -(-height // q.granularity.rows) * q.granularity.rows
     if height >= M:
-        yield x_MK, q
+        yield 0, x_MK, q
         return
     for start in range(0, M, height):
         rows = slice(start, start + height)
@@ -110,4 +123,4 @@ def _runs(x_MK: Tensor, q: QTensor) -> Iterator[tuple[Tensor, QTensor]]:
             scale = q.scale[start // q.granularity.rows : -(-min(start + height, M) // q.granularity.rows)]
         else:
             scale = q.scale[rows]
-        yield x_MK[rows], QTensor(q.codes[rows], scale, q.fmt, q.granularity)
+        yield start, x_MK[rows], QTensor(q.codes[rows], scale, q.fmt, q.granularity)

@@ -10,7 +10,8 @@ of x^2 and e^2 are kept per row and per column too.
 
 Nothing is read back, so this runs on any device and whatever the tensor holds. `host` is its faster twin on the CPU.
 
-Histograms, the higher moments and the sums along columns are taken from a share of the rows; all else is exact.
+Histograms and the higher moments are taken from a share of the rows, and so may be what compares x with d, flushed_xx
+and scaled_xx; these sums are then scaled up to all rows. All else is exact.
 
 Legend: M = rows (tokens or output features), K = columns (the contracted dimension).
 """
@@ -39,7 +40,7 @@ class Tally:
 
     Args:
         values: slot name of the packed moments -> number, in the tensor's own units; a missing slot is neutral.
-        row_signal, row_error: [M] sums of v^2 and of its error's square along rows; only their ratio counts.
+        row_signal, row_error: [R] sums of v^2 and of its error's square along compared rows; only their ratio counts.
         col_signal, col_error: [K] sums of x^2 and e^2 along columns.
         sample: what was taken from the sampled rows.
     """
@@ -56,14 +57,15 @@ class Tally:
         self.values[slot] = value
 
 
-def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = ALL) -> Tally:
+def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, errors: slice = ALL, share: float = 1.0) -> Tally:
     """Count everything of a tensor and of what became of it.
 
     Args:
         x_MK: [M, K] of any float dtype (rounded to float32), not empty.
         q: its codes and scale, of the same shape.
         rows: where histograms and the higher moments are taken from.
-        columns: the rows that the sums along columns are taken over.
+        errors: the rows that are compared with their codes.
+        share: how many rows one of these stands for.
     """
     x = x_MK.detach().to(torch.float32).contiguous()
     codes = decode(q.codes.contiguous(), torch.float32)
@@ -96,15 +98,18 @@ def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, columns: slice = ALL) -> 
     mean, m2 = center(v, finite)
     values["mean"], values["m2"] = mean * back, m2 * back**2
     values["flushed"] = flushed.sum().double()
-    values["flushed_xx"] = total(torch.where(flushed, square, 0.0).sum(1)) * back**2
-    values["scaled_xx"] = total(torch.where(scaled, square, 0.0).sum(1)) * back**2
+    # From here on the rows that are compared.
+    v, square, flushed, scaled, compared = (t[errors] for t in (v, square, flushed, scaled, compared))
+    d = d[errors] * unit
+    larger = back**2 * share
+    values["flushed_xx"] = total(torch.where(flushed, square, 0.0).sum(1)) * larger
+    values["scaled_xx"] = total(torch.where(scaled, square, 0.0).sum(1)) * larger
 
-    d = d * unit
     v, square = torch.where(compared, v, 0.0), torch.where(compared, square, 0.0)
-    values["xd"] = total((v * d).sum(1)) * back**2
-    values["dd"] = total((d * d).sum(1)) * back**2
+    values["xd"] = total((v * d).sum(1)) * larger
+    values["dd"] = total((d * d).sum(1)) * larger
     error = torch.sub(v, d, out=d).square_()
     row_signal, row_error = square.sum(1), error.sum(1)
-    values["xx"], values["ee"] = total(row_signal) * back**2, total(row_error) * back**2
-    col_signal, col_error = (s[columns].sum(0).double() * back**2 for s in (square, error))
+    values["xx"], values["ee"] = total(row_signal) * larger, total(row_error) * larger
+    col_signal, col_error = (s.sum(0).double() * back**2 for s in (square, error))
     return Tally(values, row_signal, row_error, col_signal, col_error, taken)
