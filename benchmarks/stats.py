@@ -23,7 +23,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.compute.nn import set_observer
-from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.stats import Collector, host
 from narrowgauge.observe.stats.moments import tallies_of
 from narrowgauge.observe.stats.results import result_head
 
@@ -119,6 +119,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    host.wait()
     clock = time.process_time if args.cpu_time else time.perf_counter
     settings = {"threads": args.threads, "rounds": args.rounds, "clock": clock.__name__}
     record("stats_element", settings, per_element(args.rounds, clock))

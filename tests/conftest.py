@@ -16,6 +16,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_walk():
+    """No test is about passes because nobody has compiled yet; of several workers one compiles."""
+    from narrowgauge.observe.stats import host
+
+    host.wait()
+
+
 @pytest.fixture(scope="session")
 def warm_python():
     """Programs start in it without loading torch again."""

@@ -168,7 +168,7 @@ def serve(connection, source):
     sys.path[:] = path
     from narrowgauge.observe.stats import host
 
-    host.ready()
+    host.wait()
     answers = {}
     while True:
         if answers:

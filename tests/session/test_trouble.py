@@ -114,7 +114,7 @@ torch.set_num_threads(1)
 import narrowgauge as ng
 from narrowgauge.observe.stats import host
 from narrowgauge.session.process.live import Live
-host.ready()
+host.wait()
 base, chance, ended = Path(sys.argv[1]), random.Random(11), {}
 for number in range(int(sys.argv[2])):
     child = os.fork()

@@ -139,7 +139,7 @@ def _metrics(parts: Iterator[tuple[Tensor, QTensor]], whole: bool) -> Numbers:
 
 
 def _count(x: Tensor, q: QTensor, whole: bool) -> Any:
-    counted = host.count(x, q, (0, 1 if whole else len(x)), (0, 1)) if host.ready() else None
+    counted = host.count(x, q, (0, 1 if whole else len(x)), (0, 1)) if host.wait() else None
     return tally(x, q) if counted is None else counted  # what holds a NaN or an Inf is counted by passes
 
 

@@ -288,7 +288,7 @@ class Collector:
         if held is not None:
             return held
         if device.type == "cpu":
-            host.ready()  # out here, because compiling is not what watching costs
+            host.prepare()  # out here, because loading it is not what watching costs
         self._on_gpu |= device.type == "cuda"
         with self._lock:
             return self._held.setdefault(device, _Held())

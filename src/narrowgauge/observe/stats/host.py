@@ -3,16 +3,14 @@
     count    x, q     ->  Counted: the packed vector without its columns, and the sums along columns
     judge    x, rule  ->  the same, of the codes that x would become by the rule
 
-The same numbers as `tally`, in float64 throughout (see host_kernel); what is not all finite is left to it. The first
-call of a process loads the compiled walk, the first ever compiles it; neither is what watching costs, so `ready` does
-it beforehand.
+The same numbers as `tally`, in float64 throughout (see host_kernel); what is not all finite is left to it. All of this
+is only to be called where it is `ready` (see host_ready).
 
 Legend: M = rows, K = columns.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
@@ -23,16 +21,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.compute.quant import Block, Granularity, PerColumn, PerRow, PerTensor, QTensor, Scaling
+from narrowgauge.compute.quant import Block, Granularity, PerColumn, PerRow, QTensor, Scaling
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
-from narrowgauge.formats import E4M3FN, Format
+from narrowgauge.formats import Format
 from narrowgauge.metrics import MOMENTS
+from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait
 
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
 
-_log = logging.getLogger("narrowgauge.stats")
+__all__ = ["Counted", "count", "count_columns", "count_result", "judge", "kernel", "prepare", "ready", "wait"]
 
 E8M0 = (None, "up", "ocp")
 MARGIN = 1 + 2.0**-20  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
@@ -53,34 +52,6 @@ class Counted:
     def note(self, slot: str, value: Tensor) -> None:
         """Fill a slot that the walk knows nothing of."""
         self.vector[MOMENTS.offsets[slot]] = float(value)
-
-
-@cache
-def kernel() -> ModuleType | None:
-    """The compiled walk, None where numba has no build for this machine."""
-    try:
-        from narrowgauge.observe.stats import host_kernel
-    except ImportError:
-        return None
-    return host_kernel
-
-
-@cache
-def ready() -> bool:
-    """Load the compiled walk, or compile it; whether there is one."""
-    if kernel() is None:
-        return False
-    x = torch.ones(2, 2)
-    codes = QTensor(x.to(torch.float8_e4m3fn), torch.tensor(1.0), E4M3FN, PerTensor())
-    try:
-        count(x, codes, (0, 1), (0, 1))
-        count_result(x, (x, x))
-        count_columns(np.ones((2, 2)), MOMENTS.empty())
-    except Exception as error:  # a compiler has many ways to fail, and training is not to feel any
-        cause = " ".join(str(error).split())[:200]
-        _log.warning("narrowgauge: the watch's fast walk cannot be compiled (%s); slower passes take its place.", cause)
-        return False
-    return True
 
 
 def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share) -> Counted | None:

@@ -123,7 +123,8 @@ def sqnr_bin(signal: Number, error: Number) -> int:
         ratio = signal / error
         piece = (as_long(ratio) >> PIECE) - LOWEST
         near = NEAR[np.uint64(min(max(piece, 0), NEAR.size - 1))]
-        return int(near) + (EDGES[np.uint64(near)] <= ratio)
+        place: int = near + (EDGES[np.uint64(near)] <= ratio)
+        return place
     if signal > 0.0:
         return SQNR_BINS - 1
     return 0 if error > 0.0 else -1

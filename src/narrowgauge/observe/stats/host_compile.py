@@ -1,0 +1,107 @@
+"""The compiled walks, each called once with four numbers: loaded from numba's cache, or compiled into it.
+
+    python -P host_compile.py       compiles them, in a process of its own that never loads torch
+
+It ends when its input does, so with whoever started it. Of several that compile at once, for one cache, the first
+does and the others wait for it; it gives way to a program that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import numpy as np
+
+PACKAGE = "narrowgauge.observe.stats"
+ENTRIES = ("operand", "result", "count_columns")
+POLITE = 10  # of 19
+
+
+class NotCachedError(Exception):
+    """Something would have to be compiled."""
+
+
+def call_all(walk: ModuleType) -> None:
+    """Call every entry of `host_kernel` with arguments of the types that it will get."""
+    x, codes, scale = np.ones((2, 2), np.float32), np.full((2, 2), 0x38, np.uint8), np.ones(1, np.float32)
+    facts, limits = np.array((3, 7, 0, 0x7F, 0x7F, 0, 0, 8, 0)), np.array((448, 449, 448, 0), np.float32)
+    counted = len(walk.COUNTED) + len(walk.SAMPLED) + len(walk.SCALES)
+    places, starts, vector = np.arange(counted), np.array((100, 500, 500, 700, 700, 800)), np.zeros(900)
+    at, ints = x.ctypes.data, (0, 2, 2, 2)
+    walk.operand(
+        at, *ints, codes.ctypes.data, scale.ctypes.data, 2, 2, facts, limits, 0, 1, 0, 1, places, starts, vector,
+        np.zeros((2, 2)),
+    )  # fmt: skip
+    walk.result(at, *ints, at, at, 4, places, places, vector)
+    walk.count_columns(np.ones((2, 2)), vector[100:500])
+
+
+@contextlib.contextmanager
+def cached_only(walk: ModuleType) -> Iterator[None]:
+    """NotCachedError instead of compiling."""
+
+    def refuse(*args: Any) -> NoReturn:
+        raise NotCachedError
+
+    compilers = [
+        getattr(entry, "_compiler", None) for entry in (getattr(walk, name) for name in ENTRIES)
+    ]  # numba has no other door to what it knows
+    for compiler in compilers:
+        if compiler is not None:
+            compiler.compile = refuse
+    try:
+        yield
+    finally:
+        for compiler in compilers:
+            if compiler is not None:
+                del compiler.compile
+
+
+@contextlib.contextmanager
+def alone(walk: ModuleType) -> Iterator[None]:
+    """Nobody else compiles into the same folder; where folders cannot be locked, somebody may, to no harm."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(
+            ImportError, OSError, AttributeError
+        ):  # no fcntl; no such folder yet; a plain function
+            import fcntl
+
+            folder = Path(walk.operand.stats.cache_path)
+            folder.mkdir(parents=True, exist_ok=True)
+            number = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, number)
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    """Compile, unless it is done already."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(POLITE)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    # Of the very files that it lies beside, wherever Python would look, and without what packages load: torch, too.
+    names = PACKAGE.split(".")
+    for depth in range(1, len(names) + 1):
+        bare = ModuleType(".".join(names[:depth]))
+        bare.__path__ = [str(Path(__file__).parents[len(names) - depth])]
+        sys.modules[bare.__name__] = bare
+    walk = importlib.import_module(f"{PACKAGE}.host_kernel")
+    with alone(walk):
+        call_all(walk)
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

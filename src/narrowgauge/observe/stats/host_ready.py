@@ -1,0 +1,182 @@
+"""Is the compiled walk there? numba takes seconds to compile it, once per machine and version; nobody trains meanwhile.
+
+    prepare()    as a recorded step begins    in numba's cache: loaded     else: a process is started that compiles it
+    ready()      for each tensor              whether it may be called; until then the passes of `tally` count
+    wait()       where waiting is right       compiled in this process
+
+The process ends with this one, and what it wrote is numba's cache: beside the code, in the user's folder, or where
+NUMBA_CACHE_DIR says; where none of them can be written to, in a folder that is gone when this process is. A fork
+starts anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from narrowgauge.observe.stats import host_compile
+from narrowgauge.observe.stats.host_compile import NotCachedError, alone, cached_only, call_all
+
+_log = logging.getLogger("narrowgauge.stats")
+
+
+class Walk:
+    """The compiled walk of this process, on its way.
+
+    Attributes:
+        loaded: whether it may be called.
+        failed: whether it never will be.
+        child: the process that compiles it.
+        beside: the thread that does, where no process could.
+    """
+
+    def __init__(self) -> None:
+        self.loaded, self.failed = False, False
+        self.child: subprocess.Popen[bytes] | None = None
+        self.beside: threading.Thread | None = None
+        self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def prepare(self) -> bool:
+        """Load it if it is compiled, else have it compiled; whether it is ready. Never waits for a compiler."""
+        if self.loaded or self.failed or self.beside is not None:
+            return self.loaded
+        if self.child is not None and self.child.poll() is None:
+            return False
+        if not self._lock.acquire(blocking=False):  # another thread loads it
+            return False
+        try:
+            self._load(cached_only)
+        except NotCachedError:
+            try:
+                self._start()
+            except (OSError, ValueError):  # no other process to be had, or it could not
+                self.beside = threading.Thread(target=self.wait, daemon=True)
+                self.beside.start()
+        finally:
+            self._lock.release()
+        return self.loaded
+
+    def wait(self) -> bool:
+        """Load or compile it here and now; whether there is one."""
+        with self._lock:
+            if not (self.loaded or self.failed):
+                self._load(alone)
+            return self.loaded
+
+    def _load(self, way: Callable[[ModuleType], AbstractContextManager[None]]) -> None:
+        try:
+            walk = kernel()
+            if walk is None:
+                self.failed = True
+                return
+            with way(walk):
+                call_all(walk)
+            self.loaded = True
+        except NotCachedError:
+            raise
+        except Exception as error:  # a compiler has many ways to fail, and training is not to feel any
+            self.failed = True
+            cause = " ".join(str(error).split())[:200]
+            _log.warning(
+                "narrowgauge: the watch's fast walk cannot be compiled (%s); slower passes take its place.", cause
+            )
+
+    def _start(self) -> None:
+        if self.child is not None:
+            raise OSError(f"the process that compiles ended with {self.child.returncode}, and nothing is there")
+        environment = os.environ | cache_of_ours()
+        environment.pop("NARROWGAUGE_PLAN", None)
+        words, nothing = [sys.executable, "-P", host_compile.__file__], subprocess.DEVNULL
+        self.child = subprocess.Popen(
+            words, env=environment, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the process that compiles, if there is one."""
+        if self.child is not None:
+            self.child.kill()
+            self.child.wait()
+            self._forget()
+
+    def _forked(self) -> None:
+        """In a fork: the process is the parent's, and is to end with that."""
+        self._lock, self.beside = threading.Lock(), None
+        if self.child is not None:
+            self.child.returncode = 0  # nobody here waits for it
+            self._forget()
+
+    def _forget(self) -> None:
+        if self.child is not None and self.child.stdin is not None:
+            self.child.stdin.close()
+        self.child = None
+
+
+WALK = Walk()
+
+
+def ready() -> bool:
+    """Whether the compiled walk may be called."""
+    return WALK.loaded
+
+
+def prepare() -> bool:
+    """See to it that the compiled walk will be ready, without waiting for a compiler; whether it is."""
+    return WALK.prepare()
+
+
+def wait() -> bool:
+    """Load the compiled walk, or compile it; whether there is one."""
+    return WALK.wait()
+
+
+@cache
+def kernel() -> ModuleType | None:
+    """The walk's module, None where numba has no build for this machine."""
+    try:
+        import numba
+
+        try:
+            from narrowgauge.observe.stats import host_kernel
+        except RuntimeError:  # no folder for a cache can be written to
+            settings: Any = numba.config
+            before, settings.CACHE_DIR = settings.CACHE_DIR, _temporary()
+            try:
+                from narrowgauge.observe.stats import host_kernel
+            finally:
+                settings.CACHE_DIR = before
+    except ImportError:
+        return None
+    return host_kernel
+
+
+def cache_of_ours() -> dict[str, str]:
+    """What tells numba in another process of the temporary cache, if there is one."""
+    return {"NUMBA_CACHE_DIR": _temporary()} if _temporary.cache_info().currsize else {}
+
+
+@cache
+def _temporary() -> str:
+    folder, owner = tempfile.mkdtemp(prefix="narrowgauge-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder)
+
+    atexit.register(remove)
+    return folder

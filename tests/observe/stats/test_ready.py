@@ -1,0 +1,187 @@
+"""The compiled walk is made beside the program: a step waits for no compiler, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.observe.stats.test_collector import Notebook
+
+from narrowgauge.compute.quant import quantize
+from narrowgauge.compute.recipes import CURRENT
+from narrowgauge.metrics import OPERAND_COLUMNS
+from narrowgauge.observe.stats import Collector, host, host_compile, host_ready
+from narrowgauge.observe.stats.host_compile import NotCachedError, alone
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+@pytest.fixture
+def cold(monkeypatch, tmp_path):
+    """A walk that nobody has compiled; its compiler ends when it is told to, and has compiled if `done` says so."""
+    walk, state = host_ready.Walk(), SimpleNamespace(done=False)
+    compiler = tmp_path / "compiler.py"
+    compiler.write_text("import sys; sys.stdin.read()")
+
+    def call_all(module):
+        if not state.done:
+            raise NotCachedError
+
+    monkeypatch.setattr(host_ready, "WALK", walk)
+    monkeypatch.setattr(host_ready, "call_all", call_all)
+    monkeypatch.setattr(host_ready, "host_compile", SimpleNamespace(__file__=str(compiler)))
+    state.walk, state.compiler = walk, compiler
+    yield state
+    walk.stop()
+
+
+def test_steps_are_recorded_by_passes_until_the_walk_is_there(cold):
+    book, rule = Notebook(), CURRENT.uses("input")[0]
+    collector = Collector(book)
+    x = torch.randn(600, 256)
+    q = quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling)
+    ways = []
+    for step in range(3):
+        collector._turn = 0  # the same rows
+        collector.begin_step(step)
+        judged = collector.judge("m", "input", x, rule)
+        ways.append(judged)
+        if not judged:
+            collector.operand("m", "input", x, q)
+        collector.end_step()
+        if step == 1:
+            assert cold.walk.child.poll() is None
+            cold.done = True
+            cold.walk.child.stdin.close()
+            cold.walk.child.wait()
+    assert ways == [False, False, True]
+    assert collector.failures == 0
+    for name in OPERAND_COLUMNS:
+        passed, walked = (np.asarray(book.rows[step, "m:input"][name], float) for step in (0, 2))
+        np.testing.assert_allclose(passed, walked, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_one_process_compiles_however_often_it_is_asked(cold):
+    assert not any(host.prepare() for _ in range(3))
+    first = cold.walk.child
+    assert not host.prepare()
+    assert cold.walk.child is first
+    assert not host.ready()
+
+
+@pytest.mark.parametrize("why", ["nothing to start", "it failed"])
+def test_without_such_a_process_a_thread_compiles(cold, monkeypatch, why):
+    compiled = threading.Event()
+
+    def call_all(module):
+        if threading.current_thread() is threading.main_thread():
+            raise NotCachedError
+        compiled.wait(60)
+
+    monkeypatch.setattr(host_ready, "call_all", call_all)
+    if why == "nothing to start":
+        monkeypatch.setattr(host_ready.sys, "executable", "/nowhere/python")
+    else:
+        cold.compiler.write_text("raise SystemExit(3)")
+        assert not host.prepare()
+        cold.walk.child.wait()
+    assert not host.prepare()
+    assert not host.prepare()  # nor does it wait for the thread
+    assert not host.ready()
+    compiled.set()
+    cold.walk.beside.join()
+    assert host.prepare()
+    assert host.ready()
+
+
+@forks
+def test_a_fork_holds_nothing_of_the_process_that_compiles(cold):
+    host.prepare()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if cold.walk.child is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert cold.walk.child.poll() is None
+
+
+def test_where_one_compiles_others_wait():
+    walk, inside, left = host.kernel(), threading.Event(), threading.Event()
+
+    def enter():
+        with alone(walk):
+            inside.set()
+        left.set()
+
+    with alone(walk):
+        waiting = threading.Thread(target=enter)
+        waiting.start()
+        if sys.platform != "win32":
+            assert not inside.wait(0.1)
+    assert left.wait(60)
+    waiting.join()
+
+
+def test_what_is_compiled_already_is_found_by_the_process():
+    """It looks where this one does, without torch."""
+    host.wait()
+    run = f"import sys, runpy; runpy.run_path({host_compile.__file__!r}, run_name='__main__')"
+    words = [sys.executable, "-P", "-c", f"{run}; print('torch' in sys.modules)"]
+    before = {path: path.stat().st_mtime_ns for path in Path(host.kernel().operand.stats.cache_path).glob("host_*.nbc")}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        told = child.stdout.read()
+        assert child.wait() == 0
+    assert told.split() == [b"False"]
+    after = {path: path.stat().st_mtime_ns for path in before}
+    assert before == after
+    assert before
+
+
+PROGRAM = """
+import os, signal, sys
+import torch
+from narrowgauge.observe.stats import host_ready, host
+host_ready.WALK, host_ready.kernel = host_ready.Walk(), host_ready.kernel.__wrapped__
+for name in [name for name in sys.modules if name.startswith("narrowgauge.observe.stats.host_")]:
+    if name.rpartition("_")[2] in ("kernel", "bits", "rounding", "sample", "scales"):
+        del sys.modules[name]
+        vars(sys.modules["narrowgauge.observe.stats"]).pop(name.rpartition(".")[2])
+import numba
+numba.config.CACHE_DIR = os.environ["COLD"]
+if not os.environ["COLD"]:  # nowhere to write to
+    from numba.core import caching
+    caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]
+os.environ["NUMBA_CACHE_DIR"] = os.environ["COLD"]
+assert not host.prepare() and not host.ready()
+place = host_ready.cache_of_ours().get("NUMBA_CACHE_DIR", "")
+print(host_ready.WALK.child.pid, place or "-", flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@forks
+@proc
+@pytest.mark.parametrize("end", ["killed", "normal"])
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_process_ends_with_the_program_and_so_does_a_cache_that_had_no_place(end, writable, tmp_path, warm_python):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = dict(os.environ) | {"COLD": str(tmp_path / "cold") if writable else "", "TMPDIR": str(tmp_path)}
+    done = warm_python.run([sys.executable, "program.py", end], cwd=tmp_path, env=environment)
+    assert done.returncode == (-signal.SIGKILL if end == "killed" else 0), done.stderr
+    pid, place = done.stdout.split()
+    assert (place == "-") == writable
+    for _ in range(600):
+        if not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            break
+        threading.Event().wait(0.1)
+    else:
+        raise AssertionError(f"{pid} goes on")
+    if end == "normal" and not writable:
+        assert not Path(place).exists()
