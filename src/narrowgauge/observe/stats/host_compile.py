@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 PACKAGE = "narrowgauge.observe.stats"
-ENTRIES = ("operand", "result", "count_columns")
+ENTRIES = ("operand", "result", "count_columns", "copied", "moved")
 POLITE = 10  # of 19
 
 
@@ -42,6 +42,8 @@ def call_all(walk: ModuleType) -> None:
     )  # fmt: skip
     walk.result(at, *ints, at, at, 4, places, places, vector)
     walk.count_columns(np.ones((2, 2)), vector[100:500])
+    walk.copied(at, at, 4)
+    walk.moved(at, at, 4)
 
 
 @contextlib.contextmanager

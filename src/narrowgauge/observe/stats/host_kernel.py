@@ -269,3 +269,25 @@ def count_columns(columns: Array, bins: Array) -> None:
         place = sqnr_bin(columns[0, j], columns[1, j])
         if place >= 0:
             bins[place] += 1
+
+
+@compiled
+def copied(x_at: Number, copy_at: Number, size: int) -> float:
+    """Copy so many float32 numbers from one address to another; their sum of squares."""
+    x, copy = carray(pointer(x_at), (size,), np.float32), carray(pointer(copy_at), (size,), np.float32)
+    total = 0.0
+    for j in range(size):
+        copy[j] = x[j]
+        total += np.float64(x[j]) * np.float64(x[j])
+    return total
+
+
+@compiled
+def moved(x_at: Number, copy_at: Number, size: int) -> float:
+    """The sum of squares of the differences of so many float32 numbers at two addresses."""
+    x, copy = carray(pointer(x_at), (size,), np.float32), carray(pointer(copy_at), (size,), np.float32)
+    total = 0.0
+    for j in range(size):
+        by = np.float64(x[j]) - np.float64(copy[j])
+        total += by * by
+    return total

@@ -7,17 +7,19 @@
 
 So no more than BUDGET elements are held, and only while the optimizer steps. w is what the optimizer was given:
 masters in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights count as
-in `norms`.
+in `norms`. Whole float32 weights on the CPU are read once for copy and norm, and once for what they moved by.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.norms import Parts, Squares, named, squares
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
@@ -28,7 +30,8 @@ class Movement:
 
     def __init__(self, turn: int = 0, budget: int = BUDGET) -> None:
         self._turn, self._budget = turn, budget
-        self._held: dict[int, tuple[Parts, list[Tensor], list[Tensor]]] = {}  # by optimizer: now, its view, its copy
+        # By optimizer: what is here now, the views that were copied (None: all of it, by the walk), and their copies.
+        self._held: dict[int, tuple[Parts, list[Tensor] | None, list[Tensor]]] = {}
         self._weights: Squares | None = None
         self._moved: Squares | None = None
         self._early: list[int] = []
@@ -38,11 +41,17 @@ class Movement:
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         parts = Parts((p for group in optimizer.param_groups for p in group["params"]), in_parts=in_parts)
+        elements = sum(x.numel() for x in parts.here)
+        walk = host.kernel() if host.ready() else None
+        if walk is not None and elements <= self._budget and parts.here and all(map(_walkable, parts.here)):
+            copies = [torch.empty_like(x) for x in parts.here]
+            self._weights = _walked(walk.copied, parts, copies).and_also(self._weights)
+            self._held[id(optimizer)] = parts, None, copies
+            return
         total = parts.squares()
         if total is None:
             return
         self._weights = total.and_also(self._weights)
-        elements = sum(x.numel() for x in parts.here)
         stride = next_prime(math.ceil(elements / self._budget))
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
@@ -67,6 +76,11 @@ class Movement:
         if held is None:
             return
         parts, views, copies = held
+        walk = host.kernel()
+        if views is None and walk is not None:
+            self._moved = _walked(walk.moved, parts, copies).and_also(self._moved)
+            return
+        views = views or parts.here
         torch._foreach_sub_(copies, views)
         weights = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
         moved = squares(copies, parts.copies, parts.partial, weights)
@@ -102,3 +116,18 @@ def _every(x: Tensor, stride: int, turn: int) -> Tensor:
         return x
     start = turn % min(stride, x.numel())
     return x.as_strided((x.numel(),), (1,), x.storage_offset())[start::stride]
+
+
+def _walkable(x: Tensor) -> bool:
+    """Whether x is plain float32 memory on the CPU."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
+    return plain and x.is_contiguous() and not x.is_neg() and x.data_ptr() != 0
+
+
+def _walked(walk: Callable[[int, int, int], float], parts: Parts, copies: list[Tensor]) -> Squares:
+    """Sums of squares over parts and their copies, each part as often as it is not held elsewhere."""
+    sums = (
+        walk(x.data_ptr(), copy.data_ptr(), x.numel()) / held
+        for x, copy, held in zip(parts.here, copies, parts.copies, strict=True)
+    )
+    return Squares(torch.tensor(sum(sums), dtype=torch.float64), parts.partial)

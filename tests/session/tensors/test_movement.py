@@ -1,0 +1,59 @@
+"""How far a step moved the weights: the compiled walk says what torch's passes say."""
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.observe.stats import host
+from narrowgauge.session.tensors.movement import Movement
+
+
+def made(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in ((64, 48), (5,), (1, 1, 7))]
+    for w in weights:
+        w.grad = torch.randn(w.shape, generator=g).to(dtype)
+    return torch.optim.SGD(weights, lr=0.1)
+
+
+def told(optimizer):
+    movement = Movement()
+    movement.before(optimizer)
+    optimizer.step()
+    movement.after(optimizer)
+    assert movement.share == 1.0
+    return {name: float(value) for name, value in movement.scalars().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_ways_say_the_same(dtype, monkeypatch):
+    before = torch.cat([p.detach().double().flatten() for p in made(dtype).param_groups[0]["params"]])
+    optimizer = made(dtype)
+    walked = told(optimizer)
+    after = torch.cat([p.detach().double().flatten() for p in optimizer.param_groups[0]["params"]])
+    monkeypatch.setattr(host, "ready", lambda: False)
+    passed = told(made(dtype))
+    close = 1e-12 if dtype == torch.float32 else 1e-2  # the differences of bfloat16 are rounded to it
+    assert walked["param_norm"] == pytest.approx(float(before.norm()), rel=close)
+    assert walked["update_ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=close)
+    assert walked == pytest.approx(passed, rel=1e-6)
+
+
+def test_weights_that_are_no_plain_memory_go_the_other_way():
+    optimizer = made()
+    turned = nn.Parameter(torch.randn(6, 9).T)
+    turned.grad = torch.ones(9, 6)
+    optimizer.add_param_group({"params": [turned]})
+    expected = torch.cat([p.detach().double().flatten() for group in optimizer.param_groups for p in group["params"]])
+    assert told(optimizer)["param_norm"] == pytest.approx(float(expected.norm()), rel=1e-6)
+
+
+def test_what_became_ready_in_between_changes_nothing(monkeypatch):
+    optimizer = made()
+    movement = Movement()
+    monkeypatch.setattr(host, "ready", lambda: False)
+    movement.before(optimizer)
+    optimizer.step()
+    monkeypatch.undo()
+    movement.after(optimizer)
+    assert movement.scalars()["update_ratio"] > 0
