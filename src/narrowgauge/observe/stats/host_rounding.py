@@ -135,11 +135,16 @@ def decode_row(codes: Array, facts: Array, scale: Array, d: Array) -> None:
 @compiled
 def zero_codes(bits: Array, codes: Array, facts: Array) -> Number:
     """How many numbers that are not zero, given by their bits, have a code that is; -1 if a code is no number."""
-    add, mask = np.int32(facts[_NAN_ADD]), np.int32(facts[_NAN_MASK])
-    zeros, last = NONE, np.int32(0)
+    add, mask = np.uint8(facts[_NAN_ADD]), np.uint8(facts[_NAN_MASK])
+    least, last = np.uint8(0x7F), np.uint8(0)
     for j in range(codes.size):
-        code = np.int32(codes[j])
-        last = max(last, np.int32((code + add) & mask))
-        gone = (code & np.int32(0x7F)) == np.int32(0) and (bits[j] & MAGNITUDE) != np.int32(0)
-        zeros += ONE if gone else NONE
-    return zeros if last < facts[_NAN_FROM] else -ONE
+        least = min(least, np.uint8(codes[j] & np.uint8(0x7F)))
+        last = max(last, np.uint8(np.uint8(codes[j] + add) & mask))
+    if last >= facts[_NAN_FROM]:
+        return -ONE
+    zeros = NONE
+    if least == np.uint8(0):
+        for j in range(codes.size):
+            gone = (codes[j] & np.uint8(0x7F)) == np.uint8(0) and (bits[j] & MAGNITUDE) != np.int32(0)
+            zeros += ONE if gone else NONE
+    return zeros
