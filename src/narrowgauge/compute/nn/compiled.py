@@ -250,7 +250,7 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, known = high
         x_MK = x.reshape(-1, x.shape[-1])
         if ctx.traced.by_lines:
-            # Codes of dy, twice, and of w; and all of it twice, because the compiler counts what is read in halves twice.
+            # Codes of dy, twice, and of w; all of it twice, because the compiler counts twice what is read in halves.
             needed = 2 * weight.shape[0] * (2 * x_MK.shape[0] + weight.shape[1])
             codes, scale, room = turned_codes(remade(x_MK), handle, *ctx.traced.numbers, needed)
         else:
