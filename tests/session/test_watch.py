@@ -188,6 +188,24 @@ def test_a_forked_child_trains_unwatched(warm_python, tmp_path, compiled):
     assert steps(tmp_path / "out") == 3
 
 
+COMPILES_ELSEWHERE = """
+import os
+from torch._inductor.async_compile import AsyncCompile
+workers = AsyncCompile.process_pool()
+print(sorted({workers.submit(os.getpid).result() for _ in range(8)} - {os.getpid()}) != [])
+loaded = "[name in __import__('sys').modules for name in ('torch', 'narrowgauge.session')]"
+print(workers.submit(eval, loaded).result())
+"""
+
+
+def test_a_compilers_workers_open_no_run(tmp_path):
+    done = run(tmp_path, "train.py", script=f"{COMPILES_ELSEWHERE}\nworkers.shutdown()\n{programs.BASIC}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["True", "[True, False]"]  # they are other processes, and have torch
+    assert steps(tmp_path / "out") == 8
+    assert not list((tmp_path / "out").glob("process-*"))
+
+
 @pytest.mark.parametrize("code", [0, 7])
 def test_what_never_trains_is_told_and_keeps_its_code(tmp_path, code):
     done = run(tmp_path, "train.py", script=f"import sys\nprint('hello')\nsys.exit({code})\n")
