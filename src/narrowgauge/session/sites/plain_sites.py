@@ -84,7 +84,7 @@ class PlainSites:
         self._eager, self._compiles, self._eagerly = eager, compiles, eagerly
         self._layers: list[Layer] = []
         self._census = Census()
-        self._products = Products(self._heard, self.shown.failed)
+        self._products = Products(self._heard, self.shown.failed, self._told)
         self._steps = 0
         self._deaf = False  # products were not listened to
         self._open = ExitStack()
@@ -191,10 +191,14 @@ class PlainSites:
         self._census.saw(module, *part.holds)
         return self._census.kept(module, name or "")
 
+    def _told(self) -> bool:
+        """Whether a layer runs that tells of all that it multiplies."""
+        return any(call.layer.kind.whole for call in self._calls())
+
     def _heard(self, part: Part, known: bool) -> None:
         """A product outside of layers that tell of themselves."""
         calls = self._calls()
-        if part.w is None or any(call.layer.kind.whole for call in calls):
+        if part.w is None:
             return
         inside = calls[-1] if calls else None
         owner = self._census.owner(part.w) if known else None

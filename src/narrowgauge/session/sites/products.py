@@ -143,10 +143,16 @@ class Products:
     Args:
         heard: told of a product with a parameter, or, its weight's origin unknown, of one of `F.linear`'s (False).
         failed: told of an error of ours; none reaches the program.
+        told: whether somebody tells of what this thread multiplies now; then nothing is looked into.
     """
 
-    def __init__(self, heard: Callable[[Part, bool], None], failed: Callable[[str, Exception], None]) -> None:
-        self._heard, self._failed = heard, failed
+    def __init__(
+        self,
+        heard: Callable[[Part, bool], None],
+        failed: Callable[[str, Exception], None],
+        told: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._heard, self._failed, self._told = heard, failed, told
         self._undo = ExitStack()
         self._listening = False
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
@@ -175,7 +181,7 @@ class Products:
     ) -> Callable[..., Any]:
         @functools.wraps(original)
         def product(*args: Any, **kwargs: Any) -> Any:
-            if not self._listening or getattr(self._mine, "busy", False):
+            if not self._listening or getattr(self._mine, "busy", False) or self._told():
                 return original(*args, **kwargs)
             self._mine.busy = True
             try:

@@ -1,0 +1,116 @@
+"""Which part of a recorded step costs what on this CPU: the step is recorded whole, and then with one part left out.
+
+    judging      what becomes of each tensor by a rule: the compiled walk and the way to it
+    listening    hooks on layers and around products, and judging
+    numbers      metrics made of sums
+    weights      their norm, and a copy that their update is measured on
+
+What a part takes is the difference, in milliseconds of the thread's CPU time, medians over rounds in turn; parts left
+out together might save less, because what one reads the next finds in the cache.
+
+    python -m benchmarks.watch_parts_cpu [--rounds 7] [--sizes tiny layers-512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.record import record
+from benchmarks.watch_cost_cpu import program
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.observe.stats import collector, host
+from narrowgauge.scripts import gpt
+from narrowgauge.session.sites.plain_sites import PlainSites
+from narrowgauge.session.tensors.movement import Movement
+
+STEPS, WARM = 30, 4
+Part = tuple[Any, str, Callable[..., Any]]
+PARTS: dict[str, Part | None] = {
+    "nothing": None,
+    "judging": (collector.Collector, "judge", lambda *args: True),
+    "listening": (PlainSites, "begin", lambda self: None),
+    "numbers": (collector, "finalize", lambda table, columns: {}),
+    "weights": (Movement, "before", lambda *args, **options: None),
+}
+
+
+@contextmanager
+def without(part: Part | None) -> Iterator[None]:
+    """One function does nothing."""
+    if part is None:
+        yield
+        return
+    owner, name, instead = part
+    before = getattr(owner, name)
+    setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def milliseconds(train: Callable[[], None]) -> float:
+    """The median step's CPU time."""
+    taken = []
+    for _ in range(STEPS):
+        began = time.thread_time()
+        train()
+        taken.append(time.thread_time() - began)
+    return 1e3 * statistics.median(taken)
+
+
+def parts_of(name: str, rounds: int) -> list[dict[str, Any]]:
+    """A row for the unwatched step, for the recorded one, and for each part."""
+    torch.manual_seed(0)
+    model, loss, _ = program(name)
+    optimizer = gpt.make_optimizer(model, 1e-3, torch.device("cpu"))
+
+    def train() -> None:
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    alone: list[float] = []
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            milliseconds(train)
+            alone.append(milliseconds(train))
+            for part, what in PARTS.items():
+                with without(what), ng.watch(out=Path(folder) / f"{number}-{part}", every=1):
+                    for _ in range(WARM):
+                        train()
+                    found[part].append(milliseconds(train))
+    whole = statistics.median(found["nothing"])
+    rows = [{"program": name, "what": "unwatched", "ms": round(statistics.median(alone), 2)}]
+    rows.append({"program": name, "what": "recorded", "ms": round(whole, 2)})
+    for part in list(PARTS)[1:]:
+        rows.append({"program": name, "what": part, "ms": round(whole - statistics.median(found[part]), 2)})
+    return rows
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", default=["tiny", "layers-512"])
+    args = parser.parse_args()
+    host.wait()
+    torch.set_num_threads(1)
+    rows = [row for name in args.sizes for row in parts_of(name, args.rounds)]
+    record("watch_parts", {"threads": 1, "rounds": args.rounds, "steps": STEPS}, rows)
+
+
+if __name__ == "__main__":
+    main()
