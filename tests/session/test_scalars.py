@@ -67,7 +67,7 @@ def test_norms_of_two_optimizers_are_of_both(tmp_path):
 
 
 def test_of_more_weights_than_the_budget_a_share_tells_the_update(tmp_path, monkeypatch):
-    monkeypatch.setattr(movement.Movement.__init__, "__defaults__", (0, 2000))
+    monkeypatch.setattr(movement.Movement.__init__, "__defaults__", (0, 2000, None))
     model = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 16).to(memory_format=torch.preserve_format))
     with followed(tmp_path, every=1) as (session, writer):
         wanted = train(model, torch.optim.SGD(model.parameters(), lr=0.1))

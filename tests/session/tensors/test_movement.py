@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from narrowgauge.observe.stats import host
-from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.movement import MOST, SMALL, Movement, Room
 
 
 def made(dtype=torch.float32):
@@ -16,8 +16,8 @@ def made(dtype=torch.float32):
     return torch.optim.SGD(weights, lr=0.1)
 
 
-def told(optimizer):
-    movement = Movement()
+def told(optimizer, room=None):
+    movement = Movement(room=room)
     movement.before(optimizer)
     optimizer.step()
     movement.after(optimizer)
@@ -57,3 +57,24 @@ def test_what_became_ready_in_between_changes_nothing(monkeypatch):
     monkeypatch.undo()
     movement.after(optimizer)
     assert movement.scalars()["update_ratio"] > 0
+
+
+def test_small_models_find_their_room_again():
+    room, small, large = Room(), [torch.zeros(8, 4), torch.zeros(3)], [torch.zeros(SMALL + 1)]
+    first = room.like(1, small)
+    assert all(a is b for a, b in zip(room.like(1, small), first, strict=True))
+    assert room.like(2, small)[0] is not first[0]  # another optimizer's, in the same step
+    assert [x.shape for x in room.like(1, [torch.zeros(5)])] == [(5,)]  # its parameters are others now
+    assert room.like(3, large)[0] is not room.like(3, large)[0]
+    for number in range(4, 4 + MOST):
+        room.like(number, small)
+    assert room.like(1, small)[0] is not first[0]  # optimizers come and go
+
+
+def test_room_that_was_used_before_changes_no_number():
+    room = Room()
+    told(made(), room)
+    again, fresh = made(), made()
+    for optimizer in (again, fresh):
+        optimizer.step()
+    assert told(again, room) == told(fresh)

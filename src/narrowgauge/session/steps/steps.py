@@ -21,7 +21,7 @@ from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
 from narrowgauge.session.tensors.batches import Batches
 from narrowgauge.session.tensors.fingerprint import stored
-from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.movement import Movement, Room
 
 
 class StopTraining(SystemExit):
@@ -47,6 +47,7 @@ class Steps:
         self.batches = Batches()
         self.evals = EvalLosses()
         self._recorded_steps = 0
+        self._room = Room()
         self.moved_share = 1.0  # of the weights, that update ratios were measured on
         self.made = True  # an optimizer has stepped: the next forward opens a step
 
@@ -129,7 +130,7 @@ class Steps:
         line.recorded = line.disturbed = self._recorder.begin_step(line.step)
         if line.recorded:
             self._recorded_steps += 1
-            line.movement = Movement(turn=self._recorded_steps)
+            line.movement = Movement(turn=self._recorded_steps, room=self._room)
             self._plain.begin()
         if self._probe is not None:
             line.disturbed |= self._probe.armed(line.step)

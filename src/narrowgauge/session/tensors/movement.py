@@ -5,9 +5,10 @@
 
     k   a prime, lest it walk down a column of a matrix; where it begins changes from one recorded step to the next
 
-So no more than BUDGET elements are held, and only while the optimizer steps. w is what the optimizer was given:
-masters in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights count as
-in `norms`. Whole float32 weights on the CPU are read once for copy and norm, and once for what they moved by.
+So no more than BUDGET elements are held, and only while the optimizer steps; copies of a small model keep their memory
+from one recorded step to the next, because asking for it anew takes as long as filling it. w is what the optimizer was
+given: masters in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights
+count as in `norms`. Whole float32 weights on the CPU are read once for copy and norm, and once for what they moved by.
 """
 
 from __future__ import annotations
@@ -23,13 +24,40 @@ from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.norms import Parts, Squares, named, squares
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
+SMALL = 1 << 20  # 4 MiB
+MOST = 4  # optimizers with small models
+
+
+class Room:
+    """Memory for copies of weights."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def like(self, number: int, here: list[Tensor]) -> list[Tensor]:
+        """Tensors of these shapes for an optimizer of this number, with whatever is in them."""
+        kept = self._kept.get(number)
+        if kept is not None and [x.shape for x in kept] == [x.shape for x in here]:
+            return kept
+        made = [torch.empty_like(x) for x in here]
+        if sum(x.numel() for x in here) <= SMALL:
+            if len(self._kept) >= MOST:
+                self._kept.clear()
+            self._kept[number] = made
+        return made
 
 
 class Movement:
-    """The weights of one recorded step, before and after."""
+    """The weights of one recorded step, before and after.
 
-    def __init__(self, turn: int = 0, budget: int = BUDGET) -> None:
-        self._turn, self._budget = turn, budget
+    Args:
+        turn: where the copied elements begin, if not all are copied.
+        budget: how many are.
+        room: where copies are put.
+    """
+
+    def __init__(self, turn: int = 0, budget: int = BUDGET, room: Room | None = None) -> None:
+        self._turn, self._budget, self._room = turn, budget, room or Room()
         # By optimizer: what is here now, the views that were copied (None: all of it, by the walk), and their copies.
         self._held: dict[int, tuple[Parts, list[Tensor] | None, list[Tensor]]] = {}
         self._weights: Squares | None = None
@@ -44,7 +72,7 @@ class Movement:
         elements = sum(x.numel() for x in parts.here)
         walk = host.kernel() if host.ready() else None
         if walk is not None and elements <= self._budget and parts.here and all(map(_walkable, parts.here)):
-            copies = [torch.empty_like(x) for x in parts.here]
+            copies = self._room.like(id(optimizer), parts.here)
             self._weights = _walked(walk.copied, parts, copies).and_also(self._weights)
             self._held[id(optimizer)] = parts, None, copies
             return
