@@ -18,7 +18,7 @@ from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told, group, ranks
 from narrowgauge.session.ranks.agreement import LAG
-from narrowgauge.session.ranks.ranks import Met
+from narrowgauge.session.ranks.meeting import Met
 
 DONE = ("store", "rank", "world")
 

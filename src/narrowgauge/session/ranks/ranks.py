@@ -17,14 +17,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.transfer import Packed
@@ -34,6 +32,7 @@ from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
 from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.layout import Layout
+from narrowgauge.session.ranks.meeting import Meeting, Met
 from narrowgauge.session.ranks.open_step import OpenStep, Told
 from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
@@ -43,21 +42,6 @@ MEETING = 30.0  # seconds for all ranks to come by the first time that they merg
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
 POLL = 0.01
-
-
-class Met(NamedTuple):
-    """What ranks know each other by."""
-
-    store: Any
-    rank: int
-    world: int
-
-
-def programs_own() -> Met | None:
-    """The ranks of the program's default process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return Met(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 class Ranks:
@@ -80,12 +64,9 @@ class Ranks:
         meet: Callable[[], Met | None] | None = None,
     ) -> None:
         self._plan, self._writer, self._collector, self._told = plan, writer, collector, told
-        self._meet = meet or programs_own
+        self._all = Meeting(meet)
         self.notes: list[str] = []
         self._agreement: Agreement | None = None
-        self._kept_alive: Any = None  # the process that started a store ends it with its last reference
-        self._rank = self._world = 0
-        self._turn = 0  # which watch of these ranks it is, from 1
         self._off = False
         self._group: Group | None = None
         self._pulse: Pulse | None = None
@@ -113,14 +94,20 @@ class Ranks:
             rows = min(2 * (self._plan.every + LAG) + 8, 4096)
             mine = OpenStep.of(step, packed, self._told, self._waiting.names, rows)
             size, device = mine.layout.cuts[2], mine.table.device
-            if size * 8 * self._world > MOST_BYTES:
+            if size * 8 * self._all.world > MOST_BYTES:
                 raise RuntimeError(
-                    f"{self._world} tables of {size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB that rank "
-                    "0 gathers; record fewer sites"
+                    f"{self._all.world} tables of {size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB that "
+                    "rank 0 gathers; record fewer sites"
                 )
-            self._group = self._group or Group(self._store("gather"), self._rank, self._world, device)
+            self._group = self._group or Group(self._all.store("gather"), self._all.rank, self._all.world, device)
             self._pulse = self._pulse or Pulse(
-                self._store("agreement"), self._rank, self._world, self._oldest, self._give_up, BEAT, GONE
+                self._all.store("agreement"),
+                self._all.rank,
+                self._all.world,
+                self._oldest,
+                self._give_up,
+                BEAT,
+                GONE,
             )
             assert self._agreement is not None
             self._agreement.post(step, Posted(max(size, 1), device.type, mine.layout.digest), mine.layout.text)
@@ -138,9 +125,9 @@ class Ranks:
         merging = self._met() and not self._off
         if merging:
             oldest = self._waiting.add(step, values)
-            if oldest is not None and self._rank:
+            if oldest is not None and self._all.rank:
                 self._writer.add_scalars(oldest[0], **oldest[1])
-        if self._rank == 0 or not merging:  # rank 0's stand for all until they are superseded
+        if self._all.rank == 0 or not merging:  # rank 0's stand for all until they are superseded
             self._writer.add_scalars(step, **values)
 
     def tick(self, step: int) -> None:
@@ -179,43 +166,37 @@ class Ranks:
 
     def facts(self) -> dict[str, Any]:
         """For the run's metadata; nothing in a program of one rank."""
-        if self._world < 2:
+        if self._all.world < 2:
             return {}
         backend = self._group.backend if self._group is not None else None
-        merged = {"world": self._world, "merged_steps": self._merged, "apart_steps": self._apart, "backend": backend}
+        merged = {
+            "world": self._all.world,
+            "merged_steps": self._merged,
+            "apart_steps": self._apart,
+            "backend": backend,
+        }
         return {"ranks": merged}
 
     # Deciding.
 
     def _met(self) -> bool:
         """Whether this is one of several ranks that know each other."""
-        if self._world:
-            return self._world > 1
-        met = self._meet()
-        if met is None or met.world < 2:
+        if self._all.world:
+            return self._all.world > 1
+        if not self._all.find():
             return False
-        self._kept_alive, self._rank, self._world = met
         try:
-            self._agreement = Agreement(self._store("agreement"), self._rank, self._world)
-            if self._writer.rank != self._rank:
-                raise RuntimeError(f"rank {self._rank} of the process group writes as rank {self._writer.rank}")
-            if self._rank == 0:
-                self._landing = Landing(self._writer, self._collector, self._world)
+            self._agreement = Agreement(self._all.store("agreement"), self._all.rank, self._all.world)
+            if self._writer.rank != self._all.rank:
+                raise RuntimeError(f"rank {self._all.rank} of the process group writes as rank {self._writer.rank}")
+            if self._all.rank == 0:
+                self._landing = Landing(self._writer, self._collector, self._all.world)
             if self._plan.watch.get("ranks"):
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
-                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._rank)
+                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank)
         except Exception as error:
             self._failed(error)
         return True
-
-    def _store(self, name: str) -> Any:
-        """A part of the program's own store, over a connection that nobody else waits on; of this watch alone."""
-        store = self._kept_alive
-        with suppress(Exception):  # some stores are files, or in this process
-            store = store.clone()
-        # A program may be watched more than once, and would find the keys of the watch before.
-        self._turn = self._turn or store.add(f"narrowgauge/watches/{self._rank}", 1)
-        return dist.distributed_c10d.PrefixStore(f"narrowgauge/{self._turn}/{name}", store)
 
     def _resolve(self, patience: float) -> None:
         """Do with the oldest open step what all ranks do with it."""
@@ -239,7 +220,7 @@ class Ranks:
         assert self._agreement is not None
         self._group.ready(patience)
         layouts: list[Layout] = []
-        if self._rank == 0:
+        if self._all.rank == 0:
             texts = {each.digest: each for each in self._agreement.posted(mine.step)}
             known = {digest: Layout.parse(self._agreement.layout(digest)) for digest in texts}
             layouts = [known[each.digest] for each in self._agreement.posted(mine.step)]
@@ -311,7 +292,7 @@ class Ranks:
             return
         self._landing.look(wait=True)
         self._landing.join(0, rest)
-        others = set(range(1, self._world))
+        others = set(range(1, self._all.world))
         while others and time.monotonic() < deadline:
             for rank in sorted(others):
                 text = self._agreement.left(rank)
@@ -331,8 +312,8 @@ class Ranks:
         """The lowest rank that is there says who was not, when that changes."""
         assert self._agreement is not None
         missing = self._agreement.missing(step)
-        here = [rank for rank in range(self._world) if rank not in missing]
-        if missing == self._missing or (here and here[0] != self._rank):
+        here = [rank for rank in range(self._all.world) if rank not in missing]
+        if missing == self._missing or (here and here[0] != self._all.rank):
             return
         self._missing = missing
         who = f"rank {', '.join(map(str, missing))} had not recorded it" if missing else "a rank came too late"
@@ -357,7 +338,7 @@ class Ranks:
             self._keep(mine.packed)
         self._open.clear()
         self._flying.clear()
-        if self._rank:
+        if self._all.rank:
             for step, row in self._waiting.rest():
                 self._writer.add_scalars(step, **row)
 

@@ -1,0 +1,59 @@
+"""The ranks of a program, and the store over which they tell each other things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+
+class Met(NamedTuple):
+    """What ranks know each other by."""
+
+    store: Any
+    rank: int
+    world: int
+
+
+def programs_own() -> Met | None:
+    """The ranks of the program's default process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Met(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+class Meeting:
+    """The ranks that this process is one of, once there are several.
+
+    Args:
+        meet: the program's ranks, None as long as it has none.
+
+    Attributes:
+        rank: which one this is.
+        world: how many there are; 0 before they met.
+    """
+
+    def __init__(self, meet: Callable[[], Met | None] | None = None) -> None:
+        self._meet = meet or programs_own
+        self._shared: Any = None  # held: the process that started a store ends it with its last reference
+        self._turn = 0  # which watch of these ranks it is, from 1
+        self.rank = self.world = 0
+
+    def find(self) -> bool:
+        """Ask once more whether there are several; whether there are."""
+        met = self._meet()
+        if met is None or met.world < 2:
+            return False
+        self._shared, self.rank, self.world = met
+        return True
+
+    def store(self, name: str) -> Any:
+        """A part of the program's own store, over a connection that nobody else waits on; of this watch alone."""
+        store = self._shared
+        with suppress(Exception):  # some stores are files, or in this process
+            store = store.clone()
+        # A program may be watched more than once, and would find the keys of the watch before.
+        self._turn = self._turn or store.add(f"narrowgauge/watches/{self.rank}", 1)
+        return dist.distributed_c10d.PrefixStore(f"narrowgauge/{self._turn}/{name}", store)
