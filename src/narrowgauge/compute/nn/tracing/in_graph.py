@@ -5,7 +5,9 @@
     codes       of x for wgrad, where they are left to the graph         under one scale
     remade      x itself, where lines of it have scales of their own     for a kernel that finds and uses them
 
-All exact. A compiler keeps float32 between operations that it merges, where ordinary ones would have rounded to the
+All exact, of a given x; one that is made once more may differ in its last digits (docs/fast_path.md).
+
+A compiler keeps float32 between operations that it merges, where ordinary ones would have rounded to the
 tensor's dtype; so x is taken by its bits. Its division may be an approximation; in float64, rounded to float32, it is
 not: 53 bits are more than twice 24 and two.
 """
