@@ -25,7 +25,7 @@ from narrowgauge.compute.quant.dtypes import torch_dtype
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import MOMENTS, finalize
-from narrowgauge.observe.stats import host, host_kernel, host_rounding
+from narrowgauge.observe.stats import host, host_kernel, host_rounding, measure
 from narrowgauge.observe.stats.packing import Packer
 
 SCALINGS = [CURRENT, CURRENT_POW2, ROWWISE, ROWWISE_POW2, E8M0_UP, E8M0_OCP]
@@ -50,6 +50,16 @@ def test_every_rule_bit_by_bit(fmt, granularity):
     x = torch.randn(150, 133, generator=torch.Generator().manual_seed(0))
     for scaling, margin in itertools.product(SCALINGS, (0, 3, -2)):
         assert_judged_as_quantized(x, Operand(fmt, granularity, scaling, margin))
+
+
+@pytest.mark.parametrize("loud", [1e9, 1e20, 1e30])
+def test_the_cosine_of_what_saturates_by_many_binades(loud):
+    """Under a scale that knows nothing of it; the squares of x and of d have no digit in common."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * loud
+    q = quantize(x, E4M3FN, scale=1.0)
+    assert finalize(host.count(x, q, *ALL).vector[None])["cosine"][0] == pytest.approx(
+        measure(x, q)["cosine"], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)

@@ -8,10 +8,7 @@
 Loops are branch-free, so that they vectorize. What is not all finite is given back uncounted, for the passes that take
 anything. A run of rows that has nothing as small as the limit of flushing is not read for it.
 
-float64 holds the squares of all float32 numbers and of their products, so nothing is rescaled, and differences of sums
-keep more digits than float32 data have:
-
-    dd = ee - xx + 2 xd        xx = sum x^2, ...
+float64 holds the squares of all float32 numbers and of their products, so nothing is rescaled.
 
 Sums over the compared rows are multiplied by (all elements / compared ones), as a GPU's kernels do: ratios are then the
 share's own, and sums over microbatches and ranks weigh every tensor by its size.
@@ -198,22 +195,23 @@ def _compare(
                 for j in range(K):
                     v = np.float64(x[j])
                     lost += v * v if (bits[j] & MAGNITUDE) <= limit[j] else 0.0
-        xx = xd = ee = 0.0
+        xx = xd = dd = ee = 0.0
         for j in range(K):
             v, w = np.float64(x[j]), np.float64(d[j])
             e = v - w
             xx += v * v
             xd += v * w
+            dd += w * w
             ee += e * e
             signal[j] += v * v
             error[j] += e * e
         sums[_XX] += xx
         sums[_XD] += xd
+        sums[_DD] += dd
         sums[_EE] += ee
         place = sqnr_bin(xx, ee)
         if place >= 0:
             row_bins[place] += 1
-    sums[_DD] = max(0.0, sums[_EE] - sums[_XX] + 2 * sums[_XD])
     sums[_FLUSHED_XX], sums[_SCALED_XX] = lost, sums[_XX]
     share = np.float64(M) / rows
     for slot in (_SCALED_XX, _FLUSHED_XX, _XX, _XD, _DD, _EE):
