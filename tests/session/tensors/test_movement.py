@@ -39,6 +39,20 @@ def test_both_ways_say_the_same(dtype, monkeypatch):
     assert walked == pytest.approx(passed, rel=1e-6)
 
 
+def test_weights_of_several_dtypes_are_measured_as_in_float64():
+    g = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    weights = [nn.Parameter(torch.randn(300, 70, generator=g).to(dtype)) for dtype in dtypes]
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    before = [w.detach().double().clone() for w in weights]
+    found = told(torch.optim.SGD(weights, lr=0.01))
+    norm = sum(float(x.square().sum()) for x in before) ** 0.5
+    moved = sum(float((w.detach().double() - x).square().sum()) for w, x in zip(weights, before, strict=True)) ** 0.5
+    assert found["param_norm"] == pytest.approx(norm, rel=1e-6)
+    assert found["update_ratio"] == pytest.approx(moved / norm, rel=1e-3)  # differences rounded to 16 bits
+
+
 def test_weights_that_are_no_plain_memory_go_the_other_way():
     optimizer = made()
     turned = nn.Parameter(torch.randn(6, 9).T)

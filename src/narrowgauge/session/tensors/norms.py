@@ -1,6 +1,6 @@
 """Norms over many tensors at once, of what this process holds of them, without a collective.
 
-total = Σ ‖x_here‖² / copies(x)         norms in float32, their squares in float64, on the device of the first
+total = Σ ‖x_here‖² / copies(x)         norms in float32 (float64: in it), squares in float64, on the first's device
 norm  = sqrt(total)                     if all of every x is here
 else  `total` is this rank's part: the ranks' parts together are the square of the norm
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, mesh_size
+
+PIECE = 1 << 16  # elements
 
 
 class Squares(NamedTuple):
@@ -78,11 +80,25 @@ def squares(
     if not tensors:
         return None
     home = tensors[0].device
-    norms = torch._foreach_norm(tensors, 2, torch.float32)
-    factors = [math.sqrt(w / c) for w, c in zip(weights or [1.0] * len(tensors), copies, strict=True)]
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    pieces: list[Tensor] = []
+    factors: list[float] = []
+    for x, w, c in zip(tensors, weights or [1.0] * len(tensors), copies, strict=True):
+        here = _pieces(x)
+        pieces += here
+        factors += [math.sqrt(w / c)] * len(here)
+    norms = torch._foreach_norm(pieces, 2, dtype)
     if any(factor != 1.0 for factor in factors):
         norms = torch._foreach_mul(norms, factors)
     return Squares(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), partial)
+
+
+def _pieces(x: Tensor) -> list[Tensor]:
+    """x, on a CPU in runs of PIECE: there torch adds up one by one, and a long sum in float32 loses digits."""
+    if x.device.type != "cpu" or x.numel() <= PIECE or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        return [x]
+    run = x.as_strided((x.numel(),), (1,), x.storage_offset())
+    return [run[start : start + PIECE] for start in range(0, x.numel(), PIECE)]
 
 
 def of_norm(norm: Tensor) -> Squares:
