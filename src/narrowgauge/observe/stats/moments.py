@@ -13,7 +13,9 @@ Legend: M = rows, K = columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import cache
 
 from torch import Tensor
 
@@ -86,13 +88,26 @@ def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.S
     """First and stride of the rows that histograms are taken from, and of those that are compared with their codes.
 
     They hold at least SAMPLE and COMPARED elements, the latter at least COMPARED_ROWS rows and one of MOST; elsewhere
-    than on the CPU all rows are compared. Which ones they are turns with `offset`.
+    than on the CPU all rows are compared. Which ones they are turns with `offset`. Strides are primes: heads
+    and positions repeat after powers of two, and a stride that such a number divides would meet but one of them.
     """
     if offset is None:
         return (0, 1), (0, 1)
-    sampled = max(1, min(M, M * K // SAMPLE[cpu]))
-    compared = max(1, min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if cpu else 1
+    sampled = last_prime(min(M, M * K // SAMPLE[cpu]))
+    compared = last_prime(min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if cpu else 1
     return (offset % sampled, sampled), (offset % compared, compared)
+
+
+@cache
+def last_prime(most: int) -> int:
+    """The largest prime up to `most`; 1 if there is none.
+
+    >>> last_prime(32), last_prime(2), last_prime(0)
+    (31, 2, 1)
+    """
+    while any(most % d == 0 for d in range(2, math.isqrt(max(most, 1)) + 1)):
+        most -= 1
+    return max(1, most)
 
 
 def _rows(x_MK: Tensor, start: int, height: int, offset: int | None) -> tuple[slice, slice, float]:
