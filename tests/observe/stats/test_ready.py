@@ -42,6 +42,12 @@ def cold(monkeypatch, tmp_path):
     walk.stop()
 
 
+def in_a_thread(module):
+    """Compile, but in the main thread, where it has to be there already."""
+    if threading.current_thread() is threading.main_thread():
+        raise NotCachedError
+
+
 def test_steps_are_recorded_by_passes_until_the_walk_is_there(cold):
     book, rule = Notebook(), CURRENT.uses("input")[0]
     collector = Collector(book)
@@ -81,8 +87,7 @@ def test_without_such_a_process_a_thread_compiles(cold, monkeypatch, why):
     compiled = threading.Event()
 
     def call_all(module):
-        if threading.current_thread() is threading.main_thread():
-            raise NotCachedError
+        in_a_thread(module)
         compiled.wait(60)
 
     monkeypatch.setattr(host_ready, "call_all", call_all)
@@ -99,6 +104,36 @@ def test_without_such_a_process_a_thread_compiles(cold, monkeypatch, why):
     cold.walk.beside.join()
     assert host.prepare()
     assert host.ready()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("executable", None), ("executable", ""), ("frozen", True)], ids=["none", "empty", "frozen"]
+)
+def test_no_process_is_started_by_what_is_no_python(name, value, cold, monkeypatch):
+    """A frozen program would be started once more."""
+    monkeypatch.setattr(host_ready.sys, name, value, raising=False)
+    monkeypatch.setattr(host_ready, "call_all", in_a_thread)
+    host.prepare()
+    assert cold.walk.child is None
+    cold.walk.beside.join()
+
+
+def test_without_process_and_thread_passes_count(cold, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(host_ready.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert not any(host.prepare() for _ in range(2))
+    assert cold.walk.failed
+
+
+def test_a_program_may_close_what_it_did_not_open(cold):
+    assert not host.prepare()
+    child = cold.walk.child
+    os.close(child.stdin.fileno())
+    cold.walk.stop()
+    assert child.returncode is not None
 
 
 @forks

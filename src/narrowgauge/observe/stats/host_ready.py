@@ -64,8 +64,7 @@ class Walk:
             try:
                 self._start()
             except (OSError, ValueError):  # no other process to be had, or it could not
-                self.beside = threading.Thread(target=self.wait, daemon=True)
-                self.beside.start()
+                self._start_beside()
         finally:
             self._lock.release()
         return self.loaded
@@ -98,6 +97,8 @@ class Walk:
     def _start(self) -> None:
         if self.child is not None:
             raise OSError(f"the process that compiles ended with {self.child.returncode}, and nothing is there")
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("what runs this is no Python that could run another file")
         environment = os.environ | cache_of_ours()
         environment.pop("NARROWGAUGE_PLAN", None)
         words, nothing = [sys.executable, "-P", host_compile.__file__], subprocess.DEVNULL
@@ -105,6 +106,15 @@ class Walk:
             words, env=environment, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
         )
         atexit.register(self.stop)
+
+    def _start_beside(self) -> None:
+        beside = threading.Thread(target=self.wait, daemon=True)
+        try:
+            beside.start()
+        except RuntimeError:  # no thread either, or the interpreter ends
+            self.failed = True
+            return
+        self.beside = beside
 
     def stop(self) -> None:
         """End the process that compiles, if there is one."""
@@ -122,7 +132,8 @@ class Walk:
 
     def _forget(self) -> None:
         if self.child is not None and self.child.stdin is not None:
-            self.child.stdin.close()
+            with contextlib.suppress(OSError):  # a program that becomes a daemon has closed whatever was open
+                self.child.stdin.close()
         self.child = None
 
 
