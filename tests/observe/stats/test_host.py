@@ -148,10 +148,12 @@ def test_what_is_no_plain_memory_is_given_back():
 
     x = torch.randn(4, 8)
     rule = Operand(E4M3FN, PerTensor(), CURRENT)
-    freed = torch.randn(4, 8)
-    freed.untyped_storage().resize_(0)
+    freed, flat = torch.randn(4, 8), torch.randn(1 << 22)
+    part = flat[-1024:].view(4, 256)  # which keeps an address, though not of anything
+    for owner in (freed, flat):
+        owner.untyped_storage().resize_(0)
     turned = torch._neg_view(x)
-    for odd in (x.as_subclass(Strange), freed, turned):
+    for odd in (x.as_subclass(Strange), freed, part, turned):
         assert host.judge(odd, rule, *ALL) is None
         assert host.count_result(odd) is None
     assert host.judge(torch.nn.Parameter(x), rule, *ALL) is not None

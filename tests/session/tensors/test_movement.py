@@ -92,3 +92,46 @@ def test_room_that_was_used_before_changes_no_number():
     for optimizer in (again, fresh):
         optimizer.step()
     assert told(again, room) == told(fresh)
+
+
+def moved(change, ready, monkeypatch, elements=6000):
+    """What is told of weights, half of them in a part of a larger piece of memory, once `change` was done to them."""
+    monkeypatch.setattr(host, "ready", lambda: ready)
+    weights = [nn.Parameter(torch.ones(elements)), nn.Parameter(torch.ones(2 * elements)[elements:])]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    movement = Movement(budget=4 * elements if ready else elements)
+    movement.before(optimizer)
+    with torch.no_grad():
+        for w in weights:
+            change(w)
+    movement.after(optimizer)
+    return {name: float(value) for name, value in movement.scalars().items()}
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_step_may_put_new_memory_in_a_weight_s_place(ready, monkeypatch):
+    told = moved(lambda w: setattr(w, "data", w.data - 0.25), ready, monkeypatch)
+    assert told["update_ratio"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.untyped_storage().resize_(0),
+        lambda w: setattr(w, "data", torch.ones(3)),
+        lambda w: setattr(w, "data", w.data.bfloat16()),
+    ],
+    ids=["freed", "another shape", "another dtype"],
+)
+def test_of_weights_that_are_gone_after_the_step_no_update_is_told(change, ready, monkeypatch):
+    assert set(moved(change, ready, monkeypatch)) == {"param_norm"}
+
+
+def test_no_compiler_is_asked_for_where_nothing_was_walked(monkeypatch):
+    def kernel():
+        raise RuntimeError("this numba does not load")
+
+    monkeypatch.setattr(host, "kernel", kernel)
+    monkeypatch.setattr(host, "ready", lambda: False)
+    assert told(made())["update_ratio"] > 0

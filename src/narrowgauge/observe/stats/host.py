@@ -31,7 +31,10 @@ from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
 
-__all__ = ["Counted", "count", "count_columns", "count_result", "judge", "kernel", "prepare", "ready", "wait"]
+__all__ = [
+    *("Counted", "count", "count_columns", "count_result", "in_memory", "judge"),
+    *("kernel", "prepare", "ready", "wait"),
+]
 
 E8M0 = (None, "up", "ocp")
 MARGIN = 1 + 2.0**-20  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
@@ -150,7 +153,15 @@ def _readable(x: Tensor) -> Tensor | None:
         x = x.detach().to(torch.float32)
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.detach().contiguous()
-    return x if x.data_ptr() else None  # its owner has freed it
+    return x if in_memory(x) else None
+
+
+def in_memory(x: Tensor) -> bool:
+    """Whether all of a strided tensor is there, and its owner has not freed it: a view of freed memory has an address."""
+    if not x.numel():
+        return True
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() != 0 and x.untyped_storage().nbytes() >= (last + 1) * x.element_size()
 
 
 def _shift(x: Tensor) -> int:

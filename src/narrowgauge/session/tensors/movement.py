@@ -58,23 +58,26 @@ class Movement:
 
     def __init__(self, turn: int = 0, budget: int = BUDGET, room: Room | None = None) -> None:
         self._turn, self._budget, self._room = turn, budget, room or Room()
-        # By optimizer: what is here now, the views that were copied (None: all of it, by the walk), and their copies.
-        self._held: dict[int, tuple[Parts, list[Tensor] | None, list[Tensor]]] = {}
+        # By optimizer: its weights, what was here of them, of how many elements one was copied (None: all of them, by
+        # the walk), and the copies.
+        self._held: dict[int, tuple[list[Tensor], Parts, int | None, list[Tensor]]] = {}
         self._weights: Squares | None = None
         self._moved: Squares | None = None
         self._early: list[int] = []
+        self._lost = False  # some weights could not be looked at when they had moved
         self.share = 1.0  # of the elements that were copied
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
-        parts = Parts((p for group in optimizer.param_groups for p in group["params"]), in_parts=in_parts)
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        parts = Parts(weights, in_parts=in_parts)
         elements = sum(x.numel() for x in parts.here)
         walk = host.kernel() if host.ready() else None
         if walk is not None and elements <= self._budget and parts.here and all(map(_walkable, parts.here)):
             copies = self._room.like(id(optimizer), parts.here)
             self._weights = _walked(walk.copied, parts, copies).and_also(self._weights)
-            self._held[id(optimizer)] = parts, None, copies
+            self._held[id(optimizer)] = weights, parts, None, copies
             return
         total = parts.squares()
         if total is None:
@@ -83,7 +86,7 @@ class Movement:
         stride = next_prime(math.ceil(elements / self._budget))
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
-        self._held[id(optimizer)] = parts, views, [v.clone() for v in views]
+        self._held[id(optimizer)] = weights, parts, stride, [v.clone() for v in views]
 
     def after(self, optimizer: Optimizer, *, early: bool = False) -> None:
         """It stepped; what was copied is given back. If `early`, at `settle`: the weights are not written yet."""
@@ -103,15 +106,19 @@ class Movement:
         held = self._held.pop(number, None)
         if held is None:
             return
-        parts, views, copies = held
-        walk = host.kernel()
-        if views is None and walk is not None:
+        weights, before, stride, copies = held
+        parts = Parts(weights, in_parts=before.partial)  # a step may have put other memory in a weight's place
+        if [_kind(x) for x in parts.here] != [_kind(x) for x in before.here] or any(map(_freed, parts.here)):
+            self._lost = True
+            return
+        walk = host.kernel() if stride is None else None
+        if walk is not None and all(map(_walkable, parts.here)):
             self._moved = _walked(walk.moved, parts, copies).and_also(self._moved)
             return
-        views = views or parts.here
+        views = [_every(x, stride or 1, self._turn) for x in parts.here]
         torch._foreach_sub_(copies, views)
-        weights = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
-        moved = squares(copies, parts.copies, parts.partial, weights)
+        factors = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
+        moved = squares(copies, parts.copies, parts.partial, factors)
         self._moved = self._moved if moved is None else moved.and_also(self._moved)
 
     def scalars(self) -> dict[str, Tensor]:
@@ -120,7 +127,7 @@ class Movement:
         if weights is None:
             return {}
         found = named("param", weights)
-        if moved is None:
+        if moved is None or self._lost:
             return found
         if moved.partial:
             return found | named("update", moved)
@@ -149,7 +156,15 @@ def _every(x: Tensor, stride: int, turn: int) -> Tensor:
 def _walkable(x: Tensor) -> bool:
     """Whether x is plain float32 memory on the CPU."""
     plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
-    return plain and x.is_contiguous() and not x.is_neg() and x.data_ptr() != 0
+    return plain and x.is_contiguous() and not x.is_neg() and host.in_memory(x)
+
+
+def _freed(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.device.type in ("cpu", "cuda") and not host.in_memory(x)
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
 
 
 def _walked(walk: Callable[[int, int, int], float], parts: Parts, copies: list[Tensor]) -> Squares:
