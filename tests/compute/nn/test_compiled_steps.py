@@ -217,3 +217,38 @@ def test_a_step_in_one_graph_stays_one_with_a_hook_of_the_program_s():
     finally:
         stop()
     assert (counted.graphs, len(heard)) == (1, 3)
+
+
+class Unhashable(Plain):
+    __hash__ = None
+
+    def __eq__(self, other):
+        return isinstance(other, Unhashable)
+
+
+class Closed(Plain):
+    """Takes no attribute that it does not know, and looks one up in a way of its own."""
+
+    def __setattr__(self, name, value):
+        if name.startswith("_narrowgauge"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        return self.__dict__["options"][name]
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Closed])
+def test_an_optimizer_may_be_an_odd_object(kind, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "odd", lambda params: kind(params, lr=0.1))
+    model, optimizer = build("odd")
+    convert(model, "delayed")
+    heard = []
+    stop = hear_steps(lambda optimizer, early: heard.append(early))
+    try:
+        run("whole update", model, optimizer, 3)
+        optimizer.step()
+    finally:
+        stop()
+    assert heard == [True, True, True, False]
+    assert clock_of(model).step == 3  # no gradients were there for the last

@@ -69,3 +69,24 @@ def test_nothing_is_kept_alive():
     assert trained.ids() == set()
     del optimizer
     assert len(trained) == 0
+
+
+def test_optimizers_are_told_apart_as_objects_and_held_weakly():
+    class Alike(torch.optim.SGD):
+        __hash__ = None
+
+        def __eq__(self, other):
+            return isinstance(other, Alike)
+
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    first, second = (Alike(model.parameters(), lr=0.1) for model in models)
+    trained = Trained()
+    trained.add(first)
+    assert first in trained
+    assert second not in trained
+    trained.add(second)
+    assert [id(optimizer) for optimizer in trained] == [id(first), id(second)]
+    assert trained.ids() == {id(p) for model in models for p in model.parameters()}
+    del first
+    assert len(trained) == 1
+    assert trained.ids() == {id(p) for p in models[1].parameters()}

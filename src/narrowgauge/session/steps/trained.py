@@ -5,14 +5,14 @@
                                             ranks, and put this rank's part in their place: a norm over it is a part
     [flat] with as many elements            laid flat and not cut: all of it
 
-Optimizers and parameters are held weakly.
+Optimizers and parameters are held weakly, and told apart as objects: an optimizer need not be hashable.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,23 +25,33 @@ class Trained:
     """The optimizers that the program made and still holds."""
 
     def __init__(self) -> None:
-        self._made: WeakKeyDictionary[Optimizer, dict[int, ReferenceType[Tensor]]] = WeakKeyDictionary()
-        self._elements: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of what it was made with
+        self._known: dict[int, ReferenceType[Optimizer]] = {}  # by id, as what follows
+        self._made: dict[int, dict[int, ReferenceType[Tensor]]] = {}
+        self._elements: dict[int, int] = {}  # of what it was made with
 
     def __contains__(self, optimizer: Optimizer) -> bool:
-        return optimizer in self._made
+        known = self._known.get(id(optimizer))
+        return known is not None and known() is optimizer
 
     def __iter__(self) -> Iterator[Optimizer]:
-        return iter(list(self._made))
+        held = [known() for known in list(self._known.values())]
+        return (optimizer for optimizer in held if optimizer is not None)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return sum(1 for _ in self)
 
     def add(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
         """An optimizer was made, `made_with` these parameters if it does not have them any more."""
         made = _parameters(optimizer) if made_with is None else made_with
-        self._made[optimizer] = {id(p): ref(p) for p in made}
-        self._elements[optimizer] = sum(math.prod(shape_of(p)) for p in made)
+        number = id(optimizer)
+
+        def gone(known: ReferenceType[Optimizer]) -> None:
+            if self._known.get(number) is known:
+                del self._known[number], self._made[number], self._elements[number]
+
+        self._made[number] = {id(p): ref(p) for p in made}
+        self._elements[number] = sum(math.prod(shape_of(p)) for p in made)
+        self._known[number] = ref(optimizer, gone)
 
     def ids(self) -> set[int]:
         """The ids of all parameters that optimizers hold, or held when they were made."""
@@ -56,13 +66,13 @@ class Trained:
 
     def in_parts(self, optimizer: Optimizer) -> bool:
         """Whether what it holds now seems to be this rank's part of what it was made with, laid flat."""
-        made = self._made.get(optimizer)
+        made = self._made.get(id(optimizer))
         if not made or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return False
         now = _parameters(optimizer)
         if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
             return False
-        return sum(p.numel() for p in now) < self._elements[optimizer]
+        return sum(p.numel() for p in now) < self._elements[id(optimizer)]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -47,7 +47,7 @@ class StepClock:
         self._listeners: list[Callable[[], None]] = []
         self._first: Callable[[Optimizer], None] | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()  # by id
         _CLOCKS.add(self)
         _install_hook()
 
@@ -122,12 +122,12 @@ class StepClock:
 
     def _owns(self, optimizer: Optimizer) -> bool:
         # Only a yes is remembered: a parameter group may be added later.
-        if optimizer in self._known:
+        if self._known.get(id(optimizer)) is optimizer:
             return True
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         owns = any(id(p) in stepped for module in self._modules for p in module.parameters())
         if owns:
-            self._known.add(optimizer)
+            self._known[id(optimizer)] = optimizer
         return owns
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepClock:

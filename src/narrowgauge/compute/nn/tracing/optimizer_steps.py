@@ -19,7 +19,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ Ended = Callable[[Optimizer, bool], None]
 _BEGINS: dict[int, Begins] = {}
 _ENDED: dict[int, Ended] = {}
 _HOOKS: dict[Any, Any] = {}
-_HANDLES: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+_HANDLES: dict[int, Tensor] = {}  # by id: an optimizer need not be hashable
 _PLAIN = (Tensor, nn.Parameter)  # others, as DTensor, take no operator that they do not know
 _numbers = itertools.count()
 
@@ -138,8 +138,9 @@ def _in_one_graph(kind: type[Optimizer]) -> bool:
 
 
 def _give_handle(optimizer: Any) -> None:
-    handle = getattr(optimizer, "_narrowgauge_handle", None)
-    if handle is not None and _HANDLES.get(optimizer) is handle:  # and not copied from another
+    number, attributes = id(optimizer), vars(optimizer)  # past what a class makes of getting and setting
+    handle = attributes.get("_narrowgauge_handle")
+    if handle is not None and _HANDLES.get(number) is handle:  # and not copied from another
         return
     known = ref(optimizer)
 
@@ -149,5 +150,11 @@ def _give_handle(optimizer: Any) -> None:
             _tell_ended(stepping, True) if what else _tell_begins(stepping, (stepping,), {})
 
     handle, forget = telling(told)
-    optimizer._narrowgauge_handle = _HANDLES[optimizer] = handle
-    finalize(optimizer, forget)
+    attributes["_narrowgauge_handle"] = _HANDLES[number] = handle
+
+    def gone() -> None:
+        if _HANDLES.get(number) is handle:
+            del _HANDLES[number]
+        forget()
+
+    finalize(optimizer, gone)
