@@ -5,8 +5,8 @@
     child     becomes what `python WORDS` would have been: environment, path, sitecustomize, __main__, the end; only its
               memory is not taken apart, which takes seconds of what it shares with its parent
 
-The program's `import torch` is still the moment at which torch appears, so that what waits for it, as `session.inject`
-does, sees it coming. What is about the start of Python itself, or several processes, has real ones.
+The program's `import torch` is still the moment at which torch appears, so that what waits for it sees it coming, as
+`session.process.inject` does. What is about the start of Python itself, or several processes, has real ones.
 
     python warm.py FD SOURCE    is the server; SOURCE is the folder that narrowgauge is imported from
 """
@@ -121,7 +121,7 @@ class Warm:
             path.unlink()
 
     def instead(self, monkeypatch):
-        """Whatever `session.launch` starts is a fork from now on."""
+        """Whatever `session.process.launch` starts is a fork from now on."""
         kept = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
         monkeypatch.setattr(
             "narrowgauge.session.process.launch.subprocess", types.SimpleNamespace(Popen=self.popen, **kept)

@@ -236,6 +236,14 @@ def test_a_conversion_that_cannot_be_done_ends_it_in_words(warm_python, tmp_path
     assert (found["status"], found["meta"]["error"].partition(":")[0]) == ("failed", "ConversionError")
 
 
+def test_a_program_that_works_elsewhere_is_recorded_where_it_was_asked_for(warm_python, tmp_path):
+    script = "import os\nos.mkdir('elsewhere')\nos.chdir('elsewhere')\n" + programs.BASIC
+    done = run(tmp_path, "train.py", script=script, warm=warm_python)
+    assert done.returncode == 0
+    assert steps(tmp_path / "out") > 0
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_program_that_leaves_by_os_exit_has_all_of_its_steps(warm_python, tmp_path):
     script = programs.BASIC + "import os\nsys.stdout.flush()\nos._exit(3)\n"
     done = run(tmp_path, "train.py", options=("--every", "4"), script=script, warm=warm_python)

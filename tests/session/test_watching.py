@@ -64,6 +64,29 @@ def test_layers_that_the_program_converted_itself_are_watched(tmp_path):
     assert all(layer._fp8.observer is None for layer in (model[0], model[2]))
 
 
+def test_a_watch_that_could_not_begin_is_none(tmp_path, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("an odd module")
+
+    monkeypatch.setattr("narrowgauge.session.watching._catch_up", fails)
+    with pytest.raises(RuntimeError, match="an odd module"):
+        ng.watch(out=tmp_path / "a")
+    assert Live.current is None
+    assert meta(tmp_path / "a")["status"] == "failed"
+
+
+def test_a_program_may_go_to_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = trained()
+    with ng.watch(model, out="a", every=1) as watching:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        train(model, optimizer)
+    assert watching.folder == tmp_path / "a"
+    assert ng.open_run(watching.folder).scalars("loss")["step"].tolist() == [1, 2, 3, 4]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_an_observer_of_the_programs_own_stays(tmp_path):
     class Own:
         def wants(self, module):

@@ -7,6 +7,7 @@ but files: `status.json` (for the progress display), the run itself, and the pro
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,9 +47,12 @@ class Plan:
     judge: str = ""  # the recipe that linear layers which stay plain are judged by; none if empty
     compiling: bool = False  # may the program compile its model? the probe at the same weights needs it eager
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", os.path.abspath(self.out))  # a program may change where it works
+
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's folder, absolute."""
         return Path(self.out)
 
     def write(self) -> Path:

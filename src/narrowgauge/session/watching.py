@@ -119,7 +119,12 @@ def watch(
         raise
     if plan.export and rank == 0:
         live.ending.enter_context(exporting(plan.folder, plan.export))
-    _catch_up(live, family, compiled, model)
+    try:
+        _catch_up(live, family, compiled, model)
+    except BaseException as raised:
+        live.error = repr(raised)
+        live.close()  # or no other watch could begin
+        raise
     return Watching(live)
 
 

@@ -121,8 +121,9 @@ def test_a_step_may_put_new_memory_in_a_weight_s_place(ready, monkeypatch):
         lambda w: w.untyped_storage().resize_(0),
         lambda w: setattr(w, "data", torch.ones(3)),
         lambda w: setattr(w, "data", w.data.bfloat16()),
+        lambda w: setattr(w, "data", torch.ones(2 * w.numel())[::2]),
     ],
-    ids=["freed", "another shape", "another dtype"],
+    ids=["freed", "another shape", "another dtype", "other strides"],
 )
 def test_of_weights_that_are_gone_after_the_step_no_update_is_told(change, ready, monkeypatch):
     assert set(moved(change, ready, monkeypatch)) == {"param_norm"}

@@ -32,8 +32,16 @@ Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
 
 __all__ = [
-    *("Counted", "count", "count_columns", "count_result", "in_memory", "judge"),
-    *("kernel", "prepare", "ready", "wait"),
+    "Counted",
+    "count",
+    "count_columns",
+    "count_result",
+    "in_memory",
+    "judge",
+    "kernel",
+    "prepare",
+    "ready",
+    "wait",
 ]
 
 E8M0 = (None, "up", "ocp")
@@ -157,7 +165,7 @@ def _readable(x: Tensor) -> Tensor | None:
 
 
 def in_memory(x: Tensor) -> bool:
-    """Whether all of a strided tensor is there, and its owner has not freed it: a view of freed memory has an address."""
+    """Whether a strided tensor's owner has not freed it. (A view of what was freed may still have an address.)"""
     if not x.numel():
         return True
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

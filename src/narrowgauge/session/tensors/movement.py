@@ -163,8 +163,8 @@ def _freed(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.device.type in ("cpu", "cuda") and not host.in_memory(x)
 
 
-def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return x.shape, x.dtype, x.device
+def _kind(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def _walked(walk: Callable[[int, int, int], float], parts: Parts, copies: list[Tensor]) -> Squares:
