@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.compute.quant import BLOCK_1x128, PerTensor, quantize
@@ -55,6 +55,7 @@ def test_a_column_is_bad_only_if_its_sums_over_all_microbatches_are():
 
 
 @settings(max_examples=25, deadline=None)
+@example(2, 1, 298)  # whose third moments nearly cancel
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
 def test_the_device_merges_as_the_oracle_does(parts, sites, seed):
     rng = np.random.default_rng(seed)
@@ -67,7 +68,12 @@ def test_the_device_merges_as_the_oracle_does(parts, sites, seed):
     for width in (MOMENTS.width, MOMENTS.head_width):
         wanted = oracle(table)[..., :width]
         found = merge(torch.from_numpy(table[..., :width])).numpy()
-        assert np.allclose(found, wanted, rtol=1e-12, atol=1e-300, equal_nan=True)
+        close = np.isclose(found, wanted, rtol=1e-12, atol=1e-300, equal_nan=True)
+        if width == MOMENTS.width:  # a third moment's terms cancel: it is as exact as they are
+            n, m2, m3 = (MOMENTS.offsets[f"sample_{name}"] for name in ("n", "m2", "m3"))
+            terms = wanted[..., m2] ** 1.5 / np.sqrt(np.maximum(wanted[..., n], 1))
+            close[..., m3] = np.abs(found[..., m3] - wanted[..., m3]) <= 1e-12 * terms
+        assert close.all()
 
 
 def test_a_rank_without_data_changes_nothing():
