@@ -58,10 +58,10 @@ def shown(outputs):
 
 
 def test_cells_show_what_they_would_and_an_error_is_only_its_cell_s(notebook):
-    outputs, _ = notebook
+    outputs, folder = notebook
     errors = [[each.ename for each in cell if each.output_type == "error"] for cell in outputs]
     assert errors == [[], [], [], [], ["UsageError"], ["RuntimeError"], [], [], []]
-    assert shown(outputs[2]) == "<narrowgauge watch into run>"
+    assert shown(outputs[2]) == f"<narrowgauge watch into {folder / 'run'}>"
     assert "one watch at a time" in outputs[4][-1].evalue
 
 
