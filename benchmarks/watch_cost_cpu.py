@@ -94,8 +94,8 @@ def block(kind: str, model: nn.Module, train: Callable[[], None], steps: int, fo
     return statistics.median(wall), statistics.mean(own)
 
 
-def compare(name: str, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """One row for each kind of step, of one program."""
+def training(name: str) -> tuple[nn.Module, Callable[[], None], int]:
+    """A model, one of its training steps, and that step's tokens."""
     torch.manual_seed(0)
     model, loss, tokens = program(name)
     optimizer = gpt.make_optimizer(model, 1e-3, torch.device("cpu"))
@@ -106,6 +106,12 @@ def compare(name: str, rounds: int, steps: int) -> list[dict[str, Any]]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    return model, train, tokens
+
+
+def compare(name: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """One row for each kind of step, of one program."""
+    model, train, tokens = training(name)
     kinds = list(BESIDE)
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:

@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 from benchmarks.record import record
-from benchmarks.watch_cost_cpu import program
-from torch import nn
+from benchmarks.watch_cost_cpu import training
 
 import narrowgauge as ng
 from narrowgauge.observe.stats import collector, host
-from narrowgauge.scripts import gpt
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.tensors.movement import Movement
 
@@ -71,16 +69,7 @@ def milliseconds(train: Callable[[], None]) -> float:
 
 def parts_of(name: str, rounds: int) -> list[dict[str, Any]]:
     """A row for the unwatched step, for the recorded one, and for each part."""
-    torch.manual_seed(0)
-    model, loss, _ = program(name)
-    optimizer = gpt.make_optimizer(model, 1e-3, torch.device("cpu"))
-
-    def train() -> None:
-        loss().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+    _, train, _ = training(name)
     alone: list[float] = []
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:
