@@ -9,6 +9,7 @@ import torch
 from tests.compute.kernels.hard import DTYPES
 from tests.compute.kernels.hard import NAMES as HARD
 from tests.compute.kernels.hard import hard as hardest
+from tests.waiting import no_waiting
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
@@ -408,11 +409,8 @@ def test_a_captured_step_fills_its_looks_again_and_nothing_waits():
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         want = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         packed = step()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.session.inline import followed
 from tests.session.sites.recorded import counted
+from tests.waiting import no_waiting
 from torch import nn
 
 import narrowgauge as ng
@@ -44,12 +45,10 @@ def kept(model):
 def train(model, batches, waits=True):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, x in enumerate(batches):
-        if not waits and step == len(batches) - 1:
-            torch.cuda.set_sync_debug_mode("error")
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.set_sync_debug_mode("default")
+        with no_waiting(not waits and step == len(batches) - 1):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def check(row, want):
