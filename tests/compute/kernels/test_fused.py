@@ -14,7 +14,7 @@ from narrowgauge.formats import E4M3FN, E5M2
 
 pytest.importorskip("triton")
 
-from narrowgauge.compute.kernels.fused import amax, quantize
+from narrowgauge.compute.kernels.fused import amax, quantize, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 SHAPES = [(256, 128), (150, 133), (1, 300), (129, 1)]
@@ -54,6 +54,19 @@ def test_bit_equal_on_hard_numbers(name, rule):
         found = quantize.quantize_both(x, rule, rule, shared=shared)
         for q, want in zip(found[:2], by_reference(x, rule, rule, shared=shared)[:2], strict=True):
             assert_same(q, want)
+
+
+@pytest.mark.parametrize("rule", ["row", "row, E5M2, margin"])
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_rows_are_cast_in_one_read_and_longer_ones_in_two(name, rule):
+    launches = []
+    for M, K in ((150, 134), (3, 2048), (2, 2 * rows.LONGEST), (2, 2 * rows.LONGEST + 2)):
+        for dtype in DTYPES:
+            x = hard(name, M, K).to(dtype)
+            found = quantize.quantize_both(x, RULES[rule], None, shared=False)
+            assert_same(found.plain, by_reference(x, RULES[rule], None, shared=False).plain)
+        launches.append(1 if rows.RowCast(x, RULES[rule], True, False)._amaxes is None else 2)
+    assert launches == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

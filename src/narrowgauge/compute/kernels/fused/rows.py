@@ -1,7 +1,11 @@
 """A scale per row for one gemm, a scale per column for the other: two reads, because an amax spans the whole line.
 
+    both, or columns alone
     first      amax_M = max_k |x_mk|, amax_K = max_m |x_mk|         one atomic maximum of bits per line and tile
     second     codes_MK = cast(x_mk inv_scale_m), codes_KM = cast(x_mk inv_scale_k)
+
+    rows alone
+    one read   a program holds whole rows in its registers, unless they are longer than LONGEST words
 
 The second read goes backwards, so that it begins with what the first has left in the cache. It makes inv_scale from
 amax anew in every tile: a division per line, which no other kernel has to be launched for.
@@ -34,6 +38,8 @@ from narrowgauge.compute.kernels.fused.tile import (
     words,
 )
 from narrowgauge.compute.recipes import Operand
+
+LONGEST, HELD = 8192, 4096  # words of a row that a program may hold, and that it should
 
 
 @triton.jit
@@ -83,6 +89,22 @@ def _rows(
         store_turned(turned_ptr, a, b, low, high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
 
 
+@triton.jit
+def _whole_rows(
+    x_ptr, plain_ptr, scale_ptr, M, K, W, stride_m, stride_w, KIND: tl.constexpr,
+    MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr,
+    INTERPRET: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards, as `place` says
+    m = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    w = tl.arange(0, WORDS).to(tl.int64)
+    a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+    amax = row_amaxes(a, b, KIND, INTERPRET).to(tl.float32, bitcast=True)
+    inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+    tl.store(scale_ptr + m, scale_of(amax, inv_scale, POW2), mask=m < M)
+    store_plain(plain_ptr, a, b, inv_scale[:, None], m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+
+
 class Amaxes:
     """The amaxes of rows and columns of all matrices that lie in memory as `x_MK` does."""
 
@@ -108,11 +130,17 @@ class RowCast:
         M, K = x_MK.shape
         x, W, stride_m, stride_w, kind = even(x_MK)
         self._rule, self._plain, self._turned, self._copies = rule, plain, turned, x is not x_MK
+        sizes, known = (M, K, W, stride_m, stride_w), (kind, *facts(rule.fmt, rule.scaling, rule.margin))
+        self._amaxes: Amaxes | None = None
+        if not turned and kind and W <= LONGEST:
+            words, rows, warps = whole(W)
+            self._cast = Launch(
+                _whole_rows, triton.cdiv(M, rows), sizes, (*known, INTERPRETED, rows, words), num_warps=warps
+            )
+            return
         self._amaxes = Amaxes(x, plain, turned)
-        constants = (kind, *facts(rule.fmt, rule.scaling, rule.margin), plain, turned, INTERPRETED, SIDE)
-        self._cast = Launch(
-            _rows, tiles(M, W), (M, K, W, stride_m, stride_w), constants, num_warps=4, maxnreg=registers(kind, 128)
-        )
+        constants = (*known, plain, turned, INTERPRETED, SIDE)
+        self._cast = Launch(_rows, tiles(M, W), sizes, constants, num_warps=4, maxnreg=registers(kind, 128))
 
     def __call__(self, x_MK: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Codes [M, K] with scales [M, 1], codes [K, M] with scales [K, 1]; each pair only if asked for."""
@@ -122,8 +150,18 @@ class RowCast:
         scale_K = matrix(K, 1, x_MK) if self._turned else None
         if x_MK.numel() and (self._plain or self._turned):
             x = copied(x_MK) if self._copies else x_MK
-            self._cast((x, self._amaxes(x), codes_MK, scale_M, codes_KM, scale_K))
+            if self._amaxes is None:
+                self._cast((x, codes_MK, scale_M))
+            else:
+                self._cast((x, self._amaxes(x), codes_MK, scale_M, codes_KM, scale_K))
         return codes_MK, scale_M, codes_KM, scale_K
+
+
+def whole(W: int) -> tuple[int, int, int]:
+    """Words of a row that a program holds, how many such rows, and how many warps share them."""
+    words: int = triton.next_power_of_2(max(W, 16))
+    rows = max(1, HELD // words)
+    return words, rows, max(4, words * rows // 1024)
 
 
 def cast_rows(
