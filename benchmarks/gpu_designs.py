@@ -28,7 +28,7 @@ KINDS = {
     "gemm": ("nvjet", "gemm", "cutlass"),
     "attention": ("fmha", "flash", "sdpa"),
     "optimizer": ("multi_tensor", "adam"),
-    "quantize": ("_cast", "_amax", "_tiles", "_squares", "_rows", "_watched", "square_errors"),
+    "quantize": ("_cast", "_amax", "_tiles", "_squares", "_rows", "_watched", "_whole_rows"),
 }
 
 

@@ -29,9 +29,10 @@ import narrowgauge as ng
 from narrowgauge.compute.kernels.fused import blocks, launch, rows, tensorwise
 from narrowgauge.compute.kernels.fused.backend import Fused
 from narrowgauge.compute.kernels.fused.watched import blocks as counting_blocks
+from narrowgauge.compute.kernels.fused.watched import later_errors as counting_errors
 from narrowgauge.compute.kernels.fused.watched import rows as counting_rows
-from narrowgauge.compute.kernels.fused.watched import square_errors as counting_errors
 from narrowgauge.compute.kernels.fused.watched import tensorwise as counting_tensorwise
+from narrowgauge.compute.kernels.fused.watched import whole_rows as counting_whole_rows
 from narrowgauge.compute.kernels.fused.watched.looks import Looks
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.compute.nn.tracing.operator import derivative_of, operator, shapes_of
@@ -93,11 +94,10 @@ def pretend_gpu() -> None:
     )
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda device: 0
-    counting = (counting_blocks, counting_rows, counting_tensorwise)
+    counting = (counting_blocks, counting_rows, counting_whole_rows, counting_tensorwise, counting_errors)
     for module in (launch, blocks, rows, tensorwise, *counting):
         module.Launch = Idle  # type: ignore[misc]
-    for module in (launch, counting_errors):
-        module.INTERPRETED = False  # type: ignore[misc]
+    launch.INTERPRETED = False  # type: ignore[misc]
 
 
 class Counting:

@@ -162,6 +162,11 @@ GRAINS = {
     "tiles": (Operand(E4M3FN, BLOCK_1x128, CURRENT_POW2), blocks.cast_tiles, watched_blocks.cast_tiles),
     "squares": (Operand(E4M3FN, BLOCK_128x128, CURRENT_POW2), blocks.cast_squares, watched_blocks.cast_squares),
     "rows": (Operand(E5M2, PerRow(), ROWWISE, margin=1), rows.cast_rows, watched_rows.cast_rows),
+    "whole rows": (
+        Operand(E4M3FN, PerRow(), ROWWISE),
+        partial(rows.cast_rows, turned=False),
+        partial(watched_rows.cast_rows, turned=False),
+    ),
 }
 
 
@@ -175,7 +180,8 @@ def look_at_grains(x, kind, turn=3, **wanted):
     """Packed moments of a watched cast, and the plain kernel's codes and scales, which it must equal to the bit."""
     rule, plain_cast, watched_cast = GRAINS[kind]
     room = looks.Looks(DEVICE)
-    look = room.open("site", x, rule, turn)
+    look = room.open("site", x, rule, turn, wanted.get("turned", kind != "whole rows"))
+    wanted = {"plain": wanted.get("plain", True)} if kind == "whole rows" else wanted
     found = watched_cast(x, rule, look=look, **wanted)
     assert_same_codes(found, plain_cast(x, rule, **wanted))
     codes, *scales = plain_cast(x, rule)
@@ -192,7 +198,7 @@ def test_moments_of_a_tensor_under_many_scales(name, kind):
         x = hard(name, *shape).to(dtype)
         packed, codes, _ = look_at_grains(x, kind, **wanted)
         # Where a scale has a floor, squares of subnormal numbers are below float32's.
-        skip = COMPARED if name == "subnormal" and kind == "rows" else ()
+        skip = COMPARED if name == "subnormal" and "rows" in kind else ()
         # A quarter of the columns of one row of ties have a ratio that is the edge itself.
         assert_packed(packed, moments(x, codes), skip=skip, edges=0.3 if name == "ties" and len(x) == 1 else 0.02)
 
@@ -245,6 +251,24 @@ def test_what_is_flushed_is_known_to_the_last_bit(kind):
         want = moments(x.to(dtype), codes)
         assert 0 < want[MOMENTS["flushed"]] < want[MOMENTS["n"]] - 64
         assert_packed(packed, want)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_takes_several_whole_rows_in_turn(name, plain, monkeypatch):
+    monkeypatch.setattr(looks, "plain_lines", lambda K: replace(plan.plain_lines(K), enough=1))
+    for dtype in DTYPES if GPU else (torch.bfloat16,):
+        x = hard(name, 37, 1300).to(dtype)
+        packed, codes, look = look_at_grains(x, "whole rows", plain=plain)
+        assert (look.plan.walk.rows, look.plan.steps, look.plan.programs) == (4, 4, 3)
+        assert_packed(packed, moments(x, codes), skip=COMPARED if name == "subnormal" else ())
+
+
+def test_rows_that_are_too_long_or_odd_are_not_held_whole():
+    for K, held in ((2, True), (131, False), (2 * rows.LONGEST, True), (2 * rows.LONGEST + 2, False)):
+        assert plan.plain_lines(K).whole == held
+        many = plan.Plan.of(40_000, K, plan.plain_lines(K))
+        assert not held or many.programs == math.ceil(40_000 / (many.walk.rows * many.steps))
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from narrowgauge.compute.kernels.fused.tensorwise import Cast, CastGiven
 from narrowgauge.compute.kernels.fused.watched.blocks import WatchedSquares, WatchedTiles
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.plan import Plan
-from narrowgauge.compute.kernels.fused.watched.rows import WatchedRows
+from narrowgauge.compute.kernels.fused.watched.rows import watched_rows
 from narrowgauge.compute.kernels.fused.watched.tensorwise import WatchedCast, WatchedGiven
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
 from narrowgauge.compute.recipes import Operand
@@ -39,7 +39,7 @@ NO_KERNEL, GIVEN, TENSOR, ROWS, TILES, SQUARES = range(6)
 _KINDS = {PerTensor(): TENSOR, PerRow(): ROWS, BLOCK_1x128: TILES, BLOCK_128x128: SQUARES}
 _CASTS: dict[int, Any] = {GIVEN: CastGiven, TENSOR: Cast, ROWS: RowCast, TILES: TileCast, SQUARES: SquareCast}
 _WATCHED: dict[int, Any] = {
-    GIVEN: WatchedGiven, TENSOR: WatchedCast, ROWS: WatchedRows, TILES: WatchedTiles, SQUARES: WatchedSquares
+    GIVEN: WatchedGiven, TENSOR: WatchedCast, ROWS: watched_rows, TILES: WatchedTiles, SQUARES: WatchedSquares
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """The same casts, and what the packed moments of every statistic need, counted in the same launch.
 
-tensorwise, blocks, rows    codes, scales and sums in one launch; square_errors is one behind it
+tensorwise, blocks, rows    codes, scales and sums in one launch
+whole_rows                  the same for rows without turned codes, from one read
+later_errors                a launch behind it, where scales are known too late for errors
 moments, grains, sampling   what is summed
 plan                        how a tensor is cut into programs
 looks, packing              where a step's sums are left, and how they become packed moments

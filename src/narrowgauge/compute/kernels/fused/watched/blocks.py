@@ -48,6 +48,7 @@ from narrowgauge.compute.kernels.fused.watched.grains import (
     no_scales,
     turned_scales,
 )
+from narrowgauge.compute.kernels.fused.watched.later_errors import LaterErrors
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import (
     FIELDS,
@@ -67,7 +68,6 @@ from narrowgauge.compute.kernels.fused.watched.sampling import (
     look_at_errors,
     look_at_sample,
 )
-from narrowgauge.compute.kernels.fused.watched.square_errors import square_errors
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
@@ -242,6 +242,7 @@ class WatchedSquares(_WatchedBlocks):
 
     def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
         super().__init__(SQUARES.value, x_MK, rule, plan, plain, turned)
+        self._errors = LaterErrors(SQUARES.value, even(x_MK)[0], rule, plan)
 
     def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """As `blocks.cast_squares`, filling `look`."""
@@ -249,7 +250,7 @@ class WatchedSquares(_WatchedBlocks):
         scale = matrix(self._blocks_M, self._blocks_K, x_MK)
         x = self._words(x_MK)
         self._launch((x, codes_MK, scale, codes_KM, None, *look.pointers), look.numbers)
-        square_errors(x, self._fmt, look, scale)
+        self._errors(x, scale, look)
         return codes_MK, codes_KM, scale
 
 

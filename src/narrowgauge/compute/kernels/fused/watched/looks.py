@@ -30,6 +30,7 @@ from narrowgauge.compute.kernels.fused.watched.plan import (
     TILES,
     Plan,
     pieces,
+    plain_lines,
 )
 from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, ERRORS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
@@ -102,6 +103,8 @@ class Looks:
                 return None
             M, K = x_MK.shape
             walk = (WALKS if turned else PLAIN_WALKS)[rule.granularity]
+            if walk == LINES and not turned:
+                walk = plain_lines(K)
             plan, whole = Plan.of(M, K, walk), rule.granularity == PerTensor()
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)

@@ -15,6 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.kernels.fused.rows import LONGEST, whole
 from narrowgauge.compute.kernels.fused.watched.sampling import SAMPLE_ROWS
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
@@ -22,6 +23,7 @@ SEGMENT = 128  # columns of a tile
 EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
 LARGE = 1 << 22  # elements from which on a share is enough
 RUN = 8  # words summed by one thread before anything else
+TOGETHER = 16  # whole rows of a program
 RECOUNTED = 16  # rows looked at together where something is rare
 REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
 # Arguments whose values are no reason to compile again.
@@ -39,7 +41,7 @@ class Walk:
     """The way of a program that casts: over `steps` tiles of `rows` x SEGMENT, one below or one beside the other.
 
     A tensor that would have fewer than `enough` programs gets more of them, with half of the steps or less. A program
-    that looks at errors takes `compared` rows, or half of that.
+    that looks at errors takes `compared` rows, or half of that. Of `whole` rows no columns are cut off.
     """
 
     rows: int
@@ -47,6 +49,7 @@ class Walk:
     down: bool
     enough: int = 0
     compared: int = 128
+    whole: bool = False
 
 
 TENSOR = Walk(32, 16, down=True, enough=2048)  # one scale for all
@@ -55,6 +58,15 @@ PLAIN_TILES = Walk(128, 4, down=True, enough=1536)  # but where only plain codes
 SQUARES = Walk(128, 1, down=True, compared=32)  # rows in a launch of their own, which needs more programs
 PLAIN_SQUARES = Walk(128, 2, down=True, enough=1024, compared=32)
 LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
+
+
+@cache
+def plain_lines(K: int) -> Walk:
+    """Where no turned codes are made, a program holds whole rows, unless K is odd or too large."""
+    if K % 2 or K // 2 > LONGEST:
+        return LINES
+    rows = whole(K // 2)[1]
+    return Walk(rows, max(1, TOGETHER // rows), down=True, enough=1024, whole=True)
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,8 @@ class Plan:
         return self._programs(self.steps)
 
     def _programs(self, steps: int) -> int:
+        if self.walk.whole:
+            return pieces(self.M, self.walk.rows * steps)
         if self.walk.down:
             return pieces(self.M, self.walk.rows * steps) * self.segments
         return pieces(self.M, self.walk.rows) * pieces(self.segments, steps)

@@ -60,6 +60,7 @@ from narrowgauge.compute.kernels.fused.watched.sampling import (
     look_at_errors,
     look_at_sample,
 )
+from narrowgauge.compute.kernels.fused.watched.whole_rows import WatchedWholeRows
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
@@ -158,8 +159,15 @@ def _watched_rows(
             )  # fmt: skip
 
 
-class WatchedRows:
+def watched_rows(x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> WatchedRows | WatchedWholeRows:
     """`cast_rows` of all matrices that lie in memory as `x_MK` does, for looks of one plan."""
+    return (
+        WatchedWholeRows(x_MK, rule, plan, plain) if plan.walk.whole else WatchedRows(x_MK, rule, plan, plain, turned)
+    )
+
+
+class WatchedRows:
+    """`watched_rows` where turned codes are asked for, or rows are too long to be held."""
 
     def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
         M, K = x_MK.shape
@@ -193,4 +201,4 @@ def cast_rows(
     x_MK: Tensor, rule: Operand, *, look: Look, plain: bool = True, turned: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `rows.cast_rows`, filling `look`."""
-    return WatchedRows(x_MK, rule, look.plan, plain, turned)(x_MK, look)
+    return watched_rows(x_MK, rule, look.plan, plain, turned)(x_MK, look)
