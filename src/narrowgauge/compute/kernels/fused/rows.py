@@ -157,10 +157,10 @@ class RowCast:
         return codes_MK, scale_M, codes_KM, scale_K
 
 
-def whole(W: int) -> tuple[int, int, int]:
-    """Words of a row that a program holds, how many such rows, and how many warps share them."""
+def whole(W: int, held: int = HELD) -> tuple[int, int, int]:
+    """Words of a row that a program holds, how many such rows, and how many warps share them; `held` words in all."""
     words: int = triton.next_power_of_2(max(W, 16))
-    rows = max(1, HELD // words)
+    rows = max(1, held // words)
     return words, rows, max(4, words * rows // 1024)
 
 
