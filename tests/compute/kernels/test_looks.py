@@ -260,7 +260,7 @@ def test_a_program_takes_several_whole_rows_in_turn(name, plain, monkeypatch):
     for dtype in DTYPES if GPU else (torch.bfloat16,):
         x = hard(name, 37, 1300).to(dtype)
         packed, codes, look = look_at_grains(x, "whole rows", plain=plain)
-        assert (look.plan.walk.rows, look.plan.steps, look.plan.programs) == (2, 8, 3)
+        assert (look.plan.walk.rows, look.plan.steps, look.plan.programs) == (1, 16, 3)
         assert_packed(packed, moments(x, codes), skip=COMPARED if name == "subnormal" else ())
 
 

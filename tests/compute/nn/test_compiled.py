@@ -5,14 +5,13 @@ import copy
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from tests.compute.nn.layers import Counting, Seen, assert_same, calc_diff, train_on
+from tests.compute.nn.layers import Seen, assert_same, calc_diff, train_on
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.compute.nn import operands
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.nn.tracing.in_graph import CODES, REMADE
 from narrowgauge.compute.recipes import CATALOG
@@ -152,29 +151,6 @@ def test_the_compiler_is_told_what_room_a_product_takes():
     # both codes of dy [M, N] and those of w [N, K], a byte each; twice
     assert [room.numel() for room in rooms] == [2 * 128 * (2 * 256 + 256), 2 * 256 * (2 * 256 + 128)]
     assert all(room.untyped_storage().nbytes() == 1 for room in rooms)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "halved"), [("rowwise", 2), ("blockwise", 2), ("mxfp8", 2), ("current", 0), ("delayed", 0)]
-)
-def test_a_large_weight_is_quantized_for_dgrad_in_halves(monkeypatch, recipe, halved):
-    eager, model = blocks(recipe), blocks(recipe)
-    want = train(eager, eager, steps=2, microbatches=2)
-    monkeypatch.setattr(operands, "LARGE", 128 * 256)
-    model[0].down._fp8.backend = gemms = Counting()
-    call, _ = compiled(model)
-    assert_same(train(model, call, steps=2, microbatches=2), want)
-    fprop, whole, half = (128, 256, 128), (128, 128, 256), (128, 128, 128)  # wgrad's numbers are those of a whole dgrad
-    first = [fprop, *[half if halved else whole] * max(halved, 1), whole]
-    assert gemms.shapes == [*first * 2, *[fprop, whole, whole] * 2]  # the second step keeps the weight's codes
-
-
-def test_who_watches_sees_gradients_in_one_piece(monkeypatch):
-    monkeypatch.setattr(operands, "LARGE", 128 * 256)
-    model, seen = blocks("rowwise"), Seen()
-    set_observer(model, seen)
-    train(model, compiled(model)[0], steps=1)
-    assert [dx.shape for dx, _ in seen.results["0.down", "grad_input"]] == [(128, 256)]
 
 
 def test_convert_chooses_what_is_saved():

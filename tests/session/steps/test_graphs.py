@@ -221,7 +221,7 @@ def test_a_captured_step_on_a_gpu_is_watched_without_breaking_its_capture(tmp_pa
 @cuda
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
+@pytest.mark.filterwarnings("ignore")  # what the compiler says, and imports
 def test_graphs_that_torch_compile_makes_are_not_disturbed_on_a_gpu(tmp_path):
     def train(steps=8):
         torch.manual_seed(0)

@@ -38,7 +38,7 @@ from torch import Tensor
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, without_autocast
 from narrowgauge.compute.nn.observer import Samples
-from narrowgauge.compute.nn.operands import quantize_operand, weight_for_dgrad
+from narrowgauge.compute.nn.operands import quantize_operand
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import switched_forward
 from narrowgauge.compute.nn.tracing.capture import capturing
@@ -189,12 +189,11 @@ def linear_backward(
     with without_autocast(dy.device.type):
         q_dy, q_dyT, *_ = quantize_operand(call, "grad_output", dy_MN, needs_dx, needs_dw, amax)
         if q_dy is not None:
-            halves = weight_for_dgrad(again, weight, amax_w if amax_w.numel() else None, whole=call.watched)
-            parts = [gemms.dgrad(call, q_dy, made(), x_dtype, dy_MN, samples) for made in halves]
-            del q_dy  # before more takes room: here memory is at its peak
-            dx = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            q_w = quantize_operand(again, "weight", weight, False, True, amax_w if amax_w.numel() else None)
+            assert q_w.turned is not None
+            dx = gemms.dgrad(call, q_dy, q_w.turned, x_dtype, dy_MN, samples)
             dx = dx if len(x_like) == 2 else dx.view(x_like)
-            del parts
+            del q_dy, q_w  # before dw takes room: here memory is at its peak
         if q_dyT is not None:
             rule = state.recipe.uses("input")[1]
             shape = rule.granularity.scale_shape((codes_xT.shape[0], codes_xT.shape[1]))

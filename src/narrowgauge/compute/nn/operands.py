@@ -10,7 +10,6 @@ Legend: M = rows, K = columns of the operand as it is; plain [M, K] is contracte
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -20,10 +19,7 @@ from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.kept_weight import Made
 from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
-from narrowgauge.compute.quant import PerTensor, QTensor
 from narrowgauge.compute.recipes import ROLES, Operand
-
-LARGE = 2**26  # elements of a weight whose codes for dgrad are made half by half
 
 OperandRole = Literal["input", "weight", "grad_output"]
 
@@ -44,25 +40,6 @@ def quantize_operand(
     if call.watched and call.state.observer is not None and made.look is None:
         shown = made.plain if made.plain is not None else made.turned.T  # type: ignore[union-attr]
         call.tell(partial(call.state.observer.operand, call.state.name, role, x_MK, shown, amax_ratio=made.ratio))
-    return made
-
-
-def weight_for_dgrad(call: Call, w_NK: Tensor, amax: Tensor | None, whole: bool) -> list[Callable[[], QTensor]]:
-    """What makes the codes [K, N] of w_NK for dgrad: all at once, or those of the first and the last half of K.
-
-    While dgrad of a large layer runs, memory is often at its peak, and half of the weight's codes are enough to make
-    half of dx. Not of a weight with one scale, nor of one whose codes are kept for the next microbatch.
-    """
-    kept, rule = call.state.kept_weight, call.state.recipe.uses("weight")[1]
-    parts = w_NK.numel() >= LARGE and w_NK.shape[1] % 256 == 0 and rule.granularity != PerTensor()
-    if whole or not parts or kept.find(w_NK) is not None or kept.worth_keeping(w_NK):
-        return [partial(_turned, quantize_operand, call, w_NK, amax)]
-    return [partial(_turned, _quantize, call, half, None) for half in w_NK.chunk(2, dim=1)]
-
-
-def _turned(quantize: Callable[..., Made], call: Call, w_NK: Tensor, amax: Tensor | None) -> QTensor:
-    made = quantize(call, "weight", w_NK, False, True, amax).turned
-    assert made is not None  # asked for
     return made
 
 

@@ -133,7 +133,7 @@ class RowCast:
         sizes, known = (M, K, W, stride_m, stride_w), (kind, *facts(rule.fmt, rule.scaling, rule.margin))
         self._amaxes: Amaxes | None = None
         if not turned and kind and W <= LONGEST:
-            words, rows, warps = whole(W)
+            words, rows, warps = whole(W, HELD, 1024)
             self._cast = Launch(
                 _whole_rows, triton.cdiv(M, rows), sizes, (*known, INTERPRETED, rows, words), num_warps=warps
             )
@@ -157,11 +157,14 @@ class RowCast:
         return codes_MK, scale_M, codes_KM, scale_K
 
 
-def whole(W: int, held: int = HELD) -> tuple[int, int, int]:
-    """Words of a row that a program holds, how many such rows, and how many warps share them; `held` words in all."""
+def whole(W: int, held: int, per_warp: int) -> tuple[int, int, int]:
+    """Words of a row that a program holds, how many such rows, and how many warps share them.
+
+    That is one row, or `held` words of more; a warp takes `per_warp` of them.
+    """
     words: int = triton.next_power_of_2(max(W, 16))
     rows = max(1, held // words)
-    return words, rows, max(4, words * rows // 1024)
+    return words, rows, words * rows // per_warp
 
 
 def cast_rows(

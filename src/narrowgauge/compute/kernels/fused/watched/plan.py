@@ -23,7 +23,7 @@ SEGMENT = 128  # columns of a tile
 EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
 LARGE = 1 << 22  # elements from which on a share is enough
 RUN = 8  # words summed by one thread before anything else
-HELD, TOGETHER = 2048, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
+HELD, TOGETHER = 1024, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
 RECOUNTED = 16  # rows looked at together where something is rare
 REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
 # Arguments whose values are no reason to compile again.
@@ -65,7 +65,7 @@ def plain_lines(K: int) -> Walk:
     """Where no turned codes are made, a program holds whole rows, unless K is odd or too large."""
     if K % 2 or K // 2 > LONGEST:
         return LINES
-    rows = whole(K // 2, HELD)[1]
+    rows = whole(K // 2, HELD, 512)[1]
     return Walk(rows, max(1, TOGETHER // rows), down=True, enough=1024, whole=True)
 
 

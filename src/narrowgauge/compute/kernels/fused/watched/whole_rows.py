@@ -36,8 +36,6 @@ from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, ERRORS, G
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
-AHEAD_MOST = 512  # words of a warp, of which the next ones are fetched while these are worked on
-
 
 @triton.jit(do_not_specialize=LATE)
 def _watched_whole_rows(
@@ -47,7 +45,7 @@ def _watched_whole_rows(
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr,
     WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, C: tl.constexpr, SPANS: tl.constexpr,
     T: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, COUNTS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples
@@ -67,17 +65,13 @@ def _watched_whole_rows(
         count, total, squares, smallest, largest = no_scales(ROWS)
         inv_unit = tl.full((), 1.0, tl.float32)
         i = row0 + tl.arange(0, ROWS)
-        if AHEAD:
-            next_a, next_b = load(x_ptr, i.to(tl.int64), w, M, K, W, stride_m, stride_w, KIND)
+        next_a, next_b = load(x_ptr, i.to(tl.int64), w, M, K, W, stride_m, stride_w, KIND)
         step = tl.zeros_like(rows)
         while step < tl.cdiv(rows, ROWS):
             m, inside = i.to(tl.int64), i < M
-            if AHEAD:
-                a, b = next_a, next_b
-                more = tl.minimum(row0 + STEPS * ROWS, M)
-                next_a, next_b = load(x_ptr, m + ROWS, w, more, K, W, stride_m, stride_w, KIND)
-            else:
-                a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+            a, b = next_a, next_b  # the next rows are on their way while these are worked on
+            more = tl.minimum(row0 + STEPS * ROWS, M)
+            next_a, next_b = load(x_ptr, m + ROWS, w, more, K, W, stride_m, stride_w, KIND)
             bits = row_amaxes(a, b, KIND, INTERPRET)
             amax = bits.to(tl.float32, bitcast=True)
             inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
@@ -123,12 +117,11 @@ class WatchedWholeRows:
         M, K = x_MK.shape
         x, W, stride_m, stride_w, kind = even(x_MK)
         self._fmt, self._plain, self._copies = rule.fmt, plain, x is not x_MK
-        words, rows, warps = whole(W, HELD)
+        words, rows, warps = whole(W, HELD, 512)
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
             kind, *numbers, plain, INTERPRETED, rows, words, plan.steps, RUN, min(RECOUNTED, rows * plan.steps),
             triton.cdiv(K, SEGMENT), SEGMENT, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
-            words * rows // warps <= AHEAD_MOST,
         )  # fmt: skip
         self._launch = Launch(
             _watched_whole_rows, plan.samples + plan.programs, (M, K, W, stride_m, stride_w, *x.stride()), constants,
