@@ -307,6 +307,18 @@ def test_programs_cover_a_tensor_once_and_small_tensors_get_more_of_them():
     assert plan.Plan.of(8192, 4096, plan.LINES).steps < plan.Plan.of(32768, 4096, plan.LINES).steps
 
 
+def test_rows_that_repeat_are_met_in_all_their_kinds_by_every_step():
+    """Heads of one token lie 16, 32 or 64 rows apart: a distance that these divide would meet one kind only."""
+    for M, K in ((8192, 4096), (28672, 4096), (4096, 14336), (16384, 1024)):
+        many = plan.Plan.of(M, K)
+        for turn in (0, 7):
+            for taken in (many.compared_rows(turn), many.sampled_rows(turn)):
+                assert all(len(taken.remainder(n).unique()) == min(n, len(taken)) for n in (16, 32, 64)), (M, K)
+                assert taken.max() < M
+        turns = torch.cat([many.compared_rows(turn) for turn in range(many.share)])
+        assert torch.equal(turns.sort().values, torch.arange(M))
+
+
 @pytest.mark.parametrize("kind", ["tensor", *GRAINS])
 def test_a_share_of_the_rows_is_what_the_oracle_says_of_these_rows(kind, monkeypatch):
     monkeypatch.setattr(plan, "LARGE", 1)
@@ -328,7 +340,7 @@ def test_a_share_of_the_rows_is_what_the_oracle_says_of_these_rows(kind, monkeyp
         return moments(x[rows], QTensor(codes[rows], scale, rule.fmt, granularity)).cpu()
 
     compared, sampled = look.plan.compared_rows(5).to(DEVICE), look.plan.sampled_rows(5).to(DEVICE)
-    assert len(compared) == M // plan.SHARE
+    assert len(compared) == len(range(5, M, plan.SHARE))
     assert len(sampled) < M
     some, few = oracle(compared), oracle(sampled)
     want = all_of_it.clone()

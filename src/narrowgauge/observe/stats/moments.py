@@ -13,15 +13,14 @@ Legend: M = rows, K = columns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import cache
 
 from torch import Tensor
 
 from narrowgauge.compute.quant import Block, PerColumn, PerTensor, QTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
+from narrowgauge.metrics.primes import last_prime
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.merging import empty
 from narrowgauge.observe.stats.packing import Packer
@@ -96,18 +95,6 @@ def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.S
     sampled = last_prime(min(M, M * K // SAMPLE[cpu]))
     compared = last_prime(min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if cpu else 1
     return (offset % sampled, sampled), (offset % compared, compared)
-
-
-@cache
-def last_prime(most: int) -> int:
-    """The largest prime up to `most`; 1 if there is none.
-
-    >>> last_prime(32), last_prime(2), last_prime(0)
-    (31, 2, 1)
-    """
-    while any(most % d == 0 for d in range(2, math.isqrt(max(most, 1)) + 1)):
-        most -= 1
-    return max(1, most)
 
 
 def _rows(x_MK: Tensor, start: int, height: int, offset: int | None) -> tuple[slice, slice, float]:

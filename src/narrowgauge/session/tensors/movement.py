@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.metrics.primes import next_prime
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.norms import Parts, Squares, named, squares
 
@@ -132,17 +133,6 @@ class Movement:
         if moved.partial:
             return found | named("update", moved)
         return found | {"update_ratio": (moved.total.to(weights.total.device) / weights.total).sqrt()}
-
-
-def next_prime(least: int) -> int:
-    """The smallest prime from `least` on; 1 for 1.
-
-    >>> next_prime(1), next_prime(8)
-    (1, 11)
-    """
-    while any(least % d == 0 for d in range(2, math.isqrt(least) + 1)):
-        least += 1
-    return least
 
 
 def _every(x: Tensor, stride: int, turn: int) -> Tensor:

@@ -9,7 +9,7 @@ its columns, or its own, and the turned codes. Then it takes it again, a few row
 these need so many registers that a tile has no room beside them, and its numbers are still in the cache.
 
 What is counted are plain codes under plain scales, even where only the turned ones are asked for. The errors of squares
-are looked at in a small launch of its own, because any 64 rows' errors need the scale of 128.
+are looked at in a small launch of its own, because one row's errors need the scale of 128.
 
 Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """

@@ -1,6 +1,6 @@
 """Errors from a share of a tensor's rows, in a launch of their own, when all of its scales are known.
 
-A program that looks at errors takes a few of every 64 rows. While scales are still being found it would have to read
+A program that looks at errors takes one of every 31 rows. While scales are still being found it would have to read
 more than those: all rows of a square, or all of a row whose other columns are other programs'. So squares, and rows
 that are found and cast in one read, leave their scales behind, and this launch reads that share only.
 

@@ -1,8 +1,10 @@
 """How the work on one watched tensor is cut into programs, and which of its rows stand for all.
 
     cast       walks over `steps` tiles, below or beside each other                 everything
-    errors     rows m with (m % 64) // group == turn % share, group = 64 / share    a share, another one every turn
+    errors     rows m with (m % 31) // group == turn % share, group = 31 / share    a share, another one every turn
     sample     rows turn % stride + i * stride                                      about 65,536 elements
+
+Both distances are primes, lest rows that repeat (the heads of one token) be met by one of their kind only.
 
 Legend: M = rows, K = columns.
 """
@@ -18,10 +20,11 @@ from torch import Tensor
 from narrowgauge.compute.kernels.fused.rows import LONGEST, whole
 from narrowgauge.compute.kernels.fused.watched.sampling import SAMPLE_ROWS
 from narrowgauge.metrics.bins import RANGE_BLOCK
+from narrowgauge.metrics.primes import last_prime
 
 SEGMENT = 128  # columns of a tile
-EVERY, SHARE = 64, 32  # of so many rows, a 32nd is compared with its codes
-LARGE = 1 << 22  # elements from which on a share is enough
+EVERY = SHARE = 31  # of so many rows of a large tensor one is compared with its codes
+LARGE, HIGH = 1 << 22, 1024  # elements and rows from which on a share is enough
 RUN = 8  # words summed by one thread before anything else
 HELD, TOGETHER = 1024, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
 RECOUNTED = 16  # rows looked at together where something is rare
@@ -81,8 +84,8 @@ class Plan:
     @classmethod
     @cache
     def of(cls, M: int, K: int, walk: Walk = TENSOR) -> Plan:
-        """A 32nd of a large tensor, all of a small one."""
-        return cls(M, K, SHARE if M * K >= LARGE and M >= 16 * EVERY else 1, walk)
+        """A share of a large tensor, all of a small one."""
+        return cls(M, K, SHARE if M * K >= LARGE and M >= HIGH else 1, walk)
 
     @cached_property
     def segments(self) -> int:
@@ -144,7 +147,7 @@ class Plan:
     @cached_property
     def stride(self) -> int:
         """Rows from one of the sample to the next."""
-        return self.M // self.sampled
+        return last_prime(self.M // self.sampled)
 
     @cached_property
     def samples(self) -> int:

@@ -1,6 +1,6 @@
 """What is taken from a share of the rows, in the launch that quantizes them all.
 
-    errors     of every 64 rows the same `group` neighbours, another choice with every turn: xx, xd, dd, ee, lost;
+    errors     of every 31 rows one, or `group` neighbours, others with every turn: xx, xd, dd, ee, lost;
                per row sum v^2 and sum e^2, per column the same over a band of rows        e = code - v, xd = sum v code
     sample     rows first + i * stride: central moments to the fourth, exponents, ranges of blocks of 128 columns
 
