@@ -4,7 +4,7 @@
     look               a GPU's kernels count while they quantize, into room that this gives them
     operand, result    tallies stay on the device, one set per microbatch (of a weight, the first)
     end_step()         merge them by law, pack all sites into ONE tensor, start ONE copy to the host
-    later              the copy is there: moments -> metrics in numpy -> writer.add_tensors
+    later              the copy is there: to the writer, in whose thread moments become metrics, or here if it has none
 
 A device is never waited for: the copy goes to pinned memory and an event tells, at a later step, that it has arrived.
 On the CPU it is there at once.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -177,33 +178,48 @@ class Collector:
         False where somebody has to: then it is to be quantized and shown to `operand`. So is what has a `given` scale,
         but on a GPU.
         """
-        on_gpu = ready(x.device)
-        if not self._open or not x.numel() or not (on_gpu or (x.device.type == "cpu" and given is None)):
+        if not self._open or not x.numel():
+            return False
+        if x.is_cpu:
+            return given is None and self._judge_here(module, role, x, rule)
+        if not ready(x.device):
             return False
         held = self._held_on(x.device)
         with self._guarded(f"{module}:{role}", x.device, held), _current(x.device):
             site = _address(module, role)
             if role == "weight" and site in held.weights:
                 return True
-            if on_gpu:
-                look = None
-                with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
-                    look = self._looks_on(x.device).open(site, x, rule, self._turn, turned=False)
-                if look is None:
-                    return False
-                try:
-                    count(x, rule, look, given)
-                except Exception:
-                    look.failed = True  # what its room holds is of another step
-                    raise
-            else:
+            look = None
+            with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
+                look = self._looks_on(x.device).open(site, x, rule, self._turn, turned=False)
+            if look is None:
+                return False
+            try:
+                count(x, rule, look, given)
+            except Exception:
+                look.failed = True  # what its room holds is of another step
+                raise
+            if role == "weight":
+                held.weights.add(site)
+        return True
+
+    def _judge_here(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """`judge` on the CPU. A guard would cost a third of what all the rest here does, besides the walk."""
+        held = self._held_on(x.device)
+        began, site = time.perf_counter(), _address(module, role)
+        try:
+            if role != "weight" or site not in held.weights:
                 counted = judged(x, rule, self._turn)
                 if counted is None:
                     return False
                 with self._lock:
                     held.operands.add(site, (counted,))
-            if role == "weight":
-                held.weights.add(site)
+                if role == "weight":
+                    held.weights.add(site)
+        except Exception as error:
+            self._failed(site, error)
+        finally:
+            self._spent(time.perf_counter() - began)
         return True
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
@@ -281,7 +297,11 @@ class Collector:
             ):
                 if sites:
                     further = {name: both[kind] for name, both in transfer.columns.items()}
-                    writer.add_tensors(transfer.step, sites, finalize(table, columns=columns) | further)
+                    later = getattr(writer, "add_moments", None)  # where there is a thread that finalizes
+                    if later is None:
+                        writer.add_tensors(transfer.step, sites, finalize(table, columns=columns) | further)
+                    else:
+                        later(transfer.step, sites, table, columns, further)
 
     def _held_on(self, device: torch.device) -> _Held:
         held = self._held.get(device)

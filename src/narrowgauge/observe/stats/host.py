@@ -30,6 +30,7 @@ from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait
 
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
+Codes = tuple[int, int, int, int, Array, Array]  # where codes and scales are, or 0; a granule; FACTS and LIMITS
 
 __all__ = [
     "Counted",
@@ -46,6 +47,11 @@ __all__ = [
 
 E8M0 = (None, "up", "ocp")
 MARGIN = 1 + 2.0**-20  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
+MOST_RULES = 4096
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_SHIFTS = {torch.float32: 0, torch.bfloat16: 16}
+_RULES: dict[tuple[int, int, int], tuple[Operand, Codes]] = {}  # holds the rule, lest its id become another's
 
 
 @dataclass(frozen=True)
@@ -75,32 +81,36 @@ def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share) -> Counted 
         compared: the same of the rows whose errors are summed, along columns too, and scaled up to all rows.
     """
     codes, scale = q.codes.contiguous(), q.scale.contiguous()
-    return _walk(x_MK, _numbers(q.fmt), q.granularity, sampled, compared, codes.data_ptr(), scale.data_ptr())
+    shape = _granule(q.granularity, *x_MK.shape)
+    return _walk(x_MK, (codes.data_ptr(), scale.data_ptr(), *shape, *_numbers(q.fmt)), sampled, compared)
 
 
 def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share) -> Counted | None:
     """Count what `quantize` would make of a CPU tensor by a rule, and make nothing; None unless x is all finite."""
-    return _walk(x_MK, _numbers(rule.fmt, rule.scaling, rule.margin), rule.granularity, sampled, compared)
+    return _walk(x_MK, _by_rule(rule, *x_MK.shape), sampled, compared)
 
 
-def _walk(
-    x_MK: Tensor,
-    numbers: tuple[Array, Array],
-    granularity: Granularity,
-    sampled: Share,
-    compared: Share,
-    codes_at: int = 0,
-    scale_at: int = 0,
-) -> Counted | None:
+def _by_rule(rule: Operand, M: int, K: int) -> Codes:
+    """What the walk is told of a rule. To find it by what the rule says would take longer than to find all else."""
+    key = id(rule), M, K
+    known = _RULES.get(key)
+    if known is None:
+        if len(_RULES) >= MOST_RULES:
+            _RULES.clear()
+        numbers = _numbers(rule.fmt, rule.scaling, rule.margin)
+        known = _RULES[key] = rule, (0, 0, *_granule(rule.granularity, M, K), *numbers)
+    return known[1]
+
+
+def _walk(x_MK: Tensor, codes: Codes, sampled: Share, compared: Share) -> Counted | None:
     x = _readable(x_MK)
     if x is None:
         return None
     M, K = x.shape
     vector, columns = MOMENTS.empty(), np.zeros((2, K))
     whole = _host().operand(
-        x.data_ptr(), _shift(x), M, K, x.stride(0), codes_at, scale_at, *_granule(granularity, M, K), *numbers,
-        *sampled, *compared, *_layout(), vector, columns,
-    )  # fmt: skip
+        x.data_ptr(), _SHIFTS[x.dtype], M, K, x.stride(0), *codes, *sampled, *compared, *_layout(), vector, columns
+    )
     if not whole:
         return None
     vector[_NUMEL] = M * K
@@ -129,7 +139,7 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Te
         got, want = (t.float().contiguous() for t in check)
     head = _NEUTRAL_HEAD.copy()
     if not _host().result(
-        y.data_ptr(), _shift(y), *y.shape, y.stride(0),
+        y.data_ptr(), _SHIFTS[y.dtype], *y.shape, y.stride(0),
         *((0, 0, 0) if got is None or want is None else (got.data_ptr(), want.data_ptr(), got.numel())),
         _layout()[0], _check_places(), head,
     ):  # fmt: skip
@@ -155,25 +165,23 @@ def _host() -> ModuleType:
 
 def _readable(x: Tensor) -> Tensor | None:
     """A matrix as float32 or bfloat16 with rows in one piece; None for one that is no plain memory."""
-    if type(x) not in (Tensor, nn.Parameter) or x.is_neg():
+    if type(x) not in _PLAIN or x.is_neg():
         return None
-    if x.dtype not in (torch.float32, torch.bfloat16):
+    if x.dtype not in _SHIFTS:
         x = x.detach().to(torch.float32)
-    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
         x = x.detach().contiguous()
     return x if in_memory(x) else None
 
 
 def in_memory(x: Tensor) -> bool:
     """Whether a strided tensor's owner has not freed it. (A view of what was freed may still have an address.)"""
-    if not x.numel():
+    size = x.numel()
+    if not size:
         return True
-    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr() != 0 and x.untyped_storage().nbytes() >= (last + 1) * x.element_size()
-
-
-def _shift(x: Tensor) -> int:
-    return 16 if x.dtype == torch.bfloat16 else 0
+    if not x.is_contiguous():
+        size = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() != 0 and x.untyped_storage().nbytes() >= (x.storage_offset() + size) * x.itemsize
 
 
 def _granule(granularity: Granularity, M: int, K: int) -> tuple[int, int]:

@@ -83,6 +83,8 @@ class Transfer:
     def tables(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """The packed moments [S, W] and [R, H]; only once arrived."""
         flat = self._copy.host.numpy()
+        if self._copy.event is not None:  # rows wait for their writer; pinned memory is scarce
+            flat = flat.copy()
         cut = len(self.operands) * MOMENTS.width
         return flat[:cut].reshape(-1, MOMENTS.width), flat[cut:].reshape(-1, MOMENTS.head_width)
 

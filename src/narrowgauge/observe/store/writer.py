@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,8 +32,9 @@ from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.claim import claim
 from narrowgauge.observe.store.compaction import merge_tier
+from narrowgauge.observe.store.moments import Moments, finished
 from narrowgauge.observe.store.schema import Kind
-from narrowgauge.observe.store.segments import Batch, SegmentWriter
+from narrowgauge.observe.store.segments import Array, Batch, SegmentWriter
 
 _log = logging.getLogger("narrowgauge.store")
 
@@ -47,7 +48,7 @@ NICE = 5  # the writer thread yields to those that train, and still gets a quart
 class _Waiting:
     """What the training thread handed over and the writer thread has not yet taken."""
 
-    tensors: list[Batch] = field(default_factory=list)
+    tensors: list[Batch | Moments] = field(default_factory=list)
     scalars: list[tuple[int, str, float, float]] = field(default_factory=list)
     events: list[tuple[int, str, str | None, str, str, float]] = field(default_factory=list)
     rows: int = 0
@@ -109,9 +110,20 @@ class RunWriter:
         The arrays are copied. Different calls may carry different sites and columns; what a row lacks is
         null. Errors: ShapeError if a column does not have one entry per site.
         """
-        if os.getpid() != self._pid:  # a forked data-loader worker: it has no writer thread
-            return
-        batch = Batch.of(step, sites, columns)
+        if os.getpid() == self._pid:  # a forked data-loader worker has no writer thread
+            self._add(Batch.of(step, sites, columns))
+
+    def add_moments(
+        self, step: int, sites: Sequence[str], table: Array, names: Sequence[str], further: Mapping[str, Array]
+    ) -> None:
+        """Record one row per site: the metrics `names` of its packed moments, `table` [S, width], made later.
+
+        `further` are columns as in `add_tensors`. Nothing is copied.
+        """
+        if os.getpid() == self._pid:
+            self._add(Moments(int(step), tuple(sites), table, tuple(names), further))
+
+    def _add(self, batch: Batch | Moments) -> None:
         rows, nbytes = len(batch.sites), batch.nbytes
         if not rows:
             return
@@ -119,12 +131,12 @@ class RunWriter:
             if not self._takes("tensors", rows):
                 return
             if self._waiting.nbytes + self._in_flight + nbytes > self._queue_bytes:
-                self._lose("tensors", rows, step)
+                self._lose("tensors", rows, batch.step)
                 return
             self._waiting.tensors.append(batch)
             self._waiting.rows += rows
             self._waiting.nbytes += nbytes
-            self._last_step = step
+            self._last_step = batch.step
             if self._full():
                 self._changed.notify_all()
 
@@ -280,7 +292,7 @@ class RunWriter:
                 self._segments.events(taken.events)
                 taken.events = []
             if taken.tensors:
-                self._segments.tensors(taken.tensors)
+                self._segments.tensors(finished(taken.tensors))
                 taken.tensors = []
             self._merge()
         with self._changed:

@@ -15,12 +15,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from narrowgauge.metrics import COLUMNS
-from narrowgauge.observe.stats.collector import Writer
+from narrowgauge.metrics import COLUMNS, finalize
+from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.selection.globs import SiteGlobs
 from narrowgauge.session.selection.step_ranges import StepRanges
 from narrowgauge.session.selection.turns import Turns
+
+Array = npt.NDArray[Any]
 
 
 class Selection:
@@ -62,6 +65,13 @@ class Selection:
                 self._found.add(name)
         return kept
 
+    def names(self, columns: Sequence[str]) -> list[str] | None:
+        """Which of these columns are stored; None while `columns` has to see them, for one that was asked for by name."""
+        if len(self._found) < len(self._named):
+            return None
+        self._stored = True
+        return [name for name in columns if name in self.metrics]
+
     def notes(self) -> list[str]:
         """What was asked for and not found, one sentence each."""
         notes = self.sites.unmatched()
@@ -79,7 +89,7 @@ class Selection:
 class Columns:
     """A run's writer that is given only the metrics that are selected."""
 
-    def __init__(self, writer: Writer, selection: Selection) -> None:
+    def __init__(self, writer: RunWriter, selection: Selection) -> None:
         self._writer, self._selection = writer, selection
 
     def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
@@ -89,6 +99,17 @@ class Columns:
             if "ranks" in columns:  # no metric: how many ranks the row is of
                 kept["ranks"] = columns["ranks"]
             self._writer.add_tensors(step, sites, kept)
+
+    def add_moments(
+        self, step: int, sites: Sequence[str], table: Array, names: Sequence[str], further: Mapping[str, Array]
+    ) -> None:
+        """Record one row per site, of packed moments."""
+        chosen = self._selection.names(names)
+        if chosen is None:
+            self.add_tensors(step, sites, {**finalize(table, columns=names), **further})
+        elif chosen:
+            kept = {name: further[name] for name in further if name == "ranks" or name in self._selection.metrics}
+            self._writer.add_moments(step, sites, table, chosen, kept)
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
         """Record something that happened."""
