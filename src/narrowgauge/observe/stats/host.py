@@ -1,6 +1,6 @@
 """The usual case on the CPU, fast: what `tally` counts in sixty passes, counted in one compiled walk.
 
-    count    x, q     ->  Counted: the packed vector without its columns, and the sums along columns
+    count    x, q     ->  Counted: the packed vector, and the sums along columns
     judge    x, rule  ->  the same, of the codes that x would become by the rule
 
 The same numbers as `tally`, in float64 throughout (see host_kernel); what is not all finite is left to it. All of this
@@ -35,7 +35,6 @@ Codes = tuple[int, int, int, int, Array, Array]  # where codes and scales are, o
 __all__ = [
     "Counted",
     "count",
-    "count_columns",
     "count_result",
     "in_memory",
     "judge",
@@ -54,13 +53,13 @@ _SHIFTS = {torch.float32: 0, torch.bfloat16: 16}
 _RULES: dict[tuple[int, int, int], tuple[Operand, Codes]] = {}  # holds the rule, lest its id become another's
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Counted:
     """What was counted of one tensor on the CPU.
 
     Args:
-        vector: [width] float64, packed moments; no columns are in it yet.
-        columns: [2, K] float64, sums of x^2 and e^2 along columns.
+        vector: [width] float64, packed moments.
+        columns: [2, K] float64, sums of x^2 and e^2 along columns, by which the vector's columns were counted.
     """
 
     vector: Array
@@ -69,6 +68,11 @@ class Counted:
     def note(self, slot: str, value: Tensor) -> None:
         """Fill a slot that the walk knows nothing of."""
         self.vector[MOMENTS.offsets[slot]] = float(value)
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Vector and columns; columns are to be counted anew, when those of other parts were added."""
+        self.vector[MOMENTS["col_sqnr"]] = 0.0
+        return torch.from_numpy(self.vector), torch.from_numpy(self.columns)
 
 
 def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share) -> Counted | None:
@@ -148,11 +152,6 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Te
     return torch.from_numpy(head)
 
 
-def count_columns(columns: Array, vector: Array) -> None:
-    """Put into a packed vector what the sums along all of a tensor's columns say."""
-    _host().count_columns(columns, vector[MOMENTS["col_sqnr"]])
-
-
 _NUMEL = MOMENTS.offsets["numel"]
 _NEUTRAL_HEAD = MOMENTS.empty()[: MOMENTS.head_width].copy()
 
@@ -213,7 +212,7 @@ def _layout() -> tuple[Array, Array]:
     """Where in the packed vector the walk's numbers go, and where its histograms begin and end."""
     host = _host()
     places = [MOMENTS.offsets[name] for name in (*host.COUNTED, *host.SAMPLED, *host.SCALES)]
-    spans = [MOMENTS[name] for name in ("row_sqnr", "exponents", "block_range")]
+    spans = [MOMENTS[name] for name in ("row_sqnr", "exponents", "block_range", "col_sqnr")]
     ends = [end for span in spans if isinstance(span, slice) for end in (span.start, span.stop)]
     return np.array(places), np.array(ends)
 

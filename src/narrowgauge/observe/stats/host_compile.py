@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 PACKAGE = "narrowgauge.observe.stats"
-ENTRIES = ("operand", "result", "count_columns", "copied", "moved")
+ENTRIES = ("operand", "result", "copied", "moved")
 POLITE = 10  # of 19
 
 
@@ -34,16 +34,16 @@ def call_all(walk: ModuleType) -> None:
     x, codes, scale = np.ones((2, 2), np.float32), np.full((2, 2), 0x38, np.uint8), np.ones(1, np.float32)
     facts, limits = np.array((3, 7, 0, 0x7F, 0x7F, 0, 0, 8, 0)), np.array((448, 449, 448, 0), np.float32)
     counted = len(walk.COUNTED) + len(walk.SAMPLED) + len(walk.SCALES)
-    places, starts, vector = np.arange(counted), np.array((100, 500, 500, 700, 700, 800)), np.zeros(900)
+    places, starts, vector = np.arange(counted), np.array((100, 500, 500, 700, 700, 800, 100, 500)), np.zeros(900)
     at, ints = x.ctypes.data, (0, 2, 2, 2)
     walk.operand(
         at, *ints, codes.ctypes.data, scale.ctypes.data, 2, 2, facts, limits, 0, 1, 0, 1, places, starts, vector,
         np.zeros((2, 2)),
     )  # fmt: skip
     walk.result(at, *ints, at, at, 4, places, places, vector)
-    walk.count_columns(np.ones((2, 2)), vector[100:500])
-    walk.copied(at, at, 4)
-    walk.moved(at, at, 4)
+    runs = np.array((at,)), np.array((at,)), np.array((4,)), np.array((1,))
+    walk.copied(*runs)
+    walk.moved(*runs)
 
 
 @contextlib.contextmanager

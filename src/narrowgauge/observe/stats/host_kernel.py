@@ -51,7 +51,7 @@ from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
 from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 1649304749
+PARTS = 3597142471
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -82,7 +82,7 @@ def operand(
         first, every: which rows are sampled.
         first_compared, every_compared: which of them are compared with their codes, and summed along columns.
         places: where in the vector COUNTED, SAMPLED and SCALES go.
-        starts: where in the vector the SQNR of rows, exponents and ranges begin and end, [6].
+        starts: where in the vector the SQNR of rows, exponents, ranges and the SQNR of columns begin and end, [8].
         vector: [width] float64, neutral; filled.
         columns: [2, K] float64, to which the sums of x^2 and e^2 along columns are added.
     """
@@ -117,6 +117,7 @@ def operand(
     counted[_N] = counted[_SCALED] = counted[_COMPARED] = np.float64(M) * K
     exponents, ranges = vector[starts[2] : starts[3]], vector[starts[4] : starts[5]]
     sample(x_at, shift, M, K, stride, first, every, sampled, exponents, ranges)
+    count_columns(columns, vector[starts[6] : starts[7]])
     for values, ahead in ((counted, 0), (sampled, len(COUNTED)), (scales, len(COUNTED) + len(SAMPLED))):
         for i in range(values.size):
             vector[places[ahead + i]] = values[i]
@@ -270,22 +271,30 @@ def count_columns(columns: Array, bins: Array) -> None:
 
 
 @compiled
-def copied(x_at: Number, copy_at: Number, size: int) -> float:
-    """Copy so many float32 numbers from one address to another; their sum of squares."""
-    x, copy = carray(pointer(x_at), (size,), np.float32), carray(pointer(copy_at), (size,), np.float32)
-    total = 0.0
-    for j in range(size):
-        copy[j] = x[j]
-        total += np.float64(x[j]) * np.float64(x[j])
-    return total
+def copied(x_ats: Array, copy_ats: Array, sizes: Array, held: Array) -> float:
+    """Copy runs of float32 numbers from addresses to others; the sum of their squares, each run's divided by `held`."""
+    squares = 0.0
+    for i in range(sizes.size):
+        x = carray(pointer(x_ats[i]), (sizes[i],), np.float32)
+        copy = carray(pointer(copy_ats[i]), (sizes[i],), np.float32)
+        total = 0.0
+        for j in range(sizes[i]):
+            copy[j] = x[j]
+            total += np.float64(x[j]) * np.float64(x[j])
+        squares += total / held[i]
+    return squares
 
 
 @compiled
-def moved(x_at: Number, copy_at: Number, size: int) -> float:
-    """The sum of squares of the differences of so many float32 numbers at two addresses."""
-    x, copy = carray(pointer(x_at), (size,), np.float32), carray(pointer(copy_at), (size,), np.float32)
-    total = 0.0
-    for j in range(size):
-        by = np.float64(x[j]) - np.float64(copy[j])
-        total += by * by
-    return total
+def moved(x_ats: Array, copy_ats: Array, sizes: Array, held: Array) -> float:
+    """The sum of squares of the differences between runs at addresses and at others, each run's divided by `held`."""
+    squares = 0.0
+    for i in range(sizes.size):
+        x = carray(pointer(x_ats[i]), (sizes[i],), np.float32)
+        copy = carray(pointer(copy_ats[i]), (sizes[i],), np.float32)
+        total = 0.0
+        for j in range(sizes[i]):
+            by = np.float64(x[j]) - np.float64(copy[j])
+            total += by * by
+        squares += total / held[i]
+    return squares

@@ -81,7 +81,8 @@ def sample(
             places[j] = binade if magnitude[j] else np.int32(0)
         _count_places(places, EXPONENT_BINS, tallies)
         for start in range(0, K, RANGE_BLOCK):
-            _place_ranges(magnitude, start, min(start + RANGE_BLOCK, K), places)
+            end = min(start + RANGE_BLOCK, K)
+            _place_ranges(magnitude[start:end], places[start:end])
         _count_places(places, RANGE_BINS + 1, range_tallies)
     for j in range(tallies.size):
         exponents[j % EXPONENT_BINS] += tallies[j]
@@ -98,16 +99,17 @@ def _count_places(places: Array, width: int, tallies: Array) -> None:
 
 
 @compiled
-def _place_ranges(magnitude: Array, start: int, end: int, places: Array) -> None:
+def _place_ranges(magnitude: Array, places: Array) -> None:
     """Bins of floor(log2(amax / |x|)) in a run of up to 128 columns; RANGE_BINS for zeros, which have no range.
 
-    The ratio is rounded to float32; where it is infinite, or NaN, x is a zero.
+    The ratio is rounded to float32; where it is infinite, or NaN, x is a zero. Both are slices from their beginning:
+    an index that starts anywhere else might be negative to the compiler, which then vectorizes nothing.
     """
     largest = np.int32(0)
-    for j in range(start, end):
+    for j in range(magnitude.size):
         largest = max(largest, magnitude[j])
     amax, x = as_float(largest), magnitude.view(np.float32)
-    for j in range(start, end):
+    for j in range(magnitude.size):
         binade = ((as_bits(amax / x[j]) & MAGNITUDE) >> DIGITS) - np.int32(BIAS)
         near = min(binade, np.int32(RANGE_BINS - 1))
         places[j] = near if binade <= np.int32(BIAS) else np.int32(RANGE_BINS)

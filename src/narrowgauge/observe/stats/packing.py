@@ -1,7 +1,7 @@
 """From tallies to packed moments, for many tensors at once.
 
     tally, tally, ...      ->  [S, width]    the parts of a site (runs of rows, microbatches) merged by law
-    counted, counted, ...  ->                what the CPU counted is packed already, but for its columns
+    counted, counted, ...  ->                what the CPU counted is packed already; of several parts, but for columns
 
 Rows give their histograms part by part, and those add up. A column's SQNR needs its sums over all parts, so these are
 kept apart and become a histogram only when everything has been seen.
@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.centering import Number
 from narrowgauge.observe.stats.counting import count_sqnr, fold_exponents, fold_ranges
-from narrowgauge.observe.stats.host import Counted, count_columns
+from narrowgauge.observe.stats.host import Counted
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.observe.stats.tally import Tally
 
@@ -148,15 +148,14 @@ class Packer:
 
     def _pack_counted(self) -> Tensor:
         """The usual step on the CPU: every site was seen once, and nothing but counted."""
-        for part in self._counted.values():
-            count_columns(part.columns, part.vector)
         return torch.from_numpy(np.stack([part.vector for part in self._counted.values()]))
 
     def _hand_over(self, site: str, *parts: Counted) -> None:
         """Take what was counted like what others packed."""
         for part in parts:
-            self.add_packed(site, torch.from_numpy(part.vector))
-            self._add_columns(site, torch.from_numpy(part.columns))
+            vector, columns = part.parts()
+            self.add_packed(site, vector)
+            self._add_columns(site, columns)
 
     def _fold(self) -> None:
         """Turn what is pending into one vector per site, without its columns, and add their sums to the rest."""

@@ -66,7 +66,7 @@ class Selection:
         return kept
 
     def names(self, columns: Sequence[str]) -> list[str] | None:
-        """Which of these columns are stored; None while `columns` has to see them, for one that was asked for by name."""
+        """Which of these columns are stored; None while `columns` has to look for one that was asked for by name."""
         if len(self._found) < len(self._named):
             return None
         self._stored = True

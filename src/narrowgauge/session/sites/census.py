@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.parallel.placements import some_are_distributed
 from narrowgauge.session.tensors.sharded import shape_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -78,7 +79,9 @@ class Census:
     def begin(self) -> None:
         """A step begins: parameters are as they are between their uses."""
         self._owners.clear()
-        self._kept = {(id(m), name): p for model, _ in self._living() for m, name, p in _parameters(model)}
+        self._kept = {}
+        if some_are_distributed():  # only of these it is not what they are when they are used
+            self._kept = {(id(m), name): p for model, _ in self._living() for m, name, p in _parameters(model)}
 
     def end(self) -> None:
         """It ended: no parameter is held."""
@@ -86,7 +89,7 @@ class Census:
         self._kept.clear()
 
     def kept(self, module: nn.Module, name: str) -> Tensor | None:
-        """What this parameter of the module was when the step began."""
+        """What this parameter of the module was when the step began; None where none of a program's is distributed."""
         return self._kept.get((id(module), name))
 
     def owner(self, parameter: Tensor) -> Owner | None:

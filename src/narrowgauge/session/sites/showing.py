@@ -122,15 +122,19 @@ class Showing:
             if not x.numel() or not selects(state.observer, state.name, role):
                 return
             first = held.first if held.first is not None else first
-            site = f"{getattr(state.observer, 'prefix', '')}{state.name}:{role}"
-            if first is not None:
-                self.copies[site] = first
-            if held.mesh is not None and role == "weight":
-                self.meshes[site] = held.mesh
+            if first is not None or held.mesh is not None:
+                self._told_of_ranks(f"{getattr(state.observer, 'prefix', '')}{state.name}", role, first, held.mesh)
             if state.observer is not None and state.observer.wants(state.name):
                 self._look(state, role, turn(x), own)
         except Exception as error:
             self.failed(f"{state.name}:{role}", error)
+
+    def _told_of_ranks(self, name: str, role: OperandRole, first: int | None, mesh: int | None) -> None:
+        site = f"{name}:{role}"
+        if first is not None:
+            self.copies[site] = first
+        if mesh is not None and role == "weight":
+            self.meshes[site] = mesh
 
     def _look(self, state: LayerState, role: OperandRole, x: Tensor, own: Own | None) -> None:
         rule: Rule | str = Rule(state.recipe.uses(role)[0]) if own is None else own(role, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ class PeakMemory:
         if torch.cuda.is_initialized():
             return int(torch.cuda.memory_allocated())
         try:
-            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            return int(_about_us("statm").split()[1]) * resource.getpagesize()
         except (OSError, IndexError, ValueError):
             return self._highest()
 
@@ -47,8 +48,16 @@ class PeakMemory:
         if torch.cuda.is_initialized():
             return int(torch.cuda.max_memory_allocated())
         try:
-            status = Path("/proc/self/status").read_text()
-            return int(status.split("VmHWM:")[1].split()[0]) * 1024
+            return int(_about_us("status").split(b"VmHWM:")[1].split(None, 1)[0]) * 1024
         except (OSError, IndexError, ValueError):
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _about_us(name: str) -> bytes:
+    """What Linux says of this process, in half the time that a text file takes."""
+    number = os.open(f"/proc/self/{name}", os.O_RDONLY)
+    try:
+        return os.read(number, 1 << 14)
+    finally:
+        os.close(number)

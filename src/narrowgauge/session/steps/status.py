@@ -1,4 +1,4 @@
-"""A run's pulse: one small file, rewritten a few times a second, that a progress display can read at any time."""
+"""A run's pulse: one small file, rewritten twice a second, that a progress display can read at any time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrowgauge.session.plan import STATUS_FILE, Plan
 if TYPE_CHECKING:  # it loads torch, which the process that only reads a status has no need of
     from narrowgauge.session.steps.ledger import Ledger
 
-INTERVAL = 0.2  # seconds; a write costs some 50 microseconds
+INTERVAL = 0.5  # seconds; on some disks a write takes a millisecond
 _last_write = [0.0]
 
 

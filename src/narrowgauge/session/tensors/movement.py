@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -27,6 +29,8 @@ from narrowgauge.session.tensors.norms import Parts, Squares, named, squares
 BUDGET = 1 << 24  # elements: 64 MiB in float32
 SMALL = 1 << 20  # 4 MiB
 MOST = 4  # optimizers with small models
+
+Array = npt.NDArray[np.int64]
 
 
 class Room:
@@ -109,12 +113,13 @@ class Movement:
             return
         weights, before, stride, copies = held
         parts = Parts(weights, in_parts=before.partial)  # a step may have put other memory in a weight's place
-        if [_kind(x) for x in parts.here] != [_kind(x) for x in before.here] or any(map(_freed, parts.here)):
-            self._lost = True
-            return
+        alike = [_kind(x) for x in parts.here] == [_kind(x) for x in before.here]
         walk = host.kernel() if stride is None else None
-        if walk is not None and all(map(_walkable, parts.here)):
+        if alike and walk is not None and all(map(_walkable, parts.here)):
             self._moved = _walked(walk.moved, parts, copies).and_also(self._moved)
+            return
+        if not alike or any(map(_freed, parts.here)):
+            self._lost = True
             return
         views = [_every(x, stride or 1, self._turn) for x in parts.here]
         torch._foreach_sub_(copies, views)
@@ -157,10 +162,8 @@ def _kind(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.de
     return x.shape, x.stride(), x.dtype, x.device
 
 
-def _walked(walk: Callable[[int, int, int], float], parts: Parts, copies: list[Tensor]) -> Squares:
+def _walked(walk: Callable[[Array, Array, Array, Array], float], parts: Parts, copies: list[Tensor]) -> Squares:
     """Sums of squares over parts and their copies, each part as often as it is not held elsewhere."""
-    sums = (
-        walk(x.data_ptr(), copy.data_ptr(), x.numel()) / held
-        for x, copy, held in zip(parts.here, copies, parts.copies, strict=True)
-    )
-    return Squares(torch.tensor(sum(sums), dtype=torch.float64), parts.partial)
+    here = [(x.data_ptr(), copy.data_ptr(), x.numel()) for x, copy in zip(parts.here, copies, strict=True)]
+    total = walk(*np.array(here, np.int64).T.copy(), np.array(parts.copies, np.int64))
+    return Squares(torch.tensor(total, dtype=torch.float64), parts.partial)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, mesh_size
+from narrowgauge.session.tensors.sharded import PLAIN, is_distributed, local_of, mesh_size
 
 PIECE = 1 << 16  # elements
 
@@ -57,14 +57,17 @@ class Parts:
         self.here: list[Tensor] = []
         self.copies: list[int] = []
         self.partial = in_parts
-        ranks = max((mesh_size(x) for x in tensors), default=1)
+        ranks = max((mesh_size(x) for x in tensors if type(x) not in PLAIN), default=1)
         for x, owner in owned:
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue
             self.here.append(held.tensor)
-            self.copies.append(held.copies * (ranks // mesh_size(x)))
-            self.partial |= _is_part(x, held) or getattr(owner, "_fsdp_flattened", False)  # FSDP1 marks what it sharded
+            mesh = 1 if type(x) in PLAIN else mesh_size(x)
+            self.copies.append(held.copies * (ranks // mesh))
+            self.partial |= held.copies < mesh or getattr(
+                owner, "_fsdp_flattened", False
+            )  # FSDP1 marks what it sharded
         if not self.partial:
             self.copies = [1] * len(self.here)
 
@@ -116,7 +119,3 @@ def of_norm(norm: Tensor) -> Squares:
 def named(what: str, found: Squares) -> dict[str, Tensor]:
     """`<what>_norm`, or `<what>_square_local` where other ranks hold more of it."""
     return {f"{what}_square_local": found.total} if found.partial else {f"{what}_norm": found.total.sqrt()}
-
-
-def _is_part(x: Tensor, held: Held) -> bool:
-    return is_distributed(x) and held.copies < mesh_size(x)

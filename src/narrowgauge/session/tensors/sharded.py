@@ -43,6 +43,7 @@ __all__ = [
     "used_of",
 ]
 
+PLAIN = frozenset((Tensor, nn.Parameter))  # of these nothing has to be asked
 WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
@@ -67,7 +68,7 @@ class Held(NamedTuple):
 
 def local_of(x: Tensor) -> Held:
     """What this process holds of `x`; the result shares its memory and needs no gradient."""
-    if type(x) is Tensor:
+    if type(x) in PLAIN:
         return Held(x.detach())
     x = _waited(x.detach())
     if not is_distributed(x):

@@ -29,6 +29,11 @@ def is_distributed(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def some_are_distributed() -> bool:
+    """Whether this program may have DTensors at all."""
+    return "torch.distributed.tensor" in sys.modules
+
+
 def is_partitioned(weight: Tensor | None) -> bool:
     """Whether DeepSpeed's ZeRO 3 has cut this parameter, which is empty but while its layer runs."""
     return hasattr(weight, "ds_shape")
