@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
+from narrowgauge.metrics import finalize
 from narrowgauge.session.attach import Session
 from narrowgauge.session.plan import Plan
 
@@ -21,6 +22,9 @@ class Writer:
 
     def add_tensors(self, step, sites, columns):
         self.tensors.append((step, list(sites), columns))
+
+    def add_moments(self, step, sites, table, names, further):
+        self.add_tensors(step, sites, finalize(table, columns=names) | dict(further))
 
     def update_meta(self, **facts):
         self.meta.update(facts)

@@ -6,7 +6,8 @@ from tests.session import programs
 from tests.session.test_attach import follow
 
 from narrowgauge.compute.nn import gemms
-from narrowgauge.metrics import OPERAND_COLUMNS
+from narrowgauge.metrics import OPERAND_COLUMNS, finalize
+from narrowgauge.session.selection import selection
 from narrowgauge.session.selection.selection import Selection
 from narrowgauge.session.sites import showing
 
@@ -70,6 +71,17 @@ def test_only_selected_metrics_are_stored(tmp_path):
     _, writer = follow(tmp_path, programs.BASIC, every=8, recipe="current", watch=watch)
     stored = [set(columns) for _, _, columns in writer.tensors]
     assert stored == [{"amax", "sqnr_db", "p5_row_sqnr_db", "p5_col_sqnr_db"}, {"amax", "gemm_sqnr_db"}]
+
+
+def test_a_metric_is_looked_for_until_it_was_a_number_and_stored_as_before_from_then_on(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(selection, "finalize", lambda *args, **options: made.append(1) or finalize(*args, **options))
+    watch = {"metrics": ["amax", "*sqnr_db"]}
+    _, writer = follow(tmp_path, programs.BASIC, every=4, judge="current", watch=watch)
+    (_, sites, first), (_, again, second) = writer.tensors
+    assert sites == again
+    assert set(first) == set(second) == {"amax", "sqnr_db", "p5_row_sqnr_db", "p5_col_sqnr_db"}
+    assert len(made) == 1  # what no longer needs to be seen is left to the writer
 
 
 def test_a_metric_that_no_site_has_is_told(tmp_path):

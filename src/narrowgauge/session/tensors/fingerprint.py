@@ -26,7 +26,7 @@ FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
 # A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
 STORED_BITS = 52
 PIECE = 1 << 22  # elements mixed at once: a weight as a whole might not find room on a full GPU
-LARGE = 1 << 16  # elements; below that, passes take less than loading what is compiled
+LARGE = 1 << 16  # elements; below that, passes take less than loading what is compiled, unless it is there
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,7 +48,8 @@ def digest(x: Tensor) -> Tensor:
     flat = x.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    if flat.device.type == "cpu" and flat.numel() >= LARGE and type(flat) is Tensor and not flat.is_neg():
+    worth_it = flat.numel() >= LARGE or kernel.cache_info().currsize
+    if worth_it and flat.device.type == "cpu" and type(flat) is Tensor and not flat.is_neg():
         walk = kernel()
         if walk is not None and flat.data_ptr():
             return torch.tensor(walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64)

@@ -165,5 +165,6 @@ def _kind(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.de
 def _walked(walk: Callable[[Array, Array, Array, Array], float], parts: Parts, copies: list[Tensor]) -> Squares:
     """Sums of squares over parts and their copies, each part as often as it is not held elsewhere."""
     here = [(x.data_ptr(), copy.data_ptr(), x.numel()) for x, copy in zip(parts.here, copies, strict=True)]
-    total = walk(*np.array(here, np.int64).T.copy(), np.array(parts.copies, np.int64))
+    x_ats, copy_ats, sizes = np.array(here, np.int64).T.copy()
+    total = walk(x_ats, copy_ats, sizes, np.array(parts.copies, np.int64))
     return Squares(torch.tensor(total, dtype=torch.float64), parts.partial)

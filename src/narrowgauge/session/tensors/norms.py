@@ -65,9 +65,8 @@ class Parts:
             self.here.append(held.tensor)
             mesh = 1 if type(x) in PLAIN else mesh_size(x)
             self.copies.append(held.copies * (ranks // mesh))
-            self.partial |= held.copies < mesh or getattr(
-                owner, "_fsdp_flattened", False
-            )  # FSDP1 marks what it sharded
+            sharded = getattr(owner, "_fsdp_flattened", False)  # FSDP1 marks what it sharded
+            self.partial |= held.copies < mesh or sharded
         if not self.partial:
             self.copies = [1] * len(self.here)
 
