@@ -2,7 +2,6 @@
 
     judging      what becomes of each tensor by a rule: the compiled walk and the way to it
     listening    hooks on layers and around products, and judging
-    numbers      metrics made of sums
     weights      their norm, and a copy that their update is measured on
 
 What a part takes is the difference, in milliseconds of the thread's CPU time, medians over rounds in turn; parts left
@@ -37,7 +36,6 @@ PARTS: dict[str, Part | None] = {
     "nothing": None,
     "judging": (collector.Collector, "judge", lambda *args: True),
     "listening": (PlainSites, "begin", lambda self: None),
-    "numbers": (collector, "finalize", lambda table, columns: {}),
     "weights": (Movement, "before", lambda *args, **options: None),
 }
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from narrowgauge.compute.kernels.fused.watched.looks import Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
+
+P = ParamSpec("P")
 
 _log = logging.getLogger("narrowgauge.stats")
 
@@ -158,19 +160,35 @@ class Collector:
         if not self._open or x.numel() == 0:
             return
         held = self._held_on(x.device)
+        if x.is_cpu:
+            self._here(self._operand, held, module, role, x, q, moments, amax_ratio)
+            return
         with self._guarded(f"{module}:{role}", x.device, held):
-            site = _address(module, role)
-            if role == "weight":  # the same in every microbatch: one look says it all
-                if site in held.weights:
-                    return
-                held.weights.add(site)
-            if moments is not None:
-                with self._lock:
-                    held.operands.add_packed(site, moments)
-                return
-            counted = tallies_of(x, q, self._turn)
+            self._operand(held, module, role, x, q, moments, amax_ratio)
+
+    def _operand(
+        self,
+        held: _Held,
+        module: str,
+        role: str,
+        x: Tensor,
+        q: QTensor,
+        moments: Tensor | None,
+        amax_ratio: Tensor | None,
+    ) -> bool:
+        site = _address(module, role)
+        if role == "weight":  # the same in every microbatch: one look says it all
+            if site in held.weights:
+                return True
+            held.weights.add(site)
+        if moments is not None:
             with self._lock:
-                held.operands.add(site, counted, amax_ratio)
+                held.operands.add_packed(site, moments)
+            return True
+        counted = tallies_of(x, q, self._turn)
+        with self._lock:
+            held.operands.add(site, counted, amax_ratio)
+        return True
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """See x [M, K] of a layer that is not converted, and what `rule` would make of it, without making that.
@@ -181,7 +199,7 @@ class Collector:
         if not self._open or not x.numel():
             return False
         if x.is_cpu:
-            return given is None and self._judge_here(module, role, x, rule)
+            return given is None and self._here(self._judge_here, self._held_on(x.device), module, role, x, rule)
         if not ready(x.device):
             return False
         held = self._held_on(x.device)
@@ -203,35 +221,51 @@ class Collector:
                 held.weights.add(site)
         return True
 
-    def _judge_here(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
-        """`judge` on the CPU. A guard would cost a third of what all the rest here does, besides the walk."""
-        held = self._held_on(x.device)
-        began, site = time.perf_counter(), _address(module, role)
+    def _judge_here(self, held: _Held, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """`judge` on the CPU."""
+        site = _address(module, role)
+        if role == "weight" and site in held.weights:
+            return True
+        counted = judged(x, rule, self._turn)
+        if counted is None:
+            return False
+        with self._lock:
+            held.operands.add(site, (counted,))
+        if role == "weight":
+            held.weights.add(site)
+        return True
+
+    def _here(
+        self, see: Callable[Concatenate[_Held, str, str, P], bool], held: _Held, module: str, role: str,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> bool:  # fmt: skip
+        """What `see` says, guarded, on the CPU: there a `Guard` would take a third as long as all but the walk."""
+        began = time.perf_counter()
         try:
-            if role != "weight" or site not in held.weights:
-                counted = judged(x, rule, self._turn)
-                if counted is None:
-                    return False
-                with self._lock:
-                    held.operands.add(site, (counted,))
-                if role == "weight":
-                    held.weights.add(site)
+            return see(held, module, role, *args, **kwargs)
         except Exception as error:
-            self._failed(site, error)
+            self._failed(f"{module}:{role}", error)
+            return True
         finally:
             self._spent(time.perf_counter() - began)
-        return True
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""
         if not self._open or y.numel() == 0:
             return
         held = self._held_on(y.device)
+        if y.is_cpu:
+            self._here(self._result, held, module, role, y, check)
+            return
         with self._guarded(f"{module}:{role}", y.device, held), _current(y.device):
-            site = _address(module, role)
-            vector = result_head(y, check)
-            with self._lock:
-                held.results.setdefault(site, []).append(vector)
+            self._result(held, module, role, y, check)
+
+    def _result(self, held: _Held, module: str, role: str, y: Tensor, check: GemmSample | None) -> bool:
+        site = _address(module, role)
+        vector = result_head(y, check)
+        with self._lock:
+            held.results.setdefault(site, []).append(vector)
+        return True
 
     def end_step(self) -> None:
         """Merge and pack what the step left, start its copy to the host, and write what has arrived."""
