@@ -18,26 +18,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.errors import UsageError
-from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, Site, finalize
+from narrowgauge.metrics import Site
 from narrowgauge.observe.stats import host
+from narrowgauge.observe.stats.arriving import Arriving, Writer
 from narrowgauge.observe.stats.device import count, ready
 from narrowgauge.observe.stats.guard import Guard, Marks
 from narrowgauge.observe.stats.moments import judged, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
-from narrowgauge.observe.stats.transfer import Packed, Transfer
+from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
@@ -58,18 +58,6 @@ def _address(module: str, role: str) -> str:
 def _current(device: torch.device) -> torch.cuda.device:
     """Kernels of ours are launched on the current device; a program's layers may lie on several."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-class Writer(Protocol):
-    """What a Collector needs of a `RunWriter`."""
-
-    def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
-        """Record one row per site."""
-        ...
-
-    def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
-        """Record something that happened."""
-        ...
 
 
 @dataclass
@@ -114,7 +102,7 @@ class Collector:
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
         self._held: dict[torch.device, _Held] = {}
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
-        self._transfers: deque[tuple[Transfer, Writer]] = deque()
+        self._arriving = Arriving()
         self._on_gpu = False
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
 
@@ -126,7 +114,7 @@ class Collector:
         """Open a step; True if it is watched. A step that is still open ends first."""
         self.end_step()
         with self._guarded(None):
-            self._drain(wait=False)
+            self.seconds += self._arriving.hand_over(wait=False)
         self._step, self._open = step, self._due(step)
         return self._open
 
@@ -281,11 +269,11 @@ class Collector:
         with self._guarded(None):
             if self.outlet is None or not self.outlet(self._step, packed):
                 self.keep(packed)
-            self._drain(wait=False)
+            self.seconds += self._arriving.hand_over(wait=False)
 
     def keep(self, packed: Sequence[Packed], writer: Writer | None = None) -> None:
         """Start the way to the host of what a step left, and write it there (to another writer, if one is given)."""
-        self._transfers += [(Transfer(each), writer or self._writer) for each in packed]
+        self._arriving.start(packed, writer or self._writer)
 
     def guard(self, failed: Callable[[Exception], None]) -> Guard:
         """For what is done for watching elsewhere: counted in `seconds`, its exceptions given to `failed` alone."""
@@ -299,7 +287,7 @@ class Collector:
         """End the open step and wait until everything watched is with the writer."""
         self.end_step()
         with self._guarded(None):
-            self._drain(wait=True)
+            self.seconds += self._arriving.hand_over(wait=True)
 
     def _pack(self, device: torch.device, held: _Held) -> list[Packed]:
         operands: tuple[list[str], Tensor | None] = ([], None)
@@ -316,26 +304,6 @@ class Collector:
             if held.results:
                 results = list(held.results), stack_parts(list(held.results.values()))
         return [Packed(self._step, operands, results, held.marks)] if operands[0] or results[0] else []
-
-    def _drain(self, wait: bool) -> None:
-        """Hand every step that has arrived to the writer, oldest first."""
-        while self._transfers and self._transfers[0][0].arrived(wait):
-            transfer, writer = self._transfers.popleft()
-            self.seconds += transfer.device_seconds()
-            operands, results = transfer.tables()
-            for kind, (sites, table, columns) in enumerate(
-                (
-                    (transfer.operands, operands, OPERAND_COLUMNS),
-                    (transfer.results, results, RESULT_COLUMNS),
-                )
-            ):
-                if sites:
-                    further = {name: both[kind] for name, both in transfer.columns.items()}
-                    later = getattr(writer, "add_moments", None)  # where there is a thread that finalizes
-                    if later is None:
-                        writer.add_tensors(transfer.step, sites, finalize(table, columns=columns) | further)
-                    else:
-                        later(transfer.step, sites, table, columns, further)
 
     def _held_on(self, device: torch.device) -> _Held:
         held = self._held.get(device)

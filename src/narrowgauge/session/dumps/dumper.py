@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
-from narrowgauge.observe.stats.collector import Writer
+from narrowgauge.observe.stats.arriving import Writer
 from narrowgauge.session.dumps.choice import Choice
 from narrowgauge.session.dumps.file import StepFile, nbytes_of
 
