@@ -13,15 +13,11 @@ rows, as it does in a program of one.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from narrowgauge.observe.stats import Collector
@@ -29,8 +25,10 @@ from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
+from narrowgauge.session.ranks.apart import Apart
 from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
+from narrowgauge.session.ranks.last_words import POLL, fetch, leave
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.meeting import Meeting, Met
 from narrowgauge.session.ranks.open_step import OpenStep, Told
@@ -41,7 +39,6 @@ PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of
 MEETING = 30.0  # seconds for all ranks to come by the first time that they merge
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
-POLL = 0.01
 
 
 class Ranks:
@@ -76,8 +73,8 @@ class Ranks:
         self._landing: Landing | None = None
         self._waiting = Waiting()
         self._own: RunWriter | None = None
-        self._merged = self._apart = self._apart_in_a_row = 0
-        self._missing: list[int] | None = None
+        self._merged = 0
+        self._apart = Apart(collector, writer)
         collector.outlet = self.offer
 
     # What the session's other parts hand over.
@@ -113,7 +110,7 @@ class Ranks:
             self._agreement.post(step, Posted(max(size, 1), device.type, mine.layout.digest), mine.layout.text)
         except Exception as error:
             self._failed(error)
-            self._keep(packed)
+            self._apart.keep(packed)
             return True
         self._open.append(mine)
         return True
@@ -152,7 +149,7 @@ class Ranks:
             if self._group is not None:
                 self._group.close(broken=self._off or bool(self._flying))
         for mine, _, _ in self._flying:
-            self._keep(mine.packed)
+            self._apart.keep(mine.packed)
         self._flying.clear()
         if self._own is not None:
             self._collector.flush()
@@ -172,7 +169,7 @@ class Ranks:
         merged = {
             "world": self._all.world,
             "merged_steps": self._merged,
-            "apart_steps": self._apart,
+            "apart_steps": self._apart.steps,
             "backend": backend,
         }
         return {"ranks": merged}
@@ -208,9 +205,9 @@ class Ranks:
         if decision.merge:
             self._launch(mine, decision.size, patience)
         else:
-            self._tell_apart(mine.step)
-            self._keep(mine.packed)
-            if self._apart_in_a_row >= TRIES:
+            self._apart.tell(mine.step, self._agreement.missing(mine.step), self._all.rank, self._all.world)
+            self._apart.keep(mine.packed)
+            if self._apart.in_a_row >= TRIES:
                 self._off = True
                 self.notes.append(f"After {TRIES} recorded steps in a row without all ranks, none was merged any more.")
         self._open.popleft()
@@ -227,8 +224,7 @@ class Ranks:
         scalars = torch.from_numpy(self._waiting.take(mine.layout.scalars, mine.layout.rows))
         table = mine.with_scalars(scalars, size)
         self._flying.append((mine, self._group.gather(table), layouts))
-        self._apart_in_a_row = 0
-        self._missing = None
+        self._apart.end()
 
     def _land(self) -> None:
         """Take in the gathers that are done, and what has reached the host."""
@@ -277,48 +273,12 @@ class Ranks:
             time.sleep(POLL)
 
     def _last_words(self) -> None:
-        """Scalars that no gather has taken go through the store; those that rank 0 does not fetch are written here."""
         if not self._met() or self._off or self._agreement is None:
             return
-        rest = self._waiting.rest()
-        deadline = time.monotonic() + PATIENCE
         if self._landing is None:
-            self._agreement.leave(json.dumps(rest))
-            while not self._agreement.was_read() and time.monotonic() < deadline:
-                time.sleep(POLL)
-            if not self._agreement.was_read():
-                for step, row in rest:
-                    self._writer.add_scalars(step, **row)
-            return
-        self._landing.look(wait=True)
-        self._landing.join(0, rest)
-        others = set(range(1, self._all.world))
-        while others and time.monotonic() < deadline:
-            for rank in sorted(others):
-                text = self._agreement.left(rank)
-                if text is not None:
-                    others.discard(rank)
-                    self._landing.join(rank, [(step, row) for step, row in json.loads(text)])
-            time.sleep(POLL if others else 0.0)
-        self._landing.finish()
-
-    def _keep(self, packed: Sequence[Packed]) -> None:
-        """Write this rank's own rows."""
-        self._apart += 1
-        self._apart_in_a_row += 1
-        self._collector.keep([replace(each, columns={"ranks": _ones(each)}) for each in packed])
-
-    def _tell_apart(self, step: int) -> None:
-        """The lowest rank that is there says who was not, when that changes."""
-        assert self._agreement is not None
-        missing = self._agreement.missing(step)
-        here = [rank for rank in range(self._all.world) if rank not in missing]
-        if missing == self._missing or (here and here[0] != self._all.rank):
-            return
-        self._missing = missing
-        who = f"rank {', '.join(map(str, missing))} had not recorded it" if missing else "a rank came too late"
-        message = f"step {step} is not merged over the ranks: {who}; each wrote its own rows"
-        self._writer.add_event(step, "ranks_apart", message, missing=missing)
+            leave(self._agreement, self._waiting, self._writer, PATIENCE)
+        else:
+            fetch(self._agreement, self._waiting, self._landing, self._all.world, PATIENCE)
 
     def _failed(self, error: Exception) -> None:
         """Give up merging: everything that is open is written by its own rank."""
@@ -332,16 +292,10 @@ class Ranks:
                 self._pulse.stop()
             if self._agreement is not None and self._group is not None:
                 self._agreement.give_up()
-        for mine in self._open:
-            self._keep(mine.packed)
-        for mine, _, _ in self._flying:
-            self._keep(mine.packed)
+        for mine in (*self._open, *(each[0] for each in self._flying)):
+            self._apart.keep(mine.packed)
         self._open.clear()
         self._flying.clear()
         if self._all.rank:
             for step, row in self._waiting.rest():
                 self._writer.add_scalars(step, **row)
-
-
-def _ones(packed: Packed) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    return np.ones(len(packed.operands[0]), np.int64), np.ones(len(packed.results[0]), np.int64)
