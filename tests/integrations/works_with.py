@@ -24,6 +24,7 @@ class WorksWith:
         seen: what the test does with it, in a few words.
         ranks: how many processes train.
         converted: whether the test also has its layers converted to FP8.
+        where: on what, if not on CPUs.
     """
 
     name: str
@@ -31,6 +32,7 @@ class WorksWith:
     seen: str
     ranks: int = 1
     converted: bool = False
+    where: str = ""
 
     @property
     def pinned(self) -> dict[str, str]:
@@ -53,6 +55,6 @@ class WorksWith:
     def row(self) -> str:
         """A row of the table."""
         own = self.packages[0]
-        processes = f"{self.ranks} ranks" if self.ranks > 1 else "1 process"
+        processes = self.where or (f"{self.ranks} ranks" if self.ranks > 1 else "1 process")
         done = "watched, converted" if self.converted else "watched"
         return f"| {self.name} | {own} {self.pinned[own]} | {self.seen} | {processes} | {done} |"
