@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.observe.stats.apart import said_by
+
 PACKAGES = ("narrowgauge", "torch", "numpy", "duckdb", "triton", "transformers", "accelerate", "lightning", "torchao")
 
 
@@ -71,12 +73,9 @@ def versions() -> dict[str, str]:
 def git_revision(folder: Path) -> str:
     """The revision of the checkout around `folder`, with "+changes" if it differs; "" where there is none."""
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
+        head = said_by(["git", "rev-parse", "--short", "HEAD"], folder).decode().strip()
+        status = said_by(["git", "status", "--porcelain", "--branch", "-uno"], folder).decode() if head else ""
     except (OSError, subprocess.SubprocessError):
         return ""
-    return head + ("+changes" if dirty else "")
+    branch, *changes = status.splitlines() or [""]
+    return (head + ("+changes" if changes else "")) if branch else ""

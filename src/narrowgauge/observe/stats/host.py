@@ -26,7 +26,7 @@ from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import Format
 from narrowgauge.metrics import MOMENTS
-from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait
+from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait, why_not
 
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
@@ -42,6 +42,7 @@ __all__ = [
     "prepare",
     "ready",
     "wait",
+    "why_not",
 ]
 
 E8M0 = (None, "up", "ocp")

@@ -4,9 +4,9 @@
     ready()      for each tensor              whether it may be called; until then the passes of `tally` count
     wait()       where waiting is right       compiled in this process
 
-The process ends with this one, and what it wrote is numba's cache: beside the code, in the user's folder, or where
-NUMBA_CACHE_DIR says; where none of them can be written to, in a folder that is gone when this process is. A fork
-starts anew.
+The process ends with this one and is none of its children, and what it wrote is numba's cache: beside the code, in the
+user's folder, or where NUMBA_CACHE_DIR says; where none of them can be written to, in a folder that is gone when this
+process is. A fork starts anew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from narrowgauge.observe.stats import host_compile
+from narrowgauge.observe.stats.apart import Apart
 from narrowgauge.observe.stats.host_compile import NotCachedError, alone, cached_only, call_all
 
 _log = logging.getLogger("narrowgauge.stats")
@@ -38,13 +38,15 @@ class Walk:
     Attributes:
         loaded: whether it may be called.
         failed: whether it never will be.
-        child: the process that compiles it.
+        why: the reason, in words; "" unless it failed.
+        process: what compiles it.
         beside: the thread that does, where no process could.
     """
 
     def __init__(self) -> None:
         self.loaded, self.failed = False, False
-        self.child: subprocess.Popen[bytes] | None = None
+        self.why = ""
+        self.process: Apart | None = None
         self.beside: threading.Thread | None = None
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
@@ -54,7 +56,7 @@ class Walk:
         """Load it if it is compiled, else have it compiled; whether it is ready. Never waits for a compiler."""
         if self.loaded or self.failed or self.beside is not None:
             return self.loaded
-        if self.child is not None and self.child.poll() is None:
+        if self.process is not None and self.process.running():
             return False
         if not self._lock.acquire(blocking=False):  # another thread loads it
             return False
@@ -80,31 +82,29 @@ class Walk:
         try:
             walk = kernel()
             if walk is None:
-                self.failed = True
-                return
+                raise ImportError(_absent[-1])
             with way(walk):
                 call_all(walk)
             self.loaded = True
         except NotCachedError:
             raise
         except Exception as error:  # a compiler has many ways to fail, and training is not to feel any
-            self.failed = True
-            cause = " ".join(str(error).split())[:200]
-            _log.warning(
-                "narrowgauge: the watch's fast walk cannot be compiled (%s); slower passes take its place.", cause
-            )
+            cause = " ".join(str(error).split())[:200] or type(error).__name__
+            self._give_up(f"cannot be compiled ({cause})")
+            _log.warning("narrowgauge: %s", self.why)
+
+    def _give_up(self, why: str) -> None:
+        self.failed = True
+        self.why = f"The watch's fast walk {why}; slower passes take its place."
 
     def _start(self) -> None:
-        if self.child is not None:
-            raise OSError(f"the process that compiles ended with {self.child.returncode}, and nothing is there")
+        if self.process is not None:
+            raise OSError("the process that compiles ended, and nothing is there")
         if not sys.executable or getattr(sys, "frozen", False):
             raise OSError("what runs this is no Python that could run another file")
         environment = os.environ | cache_of_ours()
         environment.pop("NARROWGAUGE_PLAN", None)
-        words, nothing = [sys.executable, "-P", host_compile.__file__], subprocess.DEVNULL
-        self.child = subprocess.Popen(
-            words, env=environment, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
-        )
+        self.process = Apart([sys.executable, "-P", host_compile.__file__], environment)
         atexit.register(self.stop)
 
     def _start_beside(self) -> None:
@@ -112,29 +112,22 @@ class Walk:
         try:
             beside.start()
         except RuntimeError:  # no thread either, or the interpreter ends
-            self.failed = True
+            self._give_up("was not compiled (no process and no thread could be started)")
             return
         self.beside = beside
 
     def stop(self) -> None:
         """End the process that compiles, if there is one."""
-        if self.child is not None:
-            self.child.kill()
-            self.child.wait()
-            self._forget()
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
 
     def _forked(self) -> None:
         """In a fork: the process is the parent's, and is to end with that."""
         self._lock, self.beside = threading.Lock(), None
-        if self.child is not None:
-            self.child.returncode = 0  # nobody here waits for it
-            self._forget()
-
-    def _forget(self) -> None:
-        if self.child is not None and self.child.stdin is not None:
-            with contextlib.suppress(OSError):  # a program that becomes a daemon has closed whatever was open
-                self.child.stdin.close()
-        self.child = None
+        if self.process is not None:
+            self.process.let_go()
+            self.process = None
 
 
 WALK = Walk()
@@ -150,6 +143,11 @@ def prepare() -> bool:
     return WALK.prepare()
 
 
+def why_not() -> str:
+    """Why there will be no compiled walk; "" if nobody asked, or it may still come."""
+    return WALK.why
+
+
 def wait() -> bool:
     """Load the compiled walk, or compile it; whether there is one."""
     return WALK.wait()
@@ -157,7 +155,7 @@ def wait() -> bool:
 
 @cache
 def kernel() -> ModuleType | None:
-    """The walk's module, None where numba has no build for this machine."""
+    """The walk's module, None where numba is missing, has no build for this machine, or refuses its numpy."""
     try:
         import numba
 
@@ -170,9 +168,13 @@ def kernel() -> ModuleType | None:
                 from narrowgauge.observe.stats import host_kernel
             finally:
                 settings.CACHE_DIR = before
-    except ImportError:
+    except ImportError as error:
+        _absent.append(str(error))
         return None
     return host_kernel
+
+
+_absent: list[str] = []  # why there is no module
 
 
 def cache_of_ours() -> dict[str, str]:
