@@ -270,6 +270,71 @@ def test_a_module_that_was_compiled_in_place_before_is_followed(tmp_path):
     assert (found["steps"], found["models"], found["not_found"]) == (2, 1, [])
 
 
+class Own(torch.optim.Optimizer):
+    """One whose step goes into a graph as a whole."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["in the first watch", "before"])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("what", ["loss", "model", "step", "own step"])
+def test_what_is_compiled_once_may_be_watched_often(what, whole, compiled, tmp_path):
+    if whole and what == "step":
+        pytest.skip("torch's own optimizers break their graphs, watched or not")
+
+    def losses(watched):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, optimizer = trained()
+        if what == "own step":
+            optimizer = Own(model.parameters())
+        held, found = [], []
+
+        def one():
+            if not held:
+                plain = {"model": model, "loss": lambda: (model(X) - X).square().mean()}.get(what, optimizer.step)
+                if what == "own step":
+                    plain = lambda: optimizer.step()  # noqa: E731
+                held.append(torch.compile(plain, backend="aot_eager", fullgraph=whole))
+            y = held[0](X) if what == "model" else model(X) if what != "loss" else None
+            loss = held[0]() if what == "loss" else (y - X).square().mean()
+            loss.backward()
+            held[0]() if "step" in what else optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            found.append(loss.item())
+
+        if compiled == "before":
+            one()
+        for turn in range(10):
+            with ng.watch(model, out=tmp_path / f"{turn}", every=2) if watched else nullcontext():
+                one(), one()
+            one()
+        return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    alone, graphs = losses(False)
+    seen, graphs_seen = losses(True)
+    assert graphs_seen <= graphs + 2  # with hooks and without; the hooks' optimizer may know of none before
+    runs = [meta(tmp_path / f"{turn}")["meta"] for turn in range(10)]
+    assert [run["steps"] for run in runs] == [2] * 10
+    unseen = [any("compiled before the watch" in note for note in run["notes"]) for run in runs]
+    tables = [len(ng.open_run(tmp_path / f"{turn}").tensors()["step"]) for turn in range(10)]
+    if compiled == "before" and what == "loss":
+        assert (unseen, tables) == ([True] * 10, [0] * 10)
+    else:
+        assert tables == [6] * 10
+    if compiled == "before" or what != "step":
+        assert seen == alone
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_os_exit_closes_the_run_first(tmp_path, monkeypatch, code):
     left = []

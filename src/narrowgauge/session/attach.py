@@ -21,6 +21,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
@@ -74,6 +75,7 @@ class Session:
             eager=plan.recipe is None,
             training=lambda: self.calls.training,
             compiles=lambda: self._compiled is not None and self._compiled.any(),
+            followed=lambda: self._compiled is None or self._compiled.followed(),
             eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
@@ -173,6 +175,7 @@ class Session:
                 *self.plain.notes,
                 *self.ranks.notes,
                 *self.recorder.notes,
+                *filter(None, [host.why_not()]),
             ],
             "judged_by": self._plan.judge,
             "unmet": [*self.roots.unmet, *self.recorder.notes],  # of the settings: told once more when the command ends

@@ -136,6 +136,11 @@ def _catch_up(live: Live, family: Family, compiled: CompiledCalls, model: nn.Mod
         for child in module.children():
             family.registered(module, child)
         compiled.adopt(module)
+    for module in (
+        () if model is None else _kind(made, nn.Module)
+    ):  # what `torch.compile` made of the one that was given
+        if any(vars(module).get("_modules", {}).get("_orig_mod") is part for part in modules):
+            compiled.adopt(module)
     parameters = deepspeed.made_with(made)
     for optimizer in _kind(made, Optimizer):
         live.session.optimizer_made(optimizer, parameters.get(id(optimizer)))

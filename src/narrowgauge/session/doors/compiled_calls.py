@@ -20,8 +20,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-from weakref import ref
+from typing import Any, ClassVar
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -32,11 +32,17 @@ _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
 class CompiledCalls:
-    """Wraps what is compiled from now on; `listener` hears `compiled_begins`, `update_begins`, `compiled_ended`."""
+    """Wraps what is compiled from now on; `listener` hears `compiled_begins`, `update_begins`, `compiled_ended`.
+
+    What one has wrapped tells the next one when the first is closed: a function may be compiled once and watched often.
+    """
+
+    _latest: ClassVar[CompiledCalls | None] = None
+    _wrapped: ClassVar[WeakSet[Callable[..., Any]]] = WeakSet()  # by this one or an earlier one, and still there
 
     def __init__(self) -> None:
         self.listener: Any = None
-        self._heard = False  # the program compiled something
+        self._heard = bool(self._wrapped)  # the program compiled something
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False
         self._depth = 0  # calls that are followed and have not returned
@@ -62,6 +68,7 @@ class CompiledCalls:
             self._compile_in_place(module, *args, **kwargs)
             module._compiled_call_impl = self._followed(module, module._compiled_call_impl)  # type: ignore[arg-type]
 
+        CompiledCalls._latest = self
         self._ours: tuple[Any, Any] = compile_, compile_in_place
         torch.compile, nn.Module.compile = compile_, compile_in_place  # type: ignore[assignment, method-assign]
         # A session hooks all modules, and leaves no trace in what is compiled: nothing to warn of.
@@ -71,6 +78,10 @@ class CompiledCalls:
     def any(self) -> bool:
         """Whether the program compiles: it has asked for it, or something was compiled before we listened."""
         return self._heard or _graphs() > self._graphs
+
+    def followed(self) -> bool:
+        """Whether it has asked for it where we listened: of what is older than that no call is heard."""
+        return self._heard
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -106,19 +117,23 @@ class CompiledCalls:
         with suppress(ValueError):
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
+    def _heir(self) -> CompiledCalls:
+        """Who follows what was wrapped here."""
+        return self if self.listener is not None or self._latest is None else self._latest
+
     def _as_ever(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            before = _graphs()
+            before, heir = _graphs(), self._heir()
             try:
-                if not self._eager:
+                if not heir._eager:
                     return compiled(*args, **kwargs)
                 with torch.compiler.set_stance("default"):
                     return compiled(*args, **kwargs)
             finally:
-                self._graphs += _graphs() - before
+                heir._graphs += _graphs() - before
 
         return call
 
@@ -127,15 +142,16 @@ class CompiledCalls:
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.listener is None:
+            if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
                 return compiled(*args, **kwargs)
             stepping = optimizer()
             if stepping is not None and all(given is None for given in (*args, *kwargs.values())):
-                self.listener.update_begins(stepping)
-            with self._call(None) as told:
+                heir.listener.update_begins(stepping)
+            with heir._call(None) as told:
                 told[1] = compiled(*args, **kwargs)
             return told[1]
 
+        self._wrapped.add(call)
         return call
 
     @contextmanager
@@ -155,13 +171,15 @@ class CompiledCalls:
     def _followed(self, owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.listener is None:  # traced: a part of what is compiled around it
+            # Traced, it is a part of what is compiled around it.
+            if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
                 return compiled(*args, **kwargs)
-            with self._call(self.listener.compiled_begins(owner, args, kwargs)) as told:
+            with heir._call(heir.listener.compiled_begins(owner, args, kwargs)) as told:
                 told[1] = compiled(*args, **kwargs)
             return told[1]
 
         call.followed = True  # type: ignore[attr-defined]
+        self._wrapped.add(call)
         return call
 
 

@@ -3,6 +3,7 @@
     thread   the one that trains; another takes its place only when it has ended. What else trains meanwhile is told
     backward on a GPU, torch runs it in threads of its own, for the one that called it and waits
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
+    unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers
     errors   the program goes on; the run says what is missing
 
 Two errors pass, because they must end the program: a conversion that was asked for and cannot be done, and the step
@@ -24,6 +25,7 @@ from narrowgauge.errors import NarrowgaugeError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Hearing:
@@ -74,7 +76,9 @@ class Hearing:
 
 
 def heard(method: Callable[P, T]) -> Callable[P, T | None]:
-    """A method of an object with a `hearing`: not run on another thread or in a capture, and its errors are kept.
+    """A method of an object with a `hearing`: its errors are kept.
+
+    Not run on another thread, in a capture, or where tensors are unreal.
 
     Where a compiled function leaves its graphs, what it calls is compiled by itself: this is not, nor what it calls.
     """
@@ -82,7 +86,7 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
     @functools.wraps(method)
     def plainly(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
-        if capturing() or not owner.hearing.mine():
+        if capturing() or unreal() or not owner.hearing.mine():
             return None
         try:
             return method(*args, **kwargs)
@@ -105,3 +109,8 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream; wakes no GPU."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def unreal() -> bool:
+    """Whether tensors are none here that could be looked at later: in a transform of torch.func, or a fake mode."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None

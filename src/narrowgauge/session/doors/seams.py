@@ -35,7 +35,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
-from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS, hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
 
@@ -275,8 +275,10 @@ class Seams:
             nn.modules.module.register_module_module_registration_hook(
                 lambda parent, name, child: making.module_registered(parent, child)
             ),
-            nn.modules.module.register_module_forward_pre_hook(called),
         )
+        hooks = nn.modules.module._global_forward_pre_hooks
+        hooks[OURS] = called
+        self._undo.callback(lambda: hooks.pop(OURS) if hooks.get(OURS) is called else None)
         for handle in handles:
             self._undo.callback(handle.remove)
         self._undo.callback(hear_steps(step_ended, step_begins))

@@ -9,7 +9,8 @@ layer tells of them. What becomes of a product's tensors is `showing`'s business
 notes.
 
 A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, and the next
-one uses the graphs again as they are.
+one uses the graphs again as they are. Where all that was compiled is older than the watch, nobody tells when it is
+called and returns: it stays compiled and is not seen inside.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
+from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name
 from narrowgauge.session.sites.known import kind_of
 from narrowgauge.session.sites.part import Kind, Part
@@ -65,6 +67,7 @@ class PlainSites:
         eager: whether a recorded step runs uncompiled.
         training: whether a training forward is running, asked at each layer's call.
         compiles: whether the program has compiled anything, asked at each recorded step.
+        followed: whether calls of anything that it compiled are followed, asked then.
         eagerly: makes what it compiled run uncompiled, meanwhile.
 
     Attributes:
@@ -78,10 +81,11 @@ class PlainSites:
         eager: bool,
         training: Callable[[], bool],
         compiles: Callable[[], bool] = lambda: False,
+        followed: Callable[[], bool] = lambda: True,
         eagerly: Callable[[], AbstractContextManager[object]] = lambda: torch.compiler.set_stance("force_eager"),
     ) -> None:
         self.shown = Showing(by_name(recipe) if recipe else None, training)
-        self._eager, self._compiles, self._eagerly = eager, compiles, eagerly
+        self._eager, self._compiles, self._followed, self._eagerly = eager, compiles, followed, eagerly
         self._layers: list[Layer] = []
         self._census = Census()
         self._products = Products(self._heard, self.shown.failed, self._told)
@@ -107,7 +111,12 @@ class PlainSites:
     def notes(self) -> list[str]:
         """What was not looked at; empty if everything was."""
         notes = self.shown.notes
-        if self._deaf:
+        if self._deaf and self._eager:
+            notes.append(
+                "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after "
+                "ng.watch to see its layers."
+            )
+        elif self._deaf:
             notes.append(
                 "Products outside of known layers are not recorded: the program compiles, and converted layers are "
                 "watched in its graphs."
@@ -139,11 +148,12 @@ class PlainSites:
             ):
                 self._open.callback(handle.remove)
         compiles = self._compiles()
-        self._deaf = compiles and not self._eager  # a graph would be made anew for functions that come and go
+        eager = self._eager and self._followed()
+        self._deaf = compiles and not eager  # a graph would be made anew for functions that come and go
         if not self._deaf:
             self._products.open()
             self._open.callback(self._products.close)
-        if self._eager and compiles:
+        if eager and compiles:
             self._open.enter_context(self._eagerly())
 
     def end(self) -> None:
@@ -171,7 +181,7 @@ class PlainSites:
         if running is None:  # a model that is one layer is followed from its second call on, and heard in its first
             return
         del calls[calls.index(running) :]
-        if output is None or running.heard or torch._C._are_functorch_transforms_active():
+        if output is None or running.heard or unreal():
             return
         try:
             for part in layer.kind.parts(module, args, kwargs, output):

@@ -23,17 +23,20 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from narrowgauge.compute.nn.tracing.marks import constant, not_compiled
 from narrowgauge.compute.nn.tracing.telling import tell, telling
+
+# What is compiled asks whether the same global hooks are there, by their numbers. Ours has always this one, or what
+# many watches see would be compiled anew for each, and given up after eight. torch's own are not negative.
+OURS = -1
 
 Begins = Callable[[Optimizer, Any, Any], Any]
 Ended = Callable[[Optimizer, bool], None]
 
 _BEGINS: dict[int, Begins] = {}
 _ENDED: dict[int, Ended] = {}
-_HOOKS: dict[Any, Any] = {}
 _HANDLES: dict[int, Tensor] = {}  # by id: an optimizer need not be hashable
 _PLAIN = (Tensor, nn.Parameter)  # others, as DTensor, take no operator that they do not know
 _numbers = itertools.count()
@@ -64,14 +67,14 @@ def hear_steps(ended: Ended, begins: Begins | None = None) -> Callable[[], None]
 
 def _install() -> None:
     """Have a hook of torch's where somebody listens, and none where nobody does: it would be traced for nothing."""
-    for register, hook, listeners in (
-        (register_optimizer_step_pre_hook, _before, _BEGINS),
-        (register_optimizer_step_post_hook, _after, _ENDED),
+    for hooks, hook, listeners in (
+        (_global_optimizer_pre_hooks, _before, _BEGINS),
+        (_global_optimizer_post_hooks, _after, _ENDED),
     ):
-        if listeners and hook not in _HOOKS:
-            _HOOKS[hook] = register(hook)
-        elif not listeners and hook in _HOOKS:
-            _HOOKS.pop(hook).remove()
+        if listeners:
+            hooks[OURS] = hook
+        else:
+            hooks.pop(OURS, None)
 
 
 def _tell_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
