@@ -1,14 +1,17 @@
 """Programs that do not train as textbooks do: none is disturbed, and the run says what was and was not seen of it."""
 
 import gc
+import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from tests.session.inline import followed, through_a_backward_thread
 from torch import nn
 
+from narrowgauge.observe.stats import host_ready
 from narrowgauge.session.models import roots
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -638,3 +641,77 @@ def test_a_fused_optimizer_s_norm_is_unscaled_and_its_skip_is_seen(tmp_path):
             optimizer.zero_grad()
     assert writer.column("skipped") == {2: 1.0}
     assert {s: writer.column("grad_norm")[s] for s in (1, 3)} == pytest.approx({s: wanted[s] for s in (1, 3)}, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------ tensors that are none
+
+
+def under_vmap(model):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    of_one = lambda x: nn.functional.mse_loss(torch.func.functional_call(model, weights, (x,)), x)  # noqa: E731
+    torch.func.vmap(of_one)(X)
+
+
+def under_grad(model):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.grad(lambda w: nn.functional.mse_loss(torch.func.functional_call(model, w, (X,)), X))(weights)
+
+
+def on_meta(model):
+    nn.functional.mse_loss(torch.ones(3, device="meta"), torch.ones(3, device="meta"))
+
+
+def faked(model):
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        nn.functional.mse_loss(model(torch.ones(3, 16)), torch.ones(3, 16))
+
+
+@pytest.mark.parametrize("evaluate", [under_vmap, under_grad, on_meta, faked])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_tensors_without_numbers_are_not_looked_at(mode, evaluate, tmp_path):
+    if mode is torch.inference_mode and evaluate is faked:
+        pytest.skip("torch traces no model in it")
+    model = nn.Sequential(linear(), nn.Linear(16, 16))
+    optimizer = sgd(model)
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        session.optimizer_made(optimizer)
+        for _ in range(4):
+            loss_of(model).backward()
+            optimizer.step()
+            with mode():
+                evaluate(model)
+    assert sorted(writer.column("loss")) == [1, 2, 3, 4]
+    assert [step for step, _, _ in writer.tensors] == [1, 2, 3, 4]
+    assert not session.hearing.notes
+    assert not writer.column("eval_loss")
+    assert session.recorder.collector.failures == 0
+
+
+def test_a_default_device_is_for_the_program(tmp_path):
+    model = linear()
+    optimizer = sgd(model)
+    with followed(tmp_path, every=1, judge="current") as (session, writer), torch.device("meta"):
+        session.optimizer_made(optimizer)
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+        session.finish()
+    assert all(np.isfinite(writer.column(name)[3]) for name in ("loss", "grad_norm", "param_norm", "update_ratio"))
+    assert [step for step, _, _ in writer.tensors] == [1, 2, 3]
+    assert not session.hearing.notes
+
+
+def test_why_tensors_are_counted_slowly_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_ready, "WALK", host_ready.Walk())
+    monkeypatch.setattr(host_ready, "kernel", host_ready.kernel.__wrapped__)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    model = linear()
+    optimizer = sgd(model)
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        session.optimizer_made(optimizer)
+        loss_of(model).backward()
+        optimizer.step()
+    assert [step for step, _, _ in writer.tensors] == [1]
+    (told,) = [note for note in session.facts()["notes"] if "fast walk" in note]
+    assert "import of numba halted" in told
+    assert told.endswith("slower passes take its place.")

@@ -54,7 +54,7 @@ class HostCopy:
         """Begin the copy, in the current stream of x's device."""
         if not x.is_cuda:
             return cls(x.cpu())
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         host.copy_(x, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(x.device))

@@ -67,7 +67,7 @@ def _copy(x: Tensor) -> Tensor:
     """A copy of our own in host memory: the program may overwrite what it has."""
     if not x.is_cuda:
         return x.clone(memory_format=torch.contiguous_format)
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     host.copy_(x, non_blocking=True)
     return host
 

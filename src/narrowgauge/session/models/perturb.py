@@ -21,10 +21,12 @@ def perturb(module: nn.Module, relative: float, seed: int) -> None:
             continue
         generator = torch.Generator("cpu").manual_seed(seed + number)
         if p.dtype in (torch.float32, torch.float64):
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
             p.mul_(1 + relative * noise.to(p.device, p.dtype))
             continue
-        chosen = torch.randint(p.numel(), (max(1, p.numel() // 10_000),), generator=generator).to(p.device)
+        chosen = torch.randint(p.numel(), (max(1, p.numel() // 10_000),), generator=generator, device="cpu").to(
+            p.device
+        )
         flat: Tensor = p.view(-1) if p.is_contiguous() else p.reshape(-1)
         bits = flat[chosen].view(torch.int16) ^ 1
         flat[chosen] = bits.view(p.dtype)

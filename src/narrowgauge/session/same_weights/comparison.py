@@ -92,7 +92,7 @@ class Comparison:
     def _check_gradients(
         self, leaves: Sequence[Leaf], base: tuple[Tensor, Gradients], produced: Sequence[Tensor | None]
     ) -> None:
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         rows, eps = [], 0.0
         for (_, p, before), real, again in zip(leaves, produced, base[1], strict=True):
             if real is None:  # not reached, or already used up and freed inside of the backward pass

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
-from narrowgauge.session.doors.hearing import capturing
+from narrowgauge.session.doors.hearing import capturing, unreal
 from narrowgauge.session.doors.seams import Seams
 
 LOSSES = (
@@ -62,14 +62,14 @@ class EvalLosses:
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             loss = original(*args, **kwargs)
-            if not torch.is_grad_enabled() and not inside_backward() and not capturing() and self._mine():
+            if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and self._mine():
                 self._add(loss)
             return loss
 
         return run
 
     def _add(self, loss: Any) -> None:
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
             self._losses.append(loss.detach().reshape(()).float())
 
     def model_begins(self) -> None:

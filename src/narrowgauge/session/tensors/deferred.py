@@ -38,7 +38,7 @@ class Deferred:
             stacked = torch.stack([v.to(home, torch.float64).reshape(()) for v in on_device.values()])
             event = None
             if home.type == "cuda":
-                host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+                host = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
                 host.copy_(stacked, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()

@@ -52,7 +52,9 @@ def digest(x: Tensor) -> Tensor:
     if worth_it and flat.device.type == "cpu" and type(flat) is Tensor and not flat.is_neg():
         walk = kernel()
         if walk is not None and flat.data_ptr():
-            return torch.tensor(walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64)
+            return torch.tensor(
+                walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64, device="cpu"
+            )
     pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)
     found = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
     return found[0] if len(found) == 1 else torch.stack(found).sum()

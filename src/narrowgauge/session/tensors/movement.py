@@ -167,4 +167,4 @@ def _walked(walk: Callable[[Array, Array, Array, Array], float], parts: Parts, c
     here = [(x.data_ptr(), copy.data_ptr(), x.numel()) for x, copy in zip(parts.here, copies, strict=True)]
     x_ats, copy_ats, sizes = np.array(here, np.int64).T.copy()
     total = walk(x_ats, copy_ats, sizes, np.array(parts.copies, np.int64))
-    return Squares(torch.tensor(total, dtype=torch.float64), parts.partial)
+    return Squares(torch.tensor(total, dtype=torch.float64, device="cpu"), parts.partial)

@@ -192,7 +192,7 @@ class ScaleTable:
         first, shapes = self._saved_shapes(module)
         state = {name: getattr(self, name)[first : first + 3].clone() for name in shapes}
         state["history"] = state["history"][:, : shapes["history"][1]].clone()
-        return {**state, "steps": torch.tensor(self.steps)}
+        return {**state, "steps": torch.tensor(self.steps, device="cpu")}
 
     def load(self, module: str, state: dict[str, Tensor]) -> None:
         """Restore the rows of `module` from `state`; ShapeError if it was saved with another history."""
@@ -221,7 +221,7 @@ class ScaleTable:
         """Forget what the rows of `module` have seen, as after `add`: their weights were replaced."""
         fresh = ScaleTable(self.scale.device)
         fresh.add(module, self._recipe_of(self._first(module)))
-        self.load(module, {**fresh.state(module), "steps": torch.tensor(self.steps)})
+        self.load(module, {**fresh.state(module), "steps": torch.tensor(self.steps, device="cpu")})
 
     def to(self, device: torch.device) -> None:
         """Move the table, as `Module.to` moves parameters."""

@@ -166,7 +166,7 @@ class Looks:
 
     def _write(self, look: Look) -> None:
         """The header, once; its source stays, for a captured graph copies from it again."""
-        words = torch.tensor(look.words, dtype=torch.int64)
+        words = torch.tensor(look.words, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
             words = words.pin_memory()
             self._kept.append(words)

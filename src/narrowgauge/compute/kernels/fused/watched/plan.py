@@ -156,12 +156,12 @@ class Plan:
 
     def compared_rows(self, turn: int) -> Tensor:
         """Which rows' errors are summed in a turn, int64."""
-        m = torch.arange(self.M)
+        m = torch.arange(self.M, device="cpu")
         return m[(m % EVERY) // self.group == turn % self.share]
 
     def sampled_rows(self, turn: int) -> Tensor:
         """Which rows the histograms come from in a turn, int64."""
-        return turn % self.stride + self.stride * torch.arange(self.sampled)
+        return turn % self.stride + self.stride * torch.arange(self.sampled, device="cpu")
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
