@@ -1,5 +1,6 @@
 """`ng.watch`: the running process is watched from now on, as long as it is asked to be, and left as it was."""
 
+import gc
 import json
 import os
 from contextlib import nullcontext
@@ -293,6 +294,7 @@ def test_what_is_compiled_once_may_be_watched_often(what, whole, compiled, tmp_p
 
     def losses(watched):
         torch._dynamo.reset()
+        gc.collect()  # what earlier tests compiled and watched is gone
         torch._dynamo.utils.counters.clear()
         model, optimizer = trained()
         if what == "own step":
