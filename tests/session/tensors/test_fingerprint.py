@@ -1,10 +1,13 @@
 """The digests see every bit and the order, on any dtype."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors import fingerprint
 from narrowgauge.session.tensors.fingerprint import chain, digest, stored, weights_hash
 
@@ -20,16 +23,28 @@ def test_one_changed_element_changes_the_digest(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
 def test_the_compiled_walk_gives_what_the_passes_give(dtype, monkeypatch):
-    assert fingerprint.kernel() is not None
-    x = (100 * torch.randn(3, 101)).to(dtype)
-    passes = digest(x)
-    walked = []
-    monkeypatch.setattr(fingerprint, "LARGE", 1)
-    walk = fingerprint.kernel()
-    monkeypatch.setattr(fingerprint, "kernel", lambda: lambda *args: walked.append(args) or walk(*args))
+    assert host.wait()
+    x, walked, walk = (100 * torch.randn(3, 101)).to(dtype), [], host.kernel().digest
+    spy = SimpleNamespace(digest=lambda *args: walked.append(args) or walk(*args))
+    monkeypatch.setattr(host, "kernel", lambda: spy)
+    with monkeypatch.context() as without:
+        without.setattr(host, "ready", lambda: False)
+        passes = digest(x)
+    assert not walked
     assert digest(x) == passes
     assert digest(x.T) == digest(x.T.contiguous()) != passes
     assert len(walked) == 3
+
+
+def test_no_tensor_waits_for_a_compiler(monkeypatch):
+    asked = []
+    monkeypatch.setattr(host, "ready", lambda: False)
+    monkeypatch.setattr(host, "prepare", lambda: bool(asked.append(1)))  # it will be there, some other time
+    monkeypatch.setattr(host, "kernel", lambda: pytest.fail("compiles"))
+    monkeypatch.setattr(fingerprint, "LARGE", 100)
+    small, large = torch.arange(99), torch.arange(101)
+    assert digest(small) != digest(large)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 PACKAGE = "narrowgauge.observe.stats"
-ENTRIES = ("operand", "result", "copied", "moved")
+ENTRIES = ("operand", "result", "copied", "moved", "digest")
 POLITE = 10  # of 19
 
 
@@ -44,6 +44,7 @@ def call_all(walk: ModuleType) -> None:
     runs = np.array((at,)), np.array((at,)), np.array((4,)), np.array((1,))
     walk.copied(*runs)
     walk.moved(*runs)
+    walk.digest(at, 4, 4)
 
 
 @contextlib.contextmanager

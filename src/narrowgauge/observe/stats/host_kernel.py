@@ -38,6 +38,7 @@ from narrowgauge.observe.stats.host_bits import (
     scan,
     together,
 )  # fmt: skip
+from narrowgauge.observe.stats.host_digest import digest as digest
 from narrowgauge.observe.stats.host_rounding import (
     BEYOND,
     Steps,

@@ -11,13 +11,13 @@ swapped without changing the sum. This detects accidents, not attacks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.sharded import here
 
 # As signed 64-bit integers.
@@ -26,21 +26,8 @@ FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
 # A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
 STORED_BITS = 52
 PIECE = 1 << 22  # elements mixed at once: a weight as a whole might not find room on a full GPU
-LARGE = 1 << 16  # elements; below that, passes take less than loading what is compiled, unless it is there
+LARGE = 1 << 16  # elements from which on it is worth to have the walk compiled
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@cache
-def kernel() -> Callable[[int, int, int], int] | None:
-    """The compiled walk, None where there is none to be had."""
-    try:
-        from narrowgauge.session.tensors import fingerprint_kernel
-
-        fingerprint_kernel.digest(0, 0, 8)
-    except Exception:  # a compiler has many ways to fail; the passes give the same
-        return None
-    walk: Callable[[int, int, int], int] = fingerprint_kernel.digest
-    return walk
 
 
 def digest(x: Tensor) -> Tensor:
@@ -48,16 +35,14 @@ def digest(x: Tensor) -> Tensor:
     flat = x.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    worth_it = flat.numel() >= LARGE or kernel.cache_info().currsize
-    if worth_it and flat.device.type == "cpu" and type(flat) is Tensor and not flat.is_neg():
-        walk = kernel()
-        if walk is not None and flat.data_ptr():
-            return torch.tensor(
-                walk(flat.data_ptr(), flat.numel(), flat.element_size()), dtype=torch.int64, device="cpu"
-            )
+    if flat.device.type == "cpu" and type(flat) is Tensor and not flat.is_neg() and flat.data_ptr():
+        walk = host.kernel() if (host.prepare() if flat.numel() >= LARGE else host.ready()) else None
+        if walk is not None:
+            found = walk.digest(flat.data_ptr(), flat.numel(), flat.element_size())
+            return torch.tensor(found, dtype=torch.int64, device="cpu")
     pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)
-    found = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
-    return found[0] if len(found) == 1 else torch.stack(found).sum()
+    sums = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _mixed(bits: Tensor, first: int) -> Tensor:

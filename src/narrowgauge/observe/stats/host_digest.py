@@ -1,4 +1,4 @@
-"""`fingerprint.digest` of a CPU tensor in one walk, compiled: the passes would each go through memory once more.
+"""A CPU tensor's digest (`session.tensors.fingerprint`) in one walk; passes would each go through memory once more.
 
 sum_i mix(bits(x_i) + i * GOLDEN)   mod 2^64
 """
