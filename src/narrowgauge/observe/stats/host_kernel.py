@@ -272,12 +272,16 @@ def count_columns(columns: Array, bins: Array) -> None:
 
 
 @compiled
+def _run(address: int, size: int) -> Array:
+    return carray(pointer(address), (size,), np.float32)
+
+
+@compiled
 def copied(x_ats: Array, copy_ats: Array, sizes: Array, held: Array) -> float:
     """Copy runs of float32 numbers from addresses to others; the sum of their squares, each run's divided by `held`."""
     squares = 0.0
     for i in range(sizes.size):
-        x = carray(pointer(x_ats[i]), (sizes[i],), np.float32)
-        copy = carray(pointer(copy_ats[i]), (sizes[i],), np.float32)
+        x, copy = _run(x_ats[i], sizes[i]), _run(copy_ats[i], sizes[i])
         total = 0.0
         for j in range(sizes[i]):
             copy[j] = x[j]
@@ -291,8 +295,7 @@ def moved(x_ats: Array, copy_ats: Array, sizes: Array, held: Array) -> float:
     """The sum of squares of the differences between runs at addresses and at others, each run's divided by `held`."""
     squares = 0.0
     for i in range(sizes.size):
-        x = carray(pointer(x_ats[i]), (sizes[i],), np.float32)
-        copy = carray(pointer(copy_ats[i]), (sizes[i],), np.float32)
+        x, copy = _run(x_ats[i], sizes[i]), _run(copy_ats[i], sizes[i])
         total = 0.0
         for j in range(sizes[i]):
             by = np.float64(x[j]) - np.float64(copy[j])
