@@ -52,3 +52,10 @@ def test_overhead_below_nothing_is_an_empty_bar_with_its_number():
     text = pictures.overheads([{**STEP, "rows": [row]}])
     assert {"tiny current", "2.00 % every step", "-0.10 % every 10 steps"} <= words(text)
     assert 0.0 in [width for _, width in rects(text)]
+
+
+def test_a_picture_of_several_runs_says_when_they_were():
+    row = {"recipe": "current", "every_1_overhead_pct": 2.0, "every_10_overhead_pct": 0.2}
+    runs = [{**STEP, "date": date, "rows": [row]} for date in ("2026-02-03", "2026-01-02")]
+    assert "(a GPU, 2026-01-02 to 2026-02-03)" in pictures.overheads(runs)
+    assert "(a GPU, 2026-02-03)" in pictures.overheads(runs[:1])

@@ -36,5 +36,7 @@ def overheads(founds: Sequence[Mapping[str, Any]]) -> str:
                 value = row[column]
                 label = f"{found['settings']['size']} {row['recipe']}" if colour is None else ""
                 bars.append(Bar(label, {name: max(0.0, value)}, f"{value:.2f} % {cadence}"))
-    title = f"What watching adds to a step ({founds[0]['hardware']}, {founds[0]['date']})"
+    dates = sorted({found["date"] for found in founds})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    title = f"What watching adds to a step ({founds[0]['hardware']}, {when})"
     return svg(title, "% of the unwatched step", bars, colours)
