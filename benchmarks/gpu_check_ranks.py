@@ -1,10 +1,13 @@
 """Two ranks over NCCL, watched as they are: what is merged against values by hand, by how many collectives, how late.
 
     ddp, fsdp2     rows of the last step: both ranks' tensors, each quantized by its own scale; weights once
+    amax           delayed scales, converted: from the largest numbers that either rank has seen, the same on both
     sites          2,001 sites take one gather per recorded step, and nothing else
     late           rank 1 sleeps: no step of rank 0's waits for it
     gone           rank 1 is killed: rank 0 trains to its end, and the run can be read
+    between        the same after rank 1 has agreed to merge a step: rank 0's gather is ended, and it trains on
     split          one process whose model lies on two GPUs
+    backward       one process whose optimizers step in the backward pass
 
 Each case is a program of its own (`gpu_ranks_program.py`) under `narrowgauge run`; one that fails is a line.
 
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu_ranks_program import SITES, SLEEP, STEPS
+from benchmarks.gpu_ranks_program import GONE, LEAVES, SITES, SLEEP, STEPS
 from benchmarks.record import transcript
 from torch import Tensor
 
@@ -41,7 +44,8 @@ from narrowgauge.observe.store import open_run
 
 PROGRAM = Path(__file__).with_name("gpu_ranks_program.py")
 TORCHRUN = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]
-CASES = ("ddp", "fsdp2", "sites", "late", "gone", "split")
+CASES = ("ddp", "fsdp2", "amax", "sites", "late", "gone", "between", "split", "backward")
+ALONE = ("gone", "between")  # without torchrun, which would end the others
 EVERY, LIMIT = 4, 150
 RECORDED = STEPS // EVERY
 
@@ -54,16 +58,17 @@ class Watched:
         folder.mkdir()
         arguments = [str(PROGRAM), case, device, str(folder)]
         command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *arguments]
-        if case == "split":
+        if case in ("split", "backward"):
             command = [sys.executable, *arguments]
-        elif case == "gone":  # torchrun would end the others
+        elif case in ALONE:
             quoted = " ".join([sys.executable, *arguments])
             command = ["sh", "-c", f"RANK=1 {quoted} & RANK=0 {quoted}"]
         watch = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", str(EVERY), "--out", str(self.out)]
+        watch += ["--convert", "delayed"] if case == "amax" else []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"} if case == "gone" else {}
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"} if case in ALONE else {}
         began = time.perf_counter()
         with (folder / "log").open("w") as log:
             done = subprocess.run(
@@ -78,7 +83,7 @@ class Watched:
 
     def run(self) -> Any:
         """The run, closed or not."""
-        return open_run(self.out, recover=self.case == "gone")
+        return open_run(self.out, recover=self.case in ALONE)
 
     def complaint(self) -> str:
         """The end of what was printed."""
@@ -136,8 +141,28 @@ def parallel(watched: Watched) -> Iterator[str]:
     yield from compared(watched, 2)
 
 
-def split(watched: Watched) -> Iterator[str]:
-    """One process, two GPUs."""
+def amax(watched: Watched) -> Iterator[str]:
+    """The scales of the last step, by what the program itself saw on both ranks before it."""
+    yield merged(watched)
+    run, largest = watched.run(), [watched.said("largest", rank) for rank in range(2)]
+    for key in largest[0]:
+        role = key.partition(":")[2]
+        site = next(site for site in run.sites if site.endswith(key))
+        row = run.tensors(["scale_min", "scale_max"], sites=[site], steps=[STEPS])
+        found = {float(row[name][0]) for name in ("scale_min", "scale_max")}
+        seen = [each[key] for each in largest]
+        fmt = by_name("delayed").uses(role)[0].fmt
+        want = float(1 / (torch.tensor(fmt.max) / torch.tensor(max(seen))))
+        assert found == {want}, f"{site}: scales {found}, by hand {want}"
+        assert role == "weight" or seen[0] != seen[1], f"{key}: both ranks saw the same, so this shows nothing"
+        yield f"  {site:24} saw at most {seen[0]:.6g} and {seen[1]:.6g}; scale of both {want:.6g}"
+
+
+def one_process(watched: Watched) -> Iterator[str]:
+    """split, backward."""
+    run = watched.run()
+    steps = run.scalars("loss")["step"].tolist()
+    assert steps == list(range(1, STEPS + 1)), f"steps with a loss: {steps}"
     yield from compared(watched, 1)
 
 
@@ -176,8 +201,26 @@ def gone(watched: Watched) -> Iterator[str]:
     yield f"  rank 1 was killed after step {STEPS // 2}; rank 0 has its loss and {rows} rows of step {last}"
 
 
+def between(watched: Watched) -> Iterator[str]:
+    """The other one trains on, after a while."""
+    run, steps = watched.run(), STEPS // 2 + STEPS
+    table = run.tensors(["numel"], sites=["up:input"])
+    rows = zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True)
+    sizes = {step: int(numel) for step, rank, numel in rows if rank == 0}
+    told = " ".join(run.events("ranks_apart")["message"].tolist())
+    slowest = max(watched.said("said", 0))
+    assert sorted(sizes) == list(range(EVERY, steps + 1, EVERY)), sizes
+    assert len({sizes[step] for step in range(LEAVES, steps + 1, EVERY)}) == 1 < len(set(sizes.values())), sizes
+    assert "Ranks are not merged" in told, told
+    assert slowest < 4 * GONE, f"a step of rank 0 took {slowest:.1f} s"
+    yield f"  rank 1 was killed in step {LEAVES}; rows of rank 0: {sizes}"
+    yield f"  the slowest step of rank 0 took {slowest:.1f} s; a rank is gone after {GONE:.0f} without a sign of life"
+    yield f"  told: {told[:160]}"
+
+
 CHECKS: dict[str, Callable[[Watched], Iterator[str]]] = {
-    "ddp": parallel, "fsdp2": parallel, "sites": sites, "late": late, "gone": gone, "split": split,
+    "ddp": parallel, "fsdp2": parallel, "amax": amax, "sites": sites, "late": late, "gone": gone, "between": between,
+    "split": one_process, "backward": one_process,
 }  # fmt: skip
 
 

@@ -2,8 +2,11 @@
 
 ddp, fsdp2     a small model, each rank its own batches; what its layers saw in the last step is saved
 sites          2,000 layers; says which collectives anybody but torch's own group started
+amax           as ddp, with the largest numbers that its layers saw before the last step
 late, gone     each rank a model of its own; rank 1 sleeps, or is killed
+between        so, but rank 1 is killed after it has promised to merge a step: here narrowgauge is reached into
 split          one process, a model on two GPUs
+backward       one process, every weight steps as soon as its gradient is there
 
 torchrun --nproc-per-node 2 gpu_ranks_program.py CASE DEVICE FOLDER
 """
@@ -25,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 STEPS, SITES, SLEEP = 24, 2000, 8.0
+LEAVES = 8  # the step that rank 1 promises to merge, and does not
+GONE = 5.0  # seconds without a sign of life until it counts as gone
 
 
 class Model(nn.Module):
@@ -67,16 +72,72 @@ def keep(model: nn.Module, into: dict[str, Tensor]) -> None:
         layer.register_forward_hook(saw)
 
 
-def train(model: nn.Module, width: int, device: torch.device, rank: int, steps: int, seconds: list[float]) -> None:
-    """So many steps; how long each took."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def keep_largest(model: nn.Module, into: dict[str, float]) -> None:
+    """The same of the largest magnitudes until now."""
+
+    def larger(key: str, tensor: Tensor) -> None:
+        into[key] = max(into.get(key, 0.0), float(tensor.detach().abs().max()))
+
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+
+        def saw(layer: Any, args: Any, y: Tensor, name: str = name) -> None:
+            larger(f"{name}:input", args[0])
+            larger(f"{name}:weight", layer.weight)
+            y.register_hook(lambda dy: larger(f"{name}:grad_output", dy))
+
+        layer.register_forward_hook(saw)
+
+
+def leave_between(rank: int) -> None:
+    """Have rank 1 killed where it would join the gather of step LEAVES, to which it has agreed."""
+    from narrowgauge.session.ranks import ranks
+
+    changed: Any = ranks
+    changed.BEAT, changed.GONE = 0.5, GONE
+    launch = changed.Ranks._launch
+
+    def leaves(self: Any, mine: Any, *rest: Any) -> None:
+        if mine.step == LEAVES and rank == 1:
+            torch.cuda.synchronize() if torch.cuda.is_available() else time.sleep(1)  # earlier gathers have ended
+            os.kill(os.getpid(), signal.SIGKILL)
+        launch(self, mine, *rest)
+
+    changed.Ranks._launch = leaves
+
+
+def step_in_backward(model: nn.Module) -> None:
+    """Every weight has an optimizer of its own, which steps in the backward pass."""
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+
+
+def train(
+    model: nn.Module, width: int, device: torch.device, rank: int, steps: int, seconds: list[float], together: int = 0
+) -> None:
+    """So many steps, the first with a barrier behind each; how long each took."""
+    optimizer = (
+        None
+        if any(p._post_accumulate_grad_hooks for p in model.parameters())
+        else torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     draw = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         began = time.perf_counter()
         x = torch.randn(48 + 16 * rank, width, generator=draw).to(device)
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if len(seconds) < together:
+            dist.barrier()
         seconds.append(time.perf_counter() - began)
 
 
@@ -112,19 +173,23 @@ def main() -> None:
     atexit.register(lambda: (folder / f"started{rank}.json").write_text(json.dumps(started)))
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if case == "split":
+    if case in ("split", "backward"):
         model: nn.Module = Model().to(device)
-        if kind == "cuda":
+        if kind == "cuda" and case == "split":
             model.down.to("cuda:1")
+        if case == "backward":
+            step_in_backward(model)
         train(model, 64, device, rank, STEPS - 1, seconds)
         keep(model, seen)
         train(model, 64, device, rank, 1, seconds)
         torch.save(seen, folder / f"seen{rank}.pt")
         return
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    if case in ("late", "gone"):
+    if case in ("late", "gone", "between"):
         model = Model().to(device)
-        train(model, 64, device, rank, STEPS // 2, seconds)
+        if case == "between":
+            leave_between(rank)
+        train(model, 64, device, rank, STEPS // 2, seconds, together=LEAVES + 3 if case == "between" else 0)
         if rank == 1 and case == "gone":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
@@ -143,14 +208,17 @@ def main() -> None:
             model = plain
         else:
             model = nn.parallel.DistributedDataParallel(plain, device_ids=[rank] if kind == "cuda" else None)
-        width = 32 if case == "sites" else 64
+        width, largest = 32 if case == "sites" else 64, dict[str, float]()
+        if case == "amax":
+            keep_largest(plain, largest)
         train(model, width, device, rank, STEPS - 1, seconds)
+        (folder / f"largest{rank}.json").write_text(json.dumps(largest))
         if case != "sites":
             keep(plain, seen)
         train(model, width, device, rank, 1, seconds)
         torch.save(seen, folder / f"seen{rank}.pt")
     (folder / f"said{rank}.json").write_text(json.dumps(seconds))
-    if case in ("ddp", "fsdp2", "sites"):
+    if case in ("ddp", "fsdp2", "sites", "amax"):
         dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
 """Layers of TransformerEngine's that train side by side, for `gpu_check_te_switches`; knows nothing of narrowgauge.
 
-A layer is called RECIPE.KIND_CASE. Layers of a kind have the same weight and get the same input and the same gradient
-of their output; only their names tell them apart, which is what a file of settings can speak of. Nothing learns: the
-optimizer's rate is 0. What each made in each step is saved, and what BF16 products of the tensors, or of what their
-codes stand for, would be; an error of a layer is saved as words.
+A layer is called RECIPE.KIND_CASE. Layers of a kind, and of kinds whose names are equally long, have the same weight
+and get the same input and the same gradient of their output; only their names tell them apart, which is what a file of
+settings can speak of. Nothing learns: the optimizer's rate is 0. What each made in each step is saved, and what BF16
+products of the tensors, or of what their codes stand for, would be; an error of a layer is saved as words.
 
     python gpu_te_switched_program.py FOLDER
 """
@@ -30,10 +30,25 @@ RECIPES: dict[str, Any] = {
     "blockwise": recipes.Float8BlockScaling(),
     "none": None,
 }
+
+
+class Pair(nn.Module):
+    """What `LayerNormLinear` does, by two layers: the linear one is given the normed input rounded to BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = te.LayerNorm(WIDTH, **BF16), te.Linear(WIDTH, 2 * WIDTH, bias=False, **BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[ROWS, WIDTH] -> [ROWS, 2 WIDTH]."""
+        return self.linear(self.norm(x))
+
+
 KINDS: dict[str, Any] = {
     "linear": partial(te.Linear, WIDTH, 2 * WIDTH, bias=False, **BF16),
     "bias": partial(te.Linear, WIDTH, 2 * WIDTH, **BF16),
     "norm": partial(te.LayerNormLinear, WIDTH, 2 * WIDTH, bias=False, **BF16),
+    "pair": Pair,
     "mlp": partial(te.LayerNormMLP, WIDTH, 2 * WIDTH, bias=False, **BF16),
     "experts": partial(te.GroupedLinear, 2, WIDTH, 2 * WIDTH, bias=False, **BF16),
 }
@@ -42,6 +57,7 @@ CASES = {  # in the order of their calls: the first is high, so that another lay
     "linear": ("whole", "plain", "fprop", "dgrad", "wgrad", "backward", "operand", "codes"),
     "bias": ("whole", "plain", "wgrad"),
     "norm": ("whole", "plain", "fprop", "dgrad", "wgrad", "backward"),
+    "pair": ("plain",),
     "mlp": ("whole", "plain"),
     "experts": ("whole", "plain", "fprop", "dgrad", "wgrad", "codes"),
     "kept": ("whole", "plain", "fprop", "dgrad", "codes"),  # its FP8 weight, for a second microbatch

@@ -128,7 +128,8 @@ class Stepper:
         with torch.profiler.record_function("narrowgauge.optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        self.loss = loss.detach()
+        # the next graph of any variant takes the memory of this one's results
+        self.loss = loss.detach().clone() if self.mode == "cuda-graphs" else loss.detach()
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Random tokens and targets, each [B, T] int64, made on the device."""

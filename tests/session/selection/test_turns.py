@@ -29,14 +29,13 @@ def test_each_has_a_step_that_is_recorded_with_the_one_before_it():
     assert recorded("CG", 1, 6) == [1, 2, 3, 4, 5, 6]
 
 
-def test_one_that_is_silent_for_long_is_not_waited_for():
-    selection = Selection({}, 10)
-    found = []
-    for step in range(1, 41):
-        if selection.due(step):
-            found.append(step)
-        selection.turns.stepped({"A" if step < 8 else "B"})
-    assert found == [10, *range(11, 11 + MOST), 20, 30, 40]
+def test_one_that_has_stepped_once_is_waited_for_a_while():
+    assert recorded("BBBBBBBA" + "B" * 32, 10) == [10, *range(11, 11 + MOST), 20, 30, 40]
+
+
+def test_one_that_another_one_replaced_is_not_waited_for():
+    assert recorded("A" * 8 + "B" * 32, 10) == [10, 20, 30, 40]
+    assert recorded("A" * 12 + "B" * 28, 4) == [*range(4, 41, 4)]
 
 
 def test_a_range_of_steps_is_not_left():

@@ -5,7 +5,8 @@
     every 10                               x  +  +      10 is due; 11 and 12 are recorded because of the turns
 
 Each of them should have a step that is recorded together with the one before it: a generator is often called in the
-critic's turn, and has its gradient in its own. Where all optimizers step together, nothing is added.
+critic's turn, and has its gradient in its own. Where all optimizers step together, nothing is added; nor is one awaited
+that has been silent for longer than ever between two of its steps, as an optimizer that another one has replaced.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # the step that each optimizer stepped in
+        self._longest: dict[int, int] = {}  # steps from one of its steps to its next
         self._awaited: set[int] = set()
         self._step = self._until = 0
         self._before = self._now = False  # the step before was recorded; the open one is
@@ -28,7 +30,7 @@ class Turns:
         """Whether a step that begins is recorded, which is `due` or not."""
         self._before = self._now and step == self._step + 1
         if due:
-            self._last = {who: last for who, last in self._last.items() if step - last <= MOST}
+            self._last = {who: last for who, last in self._last.items() if step - last <= self._longest.get(who, MOST)}
             self._awaited = set(self._last) if len(self._last) > 1 else set()
             self._until = step + MOST
         self._step, self._now = step, due or (bool(self._awaited) and step <= self._until)
@@ -36,6 +38,9 @@ class Turns:
 
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""
-        self._last.update(dict.fromkeys(optimizers, self._step))
+        for who in optimizers:
+            if who in self._last:
+                self._longest[who] = min(MOST, max(self._longest.get(who, 1), self._step - self._last[who]))
+            self._last[who] = self._step
         if self._now and (self._before or self._awaited <= set(optimizers)):
             self._awaited -= set(optimizers)
