@@ -1,15 +1,17 @@
 """A step of CUDA graphs is the same step: its results stay what they were when other variants' graphs run."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch import nn
 
+import narrowgauge as ng
+from narrowgauge.bench import overhead
 from narrowgauge.bench.shapes import sized
 from narrowgauge.bench.variants import Stepper, Variant
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.filterwarnings("ignore"),
-]
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 VARIANTS = (Variant("bf16"), Variant("current", recipe="current"), Variant("rowwise", recipe="rowwise"))
 
 
@@ -24,7 +26,32 @@ def losses(mode, turns=5):
     return seen
 
 
+@cuda
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 def test_losses_are_those_of_ordinary_launches():
     found, want = losses("cuda-graphs"), losses("compiled")
     assert torch.tensor(found).sub(torch.tensor(want)).abs().max() < 1e-3
     assert len({tuple(row) for row in want}) == len(want)  # every step has a batch of its own
+
+
+def test_a_recorded_step_replays_nothing(tmp_path, monkeypatch):
+    told = []
+
+    @contextmanager
+    def launched():
+        told.append("launched")
+        yield
+
+    monkeypatch.setattr(overhead, "launched", launched)
+    model, _ = ng.convert(nn.Sequential(nn.Linear(32, 32)), "current")
+
+    def step():
+        told.append("step")
+
+    step.model = model
+    watched = overhead.Watched(step, every=2, folder=tmp_path / "run")
+    for _ in range(4):
+        watched()
+    watched.close()
+    assert told == ["step", "launched", "step", "step", "launched", "step"]

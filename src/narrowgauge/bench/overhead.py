@@ -3,14 +3,15 @@
     overhead = watched / unwatched - 1          every step, and every 10 steps (a mean over 10, one of them recorded)
 
 The watched model hands its tensors to a Collector that writes a run into a temporary folder, as `narrowgauge run` does.
-All three are models of their own and take turns; a sample is ten steps.
+All three are models of their own and take turns; a sample is ten steps. Of CUDA graphs a recorded step is launched
+kernel by kernel, as in a session.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from narrowgauge.bench.variants import Stepper, choose_variants, many_graphs
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.doors.compiled_graphs import launched
 
 BLOCK = 10
 EVERY = (1, 10)
@@ -42,8 +44,9 @@ class Watched:
     def __call__(self) -> None:
         """One training step, watched."""
         self.steps += 1
-        self.collector.begin_step(self.steps)
-        self.stepper()
+        recorded = self.collector.begin_step(self.steps)
+        with launched() if recorded else nullcontext():
+            self.stepper()
         self.collector.end_step()
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ notes.
 
 A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, and the next
 one uses the graphs again as they are. Where all that was compiled is older than the watch, nobody tells when it is
-called and returns: it stays compiled and is not seen inside.
+called and returns: it stays compiled and is not seen inside, but for layers that were converted, whose operators look
+themselves. So do those of a converted run, which stays compiled as well.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
+from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name
 from narrowgauge.session.sites.known import kind_of
@@ -153,8 +155,8 @@ class PlainSites:
         if not self._deaf:
             self._products.open()
             self._open.callback(self._products.close)
-        if eager and compiles:
-            self._open.enter_context(self._eagerly())
+        if compiles:
+            self._open.enter_context(self._eagerly() if eager else launched())
 
     def end(self) -> None:
         """It ended: no hook is left, and no parameter held."""

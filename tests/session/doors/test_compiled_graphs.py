@@ -1,0 +1,119 @@
+"""A recorded step of converted layers replays no CUDA graph that torch.compile has made."""
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+
+from narrowgauge.session.doors.compiled_graphs import launched
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+class Manager:
+    """As torch's; it asks itself before each call of a compiled function."""
+
+    def exceed_rerecord_limit(self, node_id, function_id):
+        return False
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Whether graphs are replayed now."""
+    trees = types.ModuleType("torch._inductor.cudagraph_trees")
+    trees.CUDAGraphTreeManager = type("Manager", (Manager,), dict(vars(Manager)))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    monkeypatch.setitem(sys.modules, "torch._inductor.compile_fx", types.ModuleType("compile_fx"))
+    return lambda: not trees.CUDAGraphTreeManager().exceed_rerecord_limit(None, 0)
+
+
+def test_meanwhile_nothing_is_replayed(graphs):
+    assert graphs()
+    with launched():
+        assert not graphs()
+        with launched():
+            assert not graphs()
+        assert not graphs()
+    assert graphs()
+
+
+def test_a_torch_without_them_is_left_alone(graphs, monkeypatch):
+    trees = sys.modules["torch._inductor.cudagraph_trees"]
+    del trees.CUDAGraphTreeManager
+    with launched():
+        assert not hasattr(trees, "CUDAGraphTreeManager")
+
+
+def test_where_nothing_can_be_captured_nothing_is_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)  # to import it is an error
+    with launched():
+        pass
+
+
+def test_torch_asks_before_it_replays():
+    trees = pytest.importorskip("torch._inductor.cudagraph_trees")
+    manager = trees.CUDAGraphTreeManager
+    assert list(inspect.signature(manager.exceed_rerecord_limit).parameters) == ["self", "node_id", "function_id"]
+    run = inspect.getsource(manager._run)
+    assert run.index("exceed_rerecord_limit") < run.index("execute_node")
+
+
+@pytest.mark.parametrize("recipe", ["current", ""])
+def test_only_recorded_steps_of_converted_layers_do_without(graphs, tmp_path, recipe):
+    seen = []
+    with followed(tmp_path, recipe=recipe or None, judge="current", every=2, compiling=True):
+        model = nn.Sequential(nn.Linear(32, 32))
+        torch.compile(lambda x: x, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            loss = model(torch.ones(4, 32)).sum()
+            seen.append(graphs())
+            loss.backward()
+            optimizer.step()
+            assert graphs()
+    assert seen == ([True, False, True, False] if recipe else [True] * 4)
+
+
+def rows(tmp_path, mode, every):
+    """Losses of a small converted model, and what was recorded of it."""
+    torch.manual_seed(0)
+    with followed(tmp_path, recipe="current", judge="current", every=every, compiling=True) as (session, writer):
+        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).cuda().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, mode=mode)
+        generator, losses = torch.Generator("cuda").manual_seed(1), []
+        for _ in range(9):
+            torch.compiler.cudagraph_mark_step_begin()
+            x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+            loss = (compiled(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    found = {}
+    for step, sites, columns in writer.tensors:
+        for at, site in enumerate(sites):
+            found[step, site] = {name: float(column[at]) for name, column in columns.items()}
+    return losses, found, session
+
+
+@cuda
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [1, 3])
+def test_layers_whose_steps_are_cuda_graphs_are_recorded_as_without(tmp_path, every):
+    losses, found, session = rows(tmp_path / "graphs", "reduce-overhead", every)
+    wanted_losses, wanted, _ = rows(tmp_path / "launches", None, every)
+    assert losses == wanted_losses
+    assert found.keys() == wanted.keys()
+    assert {step for step, _ in found} == set(range(every, 10, every))
+    assert {"0:input", "0:weight", "0:grad_output", "2:input"} <= {site for _, site in found}
+    for key, row in wanted.items():
+        assert found[key] == pytest.approx(row, nan_ok=True, rel=1e-6), key
+    assert session.hearing.notes == []
