@@ -24,6 +24,7 @@ BIN = Path(sys.executable).parent
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
 ROLES = ("input", "weight", "grad_output")
 OPTIONS = ("--out", "out", "--every", "1")
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # "cuda": the programs train on GPUs, one for each rank
 OURS = Path(narrowgauge.__file__).parents[1]
 # One count may differ by an element that lies on the very edge; sums are float32 there and float64 here.
 TOLERANCES = {
@@ -48,7 +49,8 @@ def environment(folder, **more):
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
         "TOKENIZERS_PARALLELISM": "false",
-        **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}),
+        **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() and DEVICE == "cpu" else {}),
+        "DEVICE": DEVICE,
         **more,
     }
 

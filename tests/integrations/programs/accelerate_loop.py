@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from text import pieces
+from text import pieces, place
 from torch import nn
 from torch.utils.data import DataLoader
 
 set_seed(0)
-accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=True)
+accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=place().type == "cpu")
 model = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)

@@ -8,7 +8,7 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_fp32_param
-from text import pieces
+from text import pieces, place
 from torch import nn
 
 # Its own collectives for CPUs are C++, compiled for minutes as a program first starts. These are those of gloo.
@@ -44,9 +44,10 @@ def length(tensors):
     return sum(x.square().sum() for x in tensors).sqrt()
 
 
-deepspeed.init_distributed("gloo")
+device = place()
+deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
 rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-data = pieces(count=16 * world)[rank::world].split(4)
+data = pieces(count=16 * world)[rank::world].to(device).split(4)
 models, engines, said = [], [], []
 for name in os.environ.get("STAGES", " ".join(STAGES)).split():
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from text import pieces
+from text import pieces, place
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 set_seed(0)
@@ -29,7 +29,7 @@ arguments = TrainingArguments(
     logging_steps=1,
     save_strategy="no",
     report_to="none",
-    use_cpu=True,
+    use_cpu=place().type == "cpu",
     torch_compile=compiled,
     torch_compile_backend="aot_eager" if compiled else None,
 )

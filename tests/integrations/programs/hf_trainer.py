@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from text import pieces
+from text import pieces, place
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -39,7 +39,7 @@ for model, checkpointing in ((llama, True), (gpt2, False)):
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=place().type == "cpu",
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     trainer.train()

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
-from text import pieces
+from text import pieces, place
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -45,7 +45,7 @@ warnings.simplefilter("ignore")
 L.seed_everything(0)
 model = Small()
 trainer = L.Trainer(
-    accelerator="cpu",
+    accelerator="cpu" if place().type == "cpu" else "gpu",
     devices=int(os.environ.get("DEVICES", "1")),
     strategy=os.environ.get("STRATEGY", "auto"),
     max_epochs=1,

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from text import pieces
+from text import pieces, place
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,25 +25,26 @@ class Attention(nn.Module):
         return scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
 
-torch.distributed.init_process_group("gloo")
+device = place()
+torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
 torch.manual_seed(0)
 config = TransformerConfig(
     num_layers=2,
     hidden_size=32,
     num_attention_heads=4,
-    use_cpu_initialization=True,
+    use_cpu_initialization=True,  # then the ranks have alike what they share
     tensor_model_parallel_size=2,
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
 layers = get_gpt_layer_local_spec()
 layers.submodules.self_attention.submodules.core_attention = Attention
-model = GPTModel(config, layers, vocab_size=128, max_sequence_length=32)
+model = GPTModel(config, layers, vocab_size=128, max_sequence_length=32).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 said, total = [], 0.0
-for number, tokens in enumerate(pieces(count=24).split(4)):
-    positions = torch.arange(31).expand(4, 31)
+for number, tokens in enumerate(pieces(count=24).to(device).split(4)):
+    positions = torch.arange(31, device=device).expand(4, 31)
     loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean() / 2
     loss.backward()
     total += loss.item()

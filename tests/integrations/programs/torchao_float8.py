@@ -1,22 +1,22 @@
-"""A model converted by torchao's float8, its products emulated."""
+"""A model converted by torchao's float8, its products emulated on a CPU."""
 
 import json
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from text import pieces
+from text import pieces, place
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+device = place()
 torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128))
-convert_to_float8_training(
-    model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda module, name: name != "3"
-)
+model = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128)).to(device)
+config = Float8LinearConfig(emulate=device.type == "cpu")
+convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "3")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 said = []
-for tokens in pieces(count=24).split(4):
+for tokens in pieces(count=24).to(device).split(4):
     loss = F.cross_entropy(model(tokens)[:, :-1].reshape(-1, 128), tokens[:, 1:].reshape(-1))
     loss.backward()
     optimizer.step()

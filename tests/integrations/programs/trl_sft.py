@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig
-from text import pieces
+from text import pieces, place
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
@@ -38,7 +38,7 @@ arguments = SFTConfig(
     max_length=32,
     save_strategy="no",
     report_to="none",
-    use_cpu=True,
+    use_cpu=place().type == "cpu",
     bf16=False,
 )
 trainer = SFTTrainer(
