@@ -1,4 +1,4 @@
-"""What recording a step costs where nobody converted anything: a Llama of nn.Linear, and torchao's copy of it.
+"""What recording a step costs of layers that are not ours: a Llama of nn.Linear, of torchao's, of TransformerEngine's.
 
     plain       a step that is not recorded: no hook is there
     recorded    every operand of every layer is read once more, and what FP8 would make of it counted
@@ -6,11 +6,13 @@
 
 The model is one and the same, and its steps take turns, so neither memory nor a drifting clock tilts them; medians. On
 a CPU the process's own time is taken, of all its threads, which a busy machine does not stretch; on a GPU the time
-between events around blocks of steps, in which the host waits for nothing.
+between events around blocks of steps, in which the host waits for nothing. A session begins and ends around its blocks,
+in turn with blocks without one.
 Limits that the project set itself: recording costs at most 30% of a recorded step on a CPU, and 10% on an H200.
 
-A kind is plain, torchao or torchao-rowwise; -bf16 behind it makes weights and all else BF16, instead of autocast over
-float32 weights; -compiled compiles the blocks, and then a recorded step runs without the graphs.
+A kind is plain, torchao, torchao-rowwise, te-current, te-delayed or te-blockwise; -bf16 behind it makes weights and all
+else BF16, instead of autocast over float32 weights; -compiled compiles the blocks, and then a recorded step runs
+without the graphs. TransformerEngine's are measured where it is installed.
 
     python -m benchmarks.bench_foreign_step [--rounds 12] [--kinds plain,torchao]
     python -m benchmarks.bench_foreign_step --device cuda --size 1b --rounds 3
@@ -25,6 +27,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +46,10 @@ from narrowgauge.session.sites.plain_sites import PlainSites
 
 KINDS = {
     "cpu": ("plain", "torchao", "torchao-rowwise"),
-    "cuda": ("plain", "plain-bf16", "plain-bf16-compiled", "torchao-bf16", "torchao-bf16-compiled"),
+    "cuda": (
+        *("plain", "plain-bf16", "plain-bf16-compiled", "torchao-bf16", "torchao-bf16-compiled"),
+        *("te-current-bf16", "te-delayed-bf16", "te-blockwise-bf16"),
+    ),
 }
 BLOCK = 4  # steps of a sample on a GPU
 
@@ -59,10 +66,31 @@ def made(plain: nn.Module, kind: str, emulate: bool) -> nn.Module:
         base = Float8LinearConfig.from_recipe_name("rowwise" if "rowwise" in words else "tensorwise")
         config = Float8LinearConfig(**{**vars(base), "emulate": emulate})
         model = convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != KEPT)
+    if words[0] == "te":
+        import transformer_engine.pytorch as te
+
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, nn.Linear) and name != KEPT:
+                own = te.Linear(layer.in_features, layer.out_features, bias=False, params_dtype=torch.bfloat16)
+                with torch.no_grad():
+                    own.weight.copy_(layer.weight)
+                model.set_submodule(name, own)
     if "compiled" in words:
         for block in model.blocks:
             block.compile()
     return model
+
+
+def in_fp8(kind: str) -> Callable[[], AbstractContextManager[object]]:
+    """What a program opens around its forward."""
+    words = kind.split("-")
+    if words[0] != "te":
+        return nullcontext
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    scaling = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "blockwise": "Float8BlockScaling"}
+    return partial(te.autocast, enabled=True, recipe=getattr(recipes, scaling[words[1]])())
 
 
 class Stepper:
@@ -71,7 +99,7 @@ class Stepper:
     def __init__(self, model: nn.Module, size: gpt.Size, device: torch.device, kind: str) -> None:
         self.model, self.size, self.device = model, size, device
         self.optimizer = gpt.make_optimizer(model, size.lr, device)
-        self.autocast = "bf16" not in kind
+        self.autocast, self.in_fp8 = "bf16" not in kind, in_fp8(kind)
         self.collector = Collector(RunWriter(tempfile.mkdtemp(), {}), every=1)
         compiled = "compiled" in kind
         self.sites = PlainSites("current", eager=True, training=lambda: True, compiles=lambda: compiled)
@@ -98,7 +126,9 @@ class Stepper:
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.autocast:
             return gpt.next_byte_loss(self.model, tokens, targets)
-        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
+        with self.in_fp8():
+            logits = self.model(tokens)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def on_cpu(stepper: Stepper, rounds: int) -> dict[str, list[float]]:
@@ -127,8 +157,11 @@ def on_gpu(stepper: Stepper, rounds: int) -> dict[str, Any]:
     stepper.collector.flush()
     spent, steps = stepper.collector.seconds - before[0], stepper.steps - before[1]
     row["own ms, by events"] = round(1e3 * spent / steps, 2)
-    with ng.watch(stepper.model, out=tempfile.mkdtemp(), every=1):
-        row["session"] = [interleave({"session": stepper.plain}, device, **settings)["session"].median]
+    row["session"], row["beside"] = [], []
+    for _ in range(rounds):
+        row["beside"].append(interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""].median)
+        with ng.watch(stepper.model, out=tempfile.mkdtemp(), every=1):
+            row["session"].append(interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""].median)
     return row
 
 
@@ -137,7 +170,7 @@ def measured(stepper: Stepper, rounds: int) -> dict[str, Any]:
     gpu = stepper.device.type == "cuda"
     found: dict[str, Any] = on_gpu(stepper, rounds) if gpu else on_cpu(stepper, rounds)
     stepper.collector.flush()
-    times = {name: found.pop(name) for name in ("plain", "recorded", "session") if name in found}
+    times = {name: found.pop(name) for name in ("plain", "recorded", "session", "beside") if name in found}
     medians = {name: statistics.median(some) for name, some in times.items()}
     least = {name: min(some) for name, some in times.items()}
     row = {
@@ -148,15 +181,15 @@ def measured(stepper: Stepper, rounds: int) -> dict[str, Any]:
     }
     if gpu:
         row["session ms"] = round(medians["session"], 2)
-        row["session, % of its step"] = _share(medians, "session")
+        row["session, % of its step"] = _share(medians, "session", "beside")
         row |= found
     else:
         row["the same, of the quickest steps"] = _share(least, "recorded")
     return {**row, "failures": stepper.collector.failures}
 
 
-def _share(milliseconds: dict[str, float], name: str) -> float:
-    return round(100 * (milliseconds[name] - milliseconds["plain"]) / milliseconds[name], 1)
+def _share(milliseconds: dict[str, float], name: str, plain: str = "plain") -> float:
+    return round(100 * (milliseconds[name] - milliseconds[plain]) / milliseconds[name], 1)
 
 
 def row_of(kind: str, plain: nn.Module, size: gpt.Size, device: torch.device, rounds: int) -> dict[str, Any]:
