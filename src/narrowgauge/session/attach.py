@@ -40,6 +40,7 @@ from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.steps.updates import Updates
+from narrowgauge.session.tensors.masters import copies_of
 
 __all__ = ["Session", "StopTraining"]
 
@@ -205,4 +206,4 @@ def not_found(session: Session) -> list[str]:
 
 def _trains(parameters: Sequence[Tensor], model: nn.Module | None) -> bool:
     own = set() if model is None else {id(p) for p in model.parameters()}
-    return any(id(p) in own for p in parameters)
+    return any(id(p) in own for p in parameters) or (model is not None and bool(copies_of(model, parameters)))

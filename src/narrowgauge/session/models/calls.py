@@ -57,7 +57,7 @@ class Calls:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers:
             return
-        if inside_backward() or not torch.is_grad_enabled() or not self._roots.owns_trained(module, self._optimizers):
+        if inside_backward() or not torch.is_grad_enabled() or not self._optimizers.owns(module):
             return
         self._followed(module, args)
 
@@ -166,7 +166,7 @@ class Calls:
         if not torch.is_grad_enabled():
             return None
         if isinstance(owner, nn.Module):
-            module = owner if self._roots.owns_trained(owner, self._optimizers) else None
+            module = owner if self._optimizers.owns(owner) else None
         else:
             module = self._roots.whole(self._optimizers) if not len(self._roots) else None
         return None if module is None or module in self._roots else self._take(module)

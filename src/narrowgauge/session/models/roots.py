@@ -86,11 +86,6 @@ class Roots:
         """How many models there were."""
         return self._taken
 
-    def owns_trained(self, module: nn.Module, optimizers: Trained) -> bool:
-        """Whether any of the module's parameters is in an optimizer."""
-        own = {id(p) for p in module.parameters()}
-        return bool(own) and not own.isdisjoint(optimizers.ids())
-
     def whole(self, optimizers: Trained) -> nn.Module | None:
         """The outermost module that holds most of what is trained, found without anybody calling it."""
         trained = optimizers.ids()

@@ -4,6 +4,8 @@
     opt.param_groups[0]["params"] = [flat]  ZeRO and Megatron's distributed optimizer lay them flat, cut them over the
                                             ranks, and put this rank's part in their place: a norm over it is a part
     [flat] with as many elements            laid flat and not cut: all of it
+    opt = AdamW(masters)                    made with copies in float32 (tensors/masters.py): the model that they are of
+                                            counts as trained, once it was told by its values
 
 Optimizers and parameters are held weakly, and told apart as objects: an optimizer need not be hashable.
 """
@@ -12,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.tensors.masters import copies_of
 from narrowgauge.session.tensors.sharded import is_distributed, lowest, mesh_size, shape_of
 
 
@@ -28,6 +31,8 @@ class Trained:
         self._known: dict[int, ReferenceType[Optimizer]] = {}  # by id, as what follows
         self._made: dict[int, dict[int, ReferenceType[Tensor]]] = {}
         self._elements: dict[int, int] = {}  # of what it was made with
+        self._copied: dict[int, ReferenceType[Tensor]] = {}  # parameters of models whose copies are trained
+        self._asked: WeakSet[nn.Module] = WeakSet()  # modules that are no such models
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         known = self._known.get(id(optimizer))
@@ -52,11 +57,25 @@ class Trained:
         self._made[number] = {id(p): ref(p) for p in made}
         self._elements[number] = sum(math.prod(shape_of(p)) for p in made)
         self._known[number] = ref(optimizer, gone)
+        self._asked.clear()
 
     def ids(self) -> set[int]:
         """The ids of all parameters that optimizers hold, or held when they were made."""
         found = {id(p) for optimizer in self for p in _parameters(optimizer)}
-        return found | {at for made in list(self._made.values()) for at, p in made.items() if p() is not None}
+        known = [self._copied, *self._made.values()]
+        return found | {at for made in known for at, p in made.items() if p() is not None}
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether any of the module's parameters is trained, itself or by a copy; the copies are looked for once."""
+        own, trained = {id(p) for p in module.parameters()}, self.ids()
+        if not own or not own.isdisjoint(trained):
+            return bool(own)
+        if module in self._asked:
+            return False
+        self._asked.add(module)
+        copied = copies_of(module, (p for optimizer in self for p in _parameters(optimizer)))
+        self._copied.update((id(p), ref(p)) for p in copied)
+        return bool(copied)
 
     def mesh(self) -> int | None:
         """The lowest rank of the largest mesh that anything of it lies on; None if nothing lies on one."""
