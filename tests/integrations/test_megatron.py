@@ -4,7 +4,9 @@ import pytest
 from tests.integrations.watched import check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
-WORKS = WorksWith("Megatron-Core", ("megatron-core",), "its `GPTModel`, tensor parallel 2, accumulation", ranks=2)
+WORKS = WorksWith(
+    "Megatron-Core", ("megatron-core",), "its `GPTModel` and backward, tensor parallel 2, accumulation", ranks=2
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 

@@ -12,7 +12,7 @@ and that cannot be done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -26,6 +26,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.doors.megatron import Megatron
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.family import Family
@@ -88,7 +89,11 @@ class Session:
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         self.graphs = Graphs(self.steps, self.updates, self.hearing)
         self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
-        self._engines = deepspeed.follow(self.seams, self.updates)
+        megatron = Megatron()
+        self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
+            *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers)
+        ]
+        self._open_doors()
         if self._compiled is not None:
             self._compiled.listener = self.calls
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
@@ -101,11 +106,16 @@ class Session:
     def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """A module got a submodule."""
         self.roots.family.registered(parent, child)
-        # An engine holds the model before it makes its optimizer, and may have been loaded only then.
-        self._engines = self._engines or deepspeed.follow(self.seams, self.updates)
+        self._open_doors()
+
+    def _open_doors(self) -> None:
+        """A library may be loaded late: an engine's not before it holds the model, an optimizer's as it makes one."""
+        if self._doors:
+            self._doors = [follow for follow in self._doors if not follow(self.seams, self.updates)]
 
     def optimizer_made(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
         """Its parameters are the ones being trained; it was `made_with` these if it has others by now."""
+        self._open_doors()
         made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with
         if self._only is not None and not _trains(made_with, self._only()):
             return

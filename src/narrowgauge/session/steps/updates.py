@@ -71,7 +71,7 @@ class Updates:
         self._multiplied(before, after, getattr(scaler, "_scale", None))
 
     @heard
-    def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | None]) -> None:
+    def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """An engine multiplied the loss by a scale of its own, if there is one."""
         self._multiplied(before, after, scale())
 
