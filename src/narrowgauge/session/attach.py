@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors import deepspeed
+from narrowgauge.session.doors import cuda_graphs, deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.megatron import Megatron
@@ -36,6 +36,7 @@ from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.sites.plain_sites import PlainSites
+from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.steps import Steps, StopTraining
@@ -87,11 +88,14 @@ class Session:
         self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
-        self.graphs = Graphs(self.steps, self.updates, self.hearing)
+        graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
+        self.graphs = Graphs(self.steps, self.updates, self.hearing, graphed)
         self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
+        cuda_graphs.follow(self.seams, self.graphs)
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
-            *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers)
+            *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers),
+            lambda seams, _: cuda_graphs.follow_transformer_engine(seams, self.graphs),
         ]
         self._open_doors()
         if self._compiled is not None:
@@ -159,6 +163,7 @@ class Session:
             self._compiled.close()
         self.plain.end()
         self.roots.leave()
+        self.graphs.callables.leave()
         self.ranks.forget()
 
     def facts(self) -> dict[str, Any]:

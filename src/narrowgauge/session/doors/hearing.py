@@ -36,6 +36,7 @@ class Hearing:
         self._ident = 0
         self._others = False
         self.waits = False  # the thread that trains has called `backward`, which has not returned
+        self.deaf = 0  # above 0: what the program does now is no training
         self._failed: dict[str, int] = {}
 
     def mine(self) -> bool:
@@ -43,6 +44,8 @@ class Hearing:
 
         The first to ask is the one that trains, until it ends.
         """
+        if self.deaf:
+            return False
         if threading.get_ident() == self._ident:
             return True
         if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then

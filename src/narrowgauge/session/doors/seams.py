@@ -12,7 +12,6 @@ Each seam is one function of torch's that every training program must pass: maki
     scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
     clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
     loaded    torch.utils.data's iterators                 how long the program waits for a batch
-    graphs    torch.cuda.CUDAGraph                         what is captured, and replayed without a call
     compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be (`compiled_calls`)
 
 A program may replace the same functions: whoever came last is outside, and closing takes nothing away from it. Ours
@@ -91,29 +90,17 @@ class HearsUpdates(Protocol):
         """A gradient scaler stepped, or skipped."""
 
 
-class HearsGraphs(Protocol):
-    """Hears of CUDA graphs."""
-
-    def capture_begins(self) -> None:
-        """A capture is about to begin."""
-
-    def capture_ended(self, graph: Any) -> None:
-        """It ended."""
+class HearsCaptures(Protocol):
+    """Hears of what is called while a CUDA graph is captured."""
 
     def backward_captured(self, loss: Any) -> None:
-        """`backward` was called in it."""
+        """`backward` was called."""
 
     def clip_captured(self, norm: Any, order: float) -> None:
-        """Gradients were clipped in it."""
+        """Gradients were clipped."""
 
     def step_captured(self, optimizer: Optimizer) -> None:
-        """An optimizer stepped in it."""
-
-    def replay_begins(self, graph: Any) -> None:
-        """A graph is about to be replayed."""
-
-    def replayed(self, graph: Any) -> None:
-        """It was."""
+        """An optimizer stepped."""
 
 
 class Seams:
@@ -124,14 +111,13 @@ class Seams:
         making: HearsMaking,
         calls: HearsCalls,
         updates: HearsUpdates,
-        graphs: HearsGraphs,
+        graphs: HearsCaptures,
         *,
         compiling: bool = False,
     ) -> None:
         self._undo = ExitStack()
         self._telling = True
         self._open(making, calls, updates, graphs, compiling)
-        self._open_graphs(graphs)
 
     def close(self) -> None:
         """Undo every replacement and hook, in reverse order; what the program has wrapped stays, and tells nobody."""
@@ -155,7 +141,7 @@ class Seams:
         self._undo.callback(undo)
 
     def _open(
-        self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, graphs: HearsGraphs, compiling: bool
+        self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, graphs: HearsCaptures, compiling: bool
     ) -> None:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
             def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -282,33 +268,6 @@ class Seams:
         for handle in handles:
             self._undo.callback(handle.remove)
         self._undo.callback(hear_steps(step_ended, step_begins))
-
-    def _open_graphs(self, graphs: HearsGraphs) -> None:
-        def capture_begin(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> None:
-                graphs.capture_begins()
-                original(*args, **kwargs)
-
-            return run
-
-        def capture_end(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(graph: Any) -> None:
-                original(graph)
-                graphs.capture_ended(graph)
-
-            return run
-
-        def replay(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(graph: Any) -> None:
-                graphs.replay_begins(graph)
-                original(graph)
-                graphs.replayed(graph)
-
-            return run
-
-        self.replace(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
-        self.replace(torch.cuda.CUDAGraph, "capture_end", capture_end)
-        self.replace(torch.cuda.CUDAGraph, "replay", replay)
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -24,6 +24,7 @@ class Root:
         self._dtype = dtype
         self._entered: ExitStack | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
+        self._around: tuple[Callable[..., None], Callable[..., None]] | None = None
 
     def belongs_to(self, model: nn.Module) -> None:
         """The whole that the root is of."""
@@ -58,6 +59,14 @@ class Root:
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             ended(self, output, missed)
 
+        self._around = before, after
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Undo `leave`."""
+        if not self.alive or self._around is None:
+            return
+        before, after = self._around
         self._hooks = (
             self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             self.module.register_forward_hook(after, with_kwargs=True, always_call=True),

@@ -13,7 +13,8 @@ names of the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -127,6 +128,18 @@ class Roots:
         self._roots[at] = root
         self._device = self._device or str(root.device)
         return root
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """Meanwhile no root has a hook of ours."""
+        roots = list(self._roots.values())
+        for root in roots:
+            root.leave()
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.come_back()
 
     def _left(self, at: int, root: Root) -> None:
         if self._roots.get(at) is root:  # and not another's, at the same address

@@ -7,11 +7,13 @@
                                             from where they lie, its learning rates read from the optimizer
 
 A graph without an optimizer's step (a forward, a backward, what torch.compile captures) is a part of a step that Python
-makes as always. What is replayed calls nobody: tensors of layers are not seen in it, which the run says.
+makes as always. What is replayed calls nobody: tensors of layers are not seen in it, which the run says. Those of
+modules that `make_graphed_callables` made are: graphed.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.updates import Updates, learning_rates
 
@@ -40,8 +43,8 @@ class Captured:
 class Graphs:
     """Follows the captures and replays of one program."""
 
-    def __init__(self, steps: Steps, updates: Updates, hearing: Hearing) -> None:
-        self._steps, self._updates, self.hearing = steps, updates, hearing
+    def __init__(self, steps: Steps, updates: Updates, hearing: Hearing, callables: Graphed) -> None:
+        self._steps, self._updates, self.hearing, self.callables = steps, updates, hearing, callables
         self._open: Captured | None = None
         self._known: WeakKeyDictionary[Any, Captured] = WeakKeyDictionary()
         self._replayed = False
@@ -55,6 +58,10 @@ class Graphs:
             "The program replays its steps as CUDA graphs: of these steps the loss, learning rates, time, the weights' "
             "norm and update and the norm of its own clipping are recorded, and no tensors of layers."
         ]
+
+    def graphed(self, callables: Any, make: Callable[[], Any]) -> Any:
+        """Modules or functions are graphed."""
+        return self.callables.make(callables, make)
 
     @heard
     def capture_begins(self) -> None:
