@@ -26,6 +26,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import cuda_graphs, deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.doors.leaving import leave_models_clean
 from narrowgauge.session.doors.megatron import Megatron
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.calls import Calls
@@ -91,6 +92,7 @@ class Session:
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
         self.graphs = Graphs(self.steps, self.updates, self.hearing, graphed)
         self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
+        leave_models_clean(self.seams)
         cuda_graphs.follow(self.seams, self.graphs)
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open

@@ -3,7 +3,8 @@
     thread   the one that trains; another takes its place only when it has ended. What else trains meanwhile is told
     backward on a GPU, torch runs it in threads of its own, for the one that called it and waits
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
-    unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers
+    unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers;
+             what is done to one while torch.jit traces is done again whenever the traced graph runs
     errors   the program goes on; the run says what is missing
 
 Two errors pass, because they must end the program: a conversion that was asked for and cannot be done, and the step
@@ -115,5 +116,12 @@ def capturing() -> bool:
 
 
 def unreal() -> bool:
-    """Whether tensors are none here that could be looked at later: in a transform of torch.func, or a fake mode."""
-    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
+    """Whether tensors are none here that could be looked at later, or looking would be written into a graph.
+
+    In a transform of torch.func, in a fake mode, in torch.jit.trace.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(_FAKE) is not None
+        or torch._C._get_tracing_state() is not None
+    )

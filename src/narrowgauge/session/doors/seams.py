@@ -126,7 +126,7 @@ class Seams:
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `make(original)` in the place of `owner.name` until closed."""
-        original = getattr(owner, name)
+        original, own = getattr(owner, name), name in vars(owner)
         ours = make(original)
 
         @functools.wraps(original)
@@ -134,8 +134,12 @@ class Seams:
             return (ours if self._telling else original)(*args, **kwargs)
 
         def undo() -> None:
-            if getattr(owner, name) is seam:
+            if getattr(owner, name) is not seam:
+                return
+            if own:
                 setattr(owner, name, original)
+            else:  # it was inherited
+                delattr(owner, name)
 
         setattr(owner, name, seam)
         self._undo.callback(undo)

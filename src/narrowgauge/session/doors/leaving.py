@@ -1,0 +1,87 @@
+"""What leaves a program's models while they are watched has nothing of ours in it: copies, files, scripts.
+
+    copy.deepcopy, torch.save, a process that is given a model    nn.Module.__reduce_ex__ leaves out our hooks
+    torch.jit.script                                              would compile them: they are aside meanwhile
+
+Hooks that are objects of ours say themselves what a copy has in their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.session.doors.seams import Seams
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_SAID_OF_THEM = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def leave_models_clean(seams: Seams) -> None:
+    """Until the seams are closed, what leaves a model has no hook of ours."""
+    seams.replace(nn.Module, "__reduce_ex__", _reducing)
+    scripting = getattr(torch.jit, "_recursive", None)
+    if hasattr(scripting, "create_script_module"):
+        seams.replace(scripting, "create_script_module", _scripting)
+
+
+def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(module: nn.Module, protocol: Any) -> Any:
+        reduced = original(module, protocol)
+        return tuple(map(_clean, reduced)) if isinstance(reduced, tuple) else reduced
+
+    return run
+
+
+def _scripting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _aside(module):
+            return original(module, *args, **kwargs)
+
+    return run
+
+
+def _clean(part: Any) -> Any:
+    """A part of what `__reduce_ex__` gave; a module's dict may be the state, or lie in it or among the arguments."""
+    if type(part) is tuple:
+        return tuple(map(_clean, part))
+    if not isinstance(part, dict) or not any(part.get(name) for name in _HOOKS):
+        return part
+    ours = {at for name in _HOOKS for at, hook in (part.get(name) or {}).items() if _is_ours(hook)}
+    return part if not ours else {**part, **_without(part, ours)}
+
+
+def _without(state: dict[str, Any], ours: set[int]) -> dict[str, Any]:
+    found = [name for name in (*_HOOKS, *_SAID_OF_THEM) if name in state]
+    return {name: OrderedDict((at, hook) for at, hook in state[name].items() if at not in ours) for name in found}
+
+
+@contextmanager
+def _aside(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model's modules have no hook of ours."""
+    kept: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            state = vars(module)
+            clean = _clean(state)
+            if clean is not state:
+                changed = (*_HOOKS, *_SAID_OF_THEM)
+                kept.append((module, {name: state[name] for name in changed if name in state}))
+                state.update({name: clean[name] for name in changed if name in state})
+        yield
+    finally:
+        for module, before in kept:
+            vars(module).update(before)
+
+
+def _is_ours(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return inspect.isroutine(hook) and str(getattr(hook, "__module__", "")).startswith("narrowgauge.session.")
