@@ -77,6 +77,25 @@ def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
     assert float(evals.take()) == 9.0
 
 
+def test_a_loss_in_a_graph_is_no_break_of_it():
+    def evaluate(x):
+        return F.mse_loss(x * 2, torch.ones(3)) + F.cross_entropy(x[None], torch.tensor([1]))
+
+    torch.compile(F.relu, backend="eager")(torch.ones(3))  # dynamo has noted by now which functions are torch's
+    seams, evals = Seams(Deaf(), Deaf(), Deaf(), Deaf(), compiling=True), EvalLosses()
+    evals.watch(seams)
+    try:
+        torch._dynamo.reset()
+        compiled = torch.compile(evaluate, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            found = compiled(torch.ones(3))
+            assert evals.take() is None
+            assert torch.equal(found, evaluate(torch.ones(3)))
+        assert evals.take() is not None
+    finally:
+        seams.close()
+
+
 def test_closing_the_seams_leaves_torch_as_it_was():
     before = (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__)
     seams = Seams(Deaf(), Deaf(), Deaf(), Deaf())

@@ -62,6 +62,8 @@ class EvalLosses:
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             loss = original(*args, **kwargs)
+            if torch.compiler.is_compiling():  # a look from inside would break the graph
+                return loss
             if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and self._mine():
                 self._add(loss)
             return loss
