@@ -266,6 +266,21 @@ def test_converting_twice_is_refused(gpt):
     assert model.blocks[0].up._fp8.recipe.name == "delayed"
 
 
+def test_what_a_model_shares_with_a_converted_one_stays_as_it_is(gpt):
+    first, second = gpt(), gpt()
+    second.blocks[0] = first.blocks[0]
+    _, whole = convert(first, "delayed")
+    shared, own = first.blocks[0].up._fp8, second.blocks[1].up
+    model, report = convert(second, "current", beside=True)
+    assert model.blocks[0].up._fp8 is shared
+    assert own._fp8.recipe.name == "current"
+    assert own._fp8.clock is not shared.clock
+    names = [row.name for row in whole.rows if row.recipe]
+    assert [row.name for row in report.rows if row.recipe] == [n for n in names if not n.startswith("blocks.0.")]
+    with pytest.raises(ConversionError, match=r"Sequential has no linear layer to convert"):
+        convert(nn.Sequential(first.blocks[0].up), "current", beside=True)
+
+
 def test_unknown_words_name_the_nearest(gpt):
     with pytest.raises(RecipeError, match=r"did you mean 'delayed'\?"):
         convert(gpt(), "delaid")

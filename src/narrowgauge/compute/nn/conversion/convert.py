@@ -51,6 +51,7 @@ def convert(
     save_codes: bool = False,
     high: Sequence[Switch | Mapping[str, Any]] = (),
     reduce_amax: bool | Any = True,
+    beside: bool = False,
 ) -> tuple[Model, ConversionReport]:
     """Convert the linear layers of `model` to FP8 in place; return the same model and what was done.
 
@@ -75,10 +76,13 @@ def convert(
     one collective per step; False from each rank's own. A `ProcessGroup` says who they are where nothing else does:
     all its ranks must step together.
 
+    `beside` is for a model that shares layers with one that was converted before (two towers, actor and critic): those
+    stay as they are, and are not in the report.
+
     Raises ConversionError when a rule, `skip`, `only` or `high` matches nothing, when no layer is eligible, and when
-    the model is already converted (call `revert` first: converting over it would drop its scaling state), for
-    `tokens` below 1 or without `skip_slow`, and for a `reduce_amax` that is no group; RecipeError for an unknown
-    recipe. After an error the model is as it was.
+    the model is already converted (call `revert` first: converting over it would drop its scaling state; or see
+    `beside`), for `tokens` below 1 or without `skip_slow`, and for a `reduce_amax` that is no group; RecipeError for an
+    unknown recipe. After an error the model is as it was.
     """
     request = Request(
         recipe=resolve(recipe),
@@ -99,6 +103,8 @@ def convert(
         )
     slow = SlowLayers(skip_slow, tokens) if skip_slow else None
     layers = survey(model)
+    if beside:
+        layers = [layer for layer in layers if not isinstance(layer.module, Fp8Linear)]
     _refuse_converted(layers)
     wrapped = is_wrapper(model)
     modules = [clean(name, wrapped=wrapped) for name, _ in model.named_modules(remove_duplicate=False)]
