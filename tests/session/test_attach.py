@@ -248,6 +248,74 @@ def test_layers_of_two_models_keep_apart(tmp_path):
     assert any("Sequential1.0:weight" in sites for _, sites, _ in writer.tensors)
 
 
+ACTOR_AND_CRITIC = """
+import torch
+from torch import nn
+torch.manual_seed(3)
+trunk, actor, critic = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 48)
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.out = trunk, actor
+    def forward(self, x):
+        return self.out(self.trunk(x).relu())
+class Critic(Actor):
+    def __init__(self):
+        super().__init__()
+        self.out = critic
+policy, value = Actor(), Critic()
+optimizer = torch.optim.Adam({*policy.parameters(), *value.parameters()})
+x = torch.randn(16, 16)
+for step in range(3):
+    (policy(x).square().mean() + value(x).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_a_model_that_shares_layers_with_another_shows_its_own(tmp_path, recipe):
+    session, writer = follow(tmp_path, ACTOR_AND_CRITIC, recipe=recipe, every=1, judge="current", compiling=True)
+    for step in (1, 2, 3):
+        seen = [site for at, sites, _ in writer.tensors for site in sites if at == step]
+        operands = {site for site in seen if site.endswith((":input", ":weight", ":grad_output"))}
+        names = ("trunk", "out", "Critic.out")
+        wanted = {f"{name}:{role}" for name in names for role in ("input", "weight", "grad_output")}
+        # A model is heard from its second call on, where nothing of it was converted: its root was just found.
+        assert operands == wanted if step > 1 else operands <= wanted
+        assert len(seen) == len(set(seen))
+    facts = session.facts()
+    assert (facts["models"], facts["parameters"]) == (2, sum(n * k + n for n, k in [(32, 16), (16, 32), (48, 32)]))
+    assert [(row["name"], row["recipe"]) for row in facts["conversion"]] == (
+        [(name, recipe) for name in ("trunk", "out", "Critic.out")] if recipe else []
+    )
+    assert facts["notes"] == ["No torch DataLoader was seen: how long the program waits for its data is not known."]
+
+
+SPECTRAL = """
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+torch.manual_seed(3)
+model = nn.Sequential(spectral_norm(nn.Linear(16, 32)), nn.ReLU(), spectral_norm(nn.Linear(32, 16)), nn.Linear(16, 16))
+optimizer = torch.optim.Adam(model.parameters())
+losses = []
+for step in range(3):
+    loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+
+def test_a_weight_that_is_computed_is_not_looked_at_in_passing(tmp_path):
+    alone = {}
+    exec(compile(SPECTRAL, "spectral", "exec"), alone)
+    _, writer = follow(tmp_path, SPECTRAL, every=2, judge="current", compiling=True)
+    assert list(writer.column("loss").values()) == alone["losses"]
+
+
 def test_what_a_model_made_is_no_data(tmp_path):
     _, a = follow(tmp_path, programs.GAN)
     _, b = follow(tmp_path, programs.GAN, noise=1e-3)

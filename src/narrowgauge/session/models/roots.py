@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.compute.nn import ConversionReport, convert, revert, set_observer
+from narrowgauge.compute.nn import ConversionReport, convert, revert
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
@@ -108,17 +108,17 @@ class Roots:
         trained = optimizers.ids()
         model = unwrapped(self.family.model_of(module, trained))
         root.belongs_to(model)
-        if self._add(model):  # a part of it is a model already, and converted
-            return root
-        self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
-        self._watch_dtype(model)
-        if self._plan.noise:
-            perturb(model, self._plan.noise, self._plan.seed)
+        shares = self._add(model)
+        if not shares:
+            self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
+            self._watch_dtype(model)
+            if self._plan.noise:
+                perturb(model, self._plan.noise, self._plan.seed)
         kinds = [known.kind for known in self._models]
         prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
         self._copied[prefix] = copied_by((module, *model.modules()))
         self._switch(model, module, prefix)
-        self._convert(model, trained, prefix)
+        self._convert(model, trained, prefix, shares)
         self._plain.add(model, self._recorder.under(prefix))
         return root
 
@@ -146,7 +146,7 @@ class Roots:
             del self._roots[at]
 
     def _add(self, model: nn.Module) -> bool:
-        """Keep a model in mind; whether parts of it are known as models already."""
+        """Keep a model in mind; whether it shares parts with one that is known: two towers, actor and critic."""
         new = Model(model, self._models.remove)
         known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
         counted = {at for other in self._models for at in other.parameters()}
@@ -155,12 +155,14 @@ class Roots:
         self._taken += 1
         return known
 
-    def _convert(self, model: nn.Module, trained: set[int], prefix: str) -> None:
+    def _convert(self, model: nn.Module, trained: set[int], prefix: str, shares: bool) -> None:
         if self._plan.recipe is None and not self._plan.rehearse:
             self._hear(model, prefix)
             return
+        if shares and not any(isinstance(m, nn.Linear) and not isinstance(m, Fp8Linear) for m in model.modules()):
+            return  # a wrapper, say
         try:
-            report = self._converted(model)
+            report = self._converted(model, beside=shares)
         except ConversionError as refusal:
             self._refusals.append(refusal)
             seen = {at for known in self._models for at in known.parameters()}
@@ -193,7 +195,7 @@ class Roots:
     def _hear(self, model: nn.Module, prefix: str) -> None:
         """Look at the layers that the program itself converted, unless somebody does already."""
         observers = [module._fp8.observer for module in model.modules() if isinstance(module, Fp8Linear)]
-        if any(observer is not None for observer in observers):
+        if any(observer is not None and not self._is_ours(observer) for observer in observers):
             self.notes.append(
                 "The program watches the layers that it converted by an observer of its own; their tensors are not "
                 "recorded here."
@@ -202,19 +204,21 @@ class Roots:
             self._observe(model, prefix)
 
     def _observe(self, model: nn.Module, prefix: str) -> None:
-        set_observer(model, self._recorder.under(prefix))
         states = [module._fp8 for module in model.modules() if isinstance(module, Fp8Linear)]
-        self._layers.update({prefix + state.name: state for state in states})
+        for state in states:
+            if state.observer is None:  # or else it is a layer of another model, too, and has its name from there
+                state.observer = self._recorder.under(prefix)
+                self._layers[prefix + state.name] = state
 
-    def _converted(self, model: nn.Module) -> ConversionReport:
+    def _converted(self, model: nn.Module, *, beside: bool) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
         if self._plan.recipe is not None:
             left = {"high": self._kept[-1].tables} if self._kept else {}  # those that speak of others are met
-            return convert(model, by_name(self._plan.recipe), **{**self._plan.convert, **left})[1]
+            return convert(model, by_name(self._plan.recipe), **{**self._plan.convert, **left}, beside=beside)[1]
         refusals: dict[str, ConversionError] = {}
         for name in self._plan.rehearse:
             try:
-                report = convert(model, by_name(name), **self._plan.convert)[1]
+                report = convert(model, by_name(name), **self._plan.convert, beside=beside)[1]
             except ConversionError as refusal:
                 refusals[str(refusal)] = refusal
                 continue
@@ -272,8 +276,12 @@ class Roots:
         if linear is None:
             return
         if self._plan.compiling:  # a hook that comes and goes would have graphs compiled again: what should run
-            device = linear.weight.device.type
-            expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
+            # Not `linear.weight`: a parametrization computes it at each look, and spectral norm moves on as it does.
+            weight = next(linear.parameters(), None)
+            if weight is None:
+                return
+            device = weight.device.type
+            expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
             self._linear_dtype = str(expected).removeprefix("torch.")
             return
 

@@ -97,14 +97,15 @@ class PlainSites:
         self._running = threading.local()
 
     def add(self, model: nn.Module, observer: Observer) -> int:
-        """Take in the layers of a model; how many of them are of a known kind."""
+        """Take in the layers of a model; how many of them are of a known kind, and no model's that was taken before."""
         if self.shown.recipe is None:
             return 0
         self._census.add(model, observer)
+        taken = {id(layer.module) for layer in self._layers}
         found = [
             Layer(plain_name(name), ref(module), kind, observer)
             for name, module in model.named_modules()
-            if (kind := kind_of(module)) is not None
+            if id(module) not in taken and (kind := kind_of(module)) is not None
         ]
         self._layers += found
         return len(found)
