@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -366,20 +367,21 @@ import os, signal, sys, time
 def end(*_):
     os.write(1, b"ended by hand\\n")  # print may still be busy with what is below
     sys.exit(5)
-signal.signal(signal.SIGTERM, end)
+signal.signal(getattr(signal, sys.argv[1]), end)
 print("ready", flush=True)
 time.sleep(100)
 """
 
 
-def test_a_signal_to_us_reaches_the_program_which_ends_as_it_likes(tmp_path):
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_us_reaches_the_program_which_ends_as_it_likes(tmp_path, sent):
     (tmp_path / "train.py").write_text(TERMINATED)
-    command = [*NARROWGAUGE, "run", "--out", "out", "--", "train.py"]
+    command = [*NARROWGAUGE, "run", "--out", "out", "--", "train.py", sent]
     parent = subprocess.Popen(
         command, cwd=tmp_path, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert parent.stdout.readline() == "ready\n"
-    parent.terminate()
+    parent.send_signal(getattr(signal, sent))
     out, _ = parent.communicate(timeout=60)
     assert (out, parent.returncode) == ("ended by hand\n", 5)
 

@@ -23,7 +23,10 @@ from narrowgauge.session.steps import status
 
 OUTPUT_FILE = "output.log"
 INJECTED = Path(inject.__file__).parent
-PASSED_ON = (signal.SIGTERM,)
+# Those that schedulers send to the process that they started: to stop, to save and be queued again.
+PASSED_ON = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
 POLL = 0.1  # seconds
 LAST_LINES = 12
 
