@@ -47,6 +47,19 @@ def test_a_large_tensor_s_norm_is_as_sure_as_a_small_one_s(dtype):
         assert float(found.total) == pytest.approx(want, rel=2e-4)
 
 
+def test_both_parts_of_complex_numbers_count(tmp_path):
+    w = nn.Parameter(torch.tensor([3 + 4j, 12j]))
+    assert float(Parts([w.detach().conj(), torch.ones(2)]).squares().total) == pytest.approx(25 + 144 + 2)
+    with followed(tmp_path, every=1) as (session, writer):
+        optimizer = torch.optim.SGD([w, nn.Parameter(torch.ones(2))], lr=0.5)
+        (w * w.conj()).real.sum().backward()  # its gradient is 2 w
+        optimizer.step()
+    assert writer.scalars[1]["grad_norm"] == pytest.approx(26.0)
+    assert writer.scalars[1]["param_norm"] == pytest.approx(math.sqrt(171))
+    assert writer.scalars[1]["update_ratio"] == pytest.approx(13 / math.sqrt(171))
+    assert session.hearing.notes == []
+
+
 def test_sparse_and_empty_tensors_are_left_out():
     assert Parts([torch.ones(3).to_sparse(), torch.ones(0)]).squares() is None
     assert float(Parts([torch.ones(3).to_sparse(), torch.ones(2)]).squares().total) == pytest.approx(2.0)

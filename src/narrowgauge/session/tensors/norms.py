@@ -62,7 +62,7 @@ class Parts:
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue
-            self.here.append(held.tensor)
+            self.here.append(_real(held.tensor))
             mesh = 1 if type(x) in PLAIN else mesh_size(x)
             self.copies.append(held.copies * (ranks // mesh))
             sharded = getattr(owner, "_fsdp_flattened", False)  # FSDP1 marks what it sharded
@@ -93,6 +93,11 @@ def squares(
     if any(factor != 1.0 for factor in factors):
         norms = torch._foreach_mul(norms, factors)
     return Squares(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), partial)
+
+
+def _real(x: Tensor) -> Tensor:
+    """x; of complex numbers both parts, side by side."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _pieces(x: Tensor) -> list[Tensor]:
