@@ -13,6 +13,7 @@ from torch import nn
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.session.attach import Session, StopTraining
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.tensors.batches import Batches
 
 
 def follow(tmp_path, program, *args, **plan):
@@ -169,7 +170,23 @@ def test_a_scaler_s_loss_is_unscaled_and_its_skipped_step_counts_as_one(tmp_path
     assert session.updates.skipped == 1
     assert writer.column("skipped") == {3: 1.0}
     assert writer.column("loss_scale")[1] == 4.0
+    assert writer.column("lr") == dict.fromkeys(range(1, 7), 0.01)
     assert writer.column("loss")[1] == pytest.approx(float(writer.column("loss")[2]), rel=0.2)
+
+
+def test_a_mask_that_a_part_is_given_counts_no_tokens(tmp_path):
+    masked = """class Masked(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x) * mask[:, None]
+class Model"""
+    program = programs.METHOD.replace("class Model", masked).replace("nn.Linear(32, 32)", "Masked(32, 32)")
+    program = program.replace("self.up(self.embed(x))", "self.up(self.embed(x), mask=x > 9)")
+    _, writer = follow(tmp_path, program, compiling=True)
+    assert writer.column("tokens") == dict.fromkeys(range(1, 7), 8)
+
+
+def test_what_has_only_a_mask_is_counted_by_its_samples():
+    assert Batches().see(torch.ones(4, 16) > 0) == 4
 
 
 TEACHER = """

@@ -173,6 +173,8 @@ class Updates:
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         """A gradient scaler's step returned; if the optimizer did not move, it skipped."""
         if not self._steps.made:
+            if self._steps.line is not None:
+                learning_rates(self._steps.line, optimizer)
             self._skipped()
 
     @heard

@@ -49,10 +49,12 @@ class Batches:
         self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
         tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
         self.digest = chain(tensors, self.digest)
+        if any(x.dtype != torch.bool for x in found):  # or else a mask, which tells of no tokens of its own
+            tensors = [x for x in tensors if x.dtype != torch.bool]
         batched = [x for x in tensors if x.dim()]
         if before:
             return 0
-        ids = next((x for x in batched if not x.is_floating_point()), None)
+        ids = next((x for x in batched if not x.is_floating_point() and x.dtype != torch.bool), None)
         return ids.numel() if ids is not None else batched[0].shape[0] if batched else len(tensors[:1])
 
     def made(self, output: Any) -> None:
