@@ -211,7 +211,9 @@ def test_a_compilers_workers_open_no_run(tmp_path):
 def test_what_never_trains_is_told_and_keeps_its_code(tmp_path, code):
     done = run(tmp_path, "train.py", script=f"import sys\nprint('hello')\nsys.exit({code})\n")
     assert (done.returncode, done.stdout) == (code, "hello\n")
-    assert "nothing was watched: no Python process below this command made a torch.optim optimizer" in done.stderr
+    told = "narrowgauge: nothing was watched: no Python process below this command made a torch.optim optimizer"
+    assert done.stderr.startswith(told + (" before the command ended (exit code 7).\n" if code else ". A program that"))
+    assert (tmp_path / "out").exists() is (code == 0)  # what failed is tried again, with the same --out
 
 
 def test_an_error_looks_as_without_us(warm_python, tmp_path):

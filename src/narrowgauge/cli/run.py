@@ -59,7 +59,9 @@ def run_command(
         click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
     for missing in not_found(folder):
         click.echo(f"narrowgauge: {missing}", err=True)
-    click.echo(f"narrowgauge: {what_came_of_it(folder)}", err=True)
+    click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)
+    if code:
+        discard(folder)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)
 
 
@@ -70,11 +72,26 @@ def not_found(folder: Path) -> list[str]:
     return []
 
 
-def what_came_of_it(folder: Path) -> str:
+def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
     if (folder / "run.json").exists():
         return f"the run is in {folder}"
+    nothing = "nothing was watched: no Python process below this command made a torch.optim optimizer"
+    if code:
+        from narrowgauge.session.process.launch import describe_code
+
+        return f"{nothing} before the command ended ({describe_code(code)})."
     return (
-        "nothing was watched: no Python process below this command made a torch.optim optimizer. A program that starts "
-        "Python with -I, -E or -S, or in a container or on another machine, cannot be followed from here."
+        f"{nothing}. A program that starts Python with -I, -E or -S, or in a container or on another machine, cannot "
+        "be followed from here."
     )
+
+
+def discard(folder: Path) -> None:
+    """Leave nothing of a command that failed before anything was recorded: it is tried again, with the same --out."""
+    from narrowgauge.session.plan import PLAN_FILE
+
+    with contextlib.suppress(OSError):
+        if [entry.name for entry in folder.iterdir()] == [PLAN_FILE]:
+            (folder / PLAN_FILE).unlink()
+            folder.rmdir()

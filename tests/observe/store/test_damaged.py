@@ -41,7 +41,7 @@ def test_a_file(tmp_path):
 
 
 def test_an_empty_folder(tmp_path):
-    with pytest.raises(RunError, match=r"is empty, so it is not a run. Expected a folder that a RunWriter wrote"):
+    with pytest.raises(RunError, match=r"is empty, so it is not a run. Expected the folder of a run that was recorded"):
         open_run(tmp_path)
 
 

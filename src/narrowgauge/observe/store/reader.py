@@ -62,7 +62,7 @@ def _manifest(folder: Path) -> manifests.Manifest:
     if inside:
         raise RunError(f"{folder} is not a run but holds runs: {', '.join(inside)}. Open one of those.")
     what = "is empty" if not any(folder.iterdir()) else "holds no run.json"
-    raise RunError(f"{folder} {what}, so it is not a run. Expected a folder that a RunWriter wrote.")
+    raise RunError(f"{folder} {what}, so it is not a run. Expected the folder of a run that was recorded.")
 
 
 class Run:
