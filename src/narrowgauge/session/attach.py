@@ -212,7 +212,9 @@ def not_found(session: Session) -> list[str]:
         found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
     elif not steps:
         found.append("No step was seen: no torch.optim optimizer stepped.")
-    if steps and not session.roots.taken:
+    if steps and not session.roots.taken and session.calls.scripted:
+        found.append("No model was found: what is trained is TorchScript, whose modules take no hooks.")
+    elif steps and not session.roots.taken:
         found.append("No model was found: no module that owns what the optimizers train was called with gradients on.")
     if steps and not updates.backwards:
         found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")

@@ -119,6 +119,20 @@ def test_a_scripted_or_traced_model_is_as_without_us(tmp_path, kind, made):
     assert {site for step, sites, _ in writer.tensors for site in sites if step == 2} >= {"a:input", "b:grad_output"}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_model_that_trains_is_told_as_such(tmp_path):
+    with followed(tmp_path, every=1, judge="current", compiling=True) as (session, writer):
+        model = torch.jit.script(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            (model(X) - X).square().mean().backward()
+            optimizer.step()
+    facts = session.facts()
+    assert facts["not_found"] == ["No model was found: what is trained is TorchScript, whose modules take no hooks."]
+    assert not session.hearing.notes
+    assert [len(writer.column(name)) for name in ("loss", "grad_norm", "update_ratio")] == [2, 2, 2]
+
+
 def test_pickling_is_as_it_was_found(tmp_path):
     with followed(tmp_path, judge="current", compiling=True):
         assert "__reduce_ex__" in vars(nn.Module)

@@ -52,12 +52,16 @@ class Calls:
         self._waited = 0.0  # seconds for batches that no model was called with yet
         self.loaders_seen = False
         self.training = False  # a forward with gradients is running
+        self.scripted = False  # a model that is trained is TorchScript
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers:
             return
         if inside_backward() or not torch.is_grad_enabled() or not self._optimizers.owns(module):
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            self.scripted = True
             return
         self._followed(module, args)
 
