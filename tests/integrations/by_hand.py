@@ -33,7 +33,7 @@ class Sums:
 
     def __init__(self):
         self.numel = self.flushed = 0
-        self.amax = self.xx = self.ee = 0.0
+        self.amax = self.x = self.xx = self.xd = self.dd = self.ee = 0.0
         self.scales = []
 
     def add(self, x, dtype):
@@ -47,8 +47,12 @@ class Sums:
         self.numel += x.numel()
         self.flushed += int(((codes == 0) & (x != 0)).sum())
         self.amax = max(self.amax, amax.item())
-        self.xx += (x.double() ** 2).sum().item()
-        self.ee += ((x.double() - codes * scale) ** 2).sum().item()
+        x, d = x.double(), codes * scale
+        self.x += x.sum().item()
+        self.xx += (x**2).sum().item()
+        self.xd += (x * d).sum().item()
+        self.dd += (d**2).sum().item()
+        self.ee += ((x - d) ** 2).sum().item()
         self.scales.append(scale.item())
 
     def row(self):
@@ -58,6 +62,7 @@ class Sums:
             "l2": self.xx**0.5,
             "mse": self.ee / self.numel,
             "underflow_pct": 100 * self.flushed / self.numel,
+            "sums": {"x": self.x, "xd": self.xd, "dd": self.dd},
             "scale_min": min(self.scales),
             "scale_max": max(self.scales),
         }
