@@ -92,7 +92,8 @@ def test_a_copy_has_the_programs_hooks_and_none_of_ours(tmp_path, how, recipe, k
         assert hasattr(twin, "saved") is (kind is SaysWhatIsKept)
         assert list(twin._forward_pre_hooks.values()) == [nothing]
         assert sum(len(getattr(m, name)) for m in twin.modules() for name in HOOKS) == 1
-    assert (session.ledger.steps, session.hearing.notes, session.plain.notes) == (3, [], [])
+    assert session.ledger.steps == 3
+    assert not [note for note in session.facts()["notes"] if "failed" in note]
     assert {site for step, sites, _ in writer.tensors for site in sites if step == 2} >= {"a:input", "b:grad_output"}
     assert torch.equal(copies[-1](X), model(X))
 
