@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -86,8 +87,9 @@ class Watched:
         return open_run(self.out, recover=self.case in ALONE)
 
     def complaint(self) -> str:
-        """The end of what was printed."""
-        return " | ".join((self.folder / "log").read_text().strip().splitlines()[-12:])
+        """The end of what was printed, files by their names alone."""
+        lines = (self.folder / "log").read_text().strip().splitlines()[-12:]
+        return re.sub(r"(/[\w.+-]+)+/", "", " | ".join(lines))
 
 
 def by_hand(parts: list[Tensor], role: str) -> dict[str, float]:
