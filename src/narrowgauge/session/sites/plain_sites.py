@@ -16,6 +16,7 @@ themselves. So do those of a converted run, which stays compiled as well.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -38,19 +39,59 @@ from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.showing import Showing
 
 
-@dataclass(frozen=True, eq=False)
 class Layer:
-    """A module of a known kind."""
+    """A module of a known kind.
 
-    name: str
-    known: ref[nn.Module]  # the program's, which may drop it
-    kind: Kind
-    observer: Observer
+    Args:
+        name: the module's.
+        module: the program's, which may drop it.
+        kind, observer: how it is looked at, and by whom.
+        begins, called: told, as torch's hooks are, before and after each of its calls while hooked.
+    """
+
+    _numbers = itertools.count(2)
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        kind: Kind,
+        observer: Observer,
+        begins: Callable[..., None],
+        called: Callable[..., None],
+    ) -> None:
+        self.name, self.kind, self.observer = name, kind, observer
+        self._known = ref(module)
+        self._begins, self._called = partial(begins, self), partial(called, self)
+        self._number = -next(Layer._numbers)  # torch's own hooks have none below zero
 
     @property
     def module(self) -> nn.Module | None:
         """The module; None once it is gone."""
-        return self.known()
+        return self._known()
+
+    def hook(self) -> bool:
+        """Be told of its calls; False if it is gone.
+
+        As `register_forward_hook` does it, which takes ten times as long: there is a layer for every few tensors.
+        First of all hooks that come after: a sharded weight is whole here, and perhaps not after them.
+        """
+        module, number = self._known(), self._number
+        if module is None:
+            return False
+        module._forward_pre_hooks[number] = self._begins
+        module._forward_hooks[number] = self._called
+        module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+        module._forward_hooks_with_kwargs[number] = module._forward_hooks_always_called[number] = True
+        return True
+
+    def unhook(self) -> None:
+        """Be told no more; twice is harmless."""
+        module, number = self._known(), self._number
+        if module is not None and module._forward_hooks.pop(number, None) is not None:
+            module._forward_pre_hooks.pop(number, None)
+            module._forward_hooks_with_kwargs.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)
 
 
 @dataclass(eq=False)
@@ -103,7 +144,7 @@ class PlainSites:
         self._census.add(model, observer)
         taken = {id(layer.module) for layer in self._layers}
         found = [
-            Layer(plain_name(name), ref(module), kind, observer)
+            Layer(plain_name(name), module, kind, observer, self._begins, self._called)
             for name, module in model.named_modules()
             if id(module) not in taken and (kind := kind_of(module)) is not None
         ]
@@ -138,18 +179,8 @@ class PlainSites:
             return
         self._steps += 1
         self._running = threading.local()
-        self._layers = [layer for layer in self._layers if layer.module is not None]
-        for layer in self._layers:
-            module = layer.module
-            if module is None:
-                continue
-            called = partial(self._called, layer)
-            for handle in (
-                module.register_forward_pre_hook(partial(self._begins, layer)),
-                # First of all hooks: a sharded weight is whole here, and perhaps not after them.
-                module.register_forward_hook(called, prepend=True, with_kwargs=True, always_call=True),
-            ):
-                self._open.callback(handle.remove)
+        self._open.callback(self._unhook)
+        self._layers = [layer for layer in self._layers if layer.hook()]
         compiles = self._compiles()
         eager = self._eager and self._followed()
         self._deaf = compiles and not eager  # a graph would be made anew for functions that come and go
@@ -163,6 +194,10 @@ class PlainSites:
         """It ended: no hook is left, and no parameter held."""
         self._open.close()
         self._census.end()
+
+    def _unhook(self) -> None:
+        for layer in self._layers:
+            layer.unhook()
 
     def _calls(self) -> list[Running]:
         calls: list[Running] | None = getattr(self._running, "calls", None)

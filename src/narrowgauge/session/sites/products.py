@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,28 +153,37 @@ class Products:
         told: Callable[[], bool] = lambda: False,
     ) -> None:
         self._heard, self._failed, self._told = heard, failed, told
-        self._undo = ExitStack()
         self._listening = False
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
-        self._ours: dict[tuple[Any, str], tuple[Any, Any]] = {}  # what was found there, and what took its place
+        # For each function what was found there, and what took its place; and now: where, what, and what was there.
+        self._ours: list[tuple[Any, Any]] = [(None, None)] * len(_FUNCTIONS)
+        self._put: list[tuple[Any, str, Any, Any]] = []
 
     def open(self) -> None:
         """Listen."""
         self._listening = True
-        for owner, name, read in _FUNCTIONS:
+        for number, (owner, name, read) in enumerate(_FUNCTIONS):
             found = getattr(owner, name, None)
             if found is None:
                 continue
-            known = self._ours.get((owner, name))
-            if known is None or known[0] is not found:  # the program may have put its own there since
-                known = self._ours[owner, name] = found, self._replacement(found, name, read)
-            self._undo.callback(_restore, owner, name, known[1], vars(owner).get(name))
-            setattr(owner, name, known[1])
+            known, ours = self._ours[number]
+            if known is not found:  # the program may have put its own there since
+                ours = self._replacement(found, name, read)
+                self._ours[number] = found, ours
+            self._put.append((owner, name, ours, owner.__dict__.get(name)))
+            setattr(owner, name, ours)
 
     def close(self) -> None:
         """Leave torch as it was found, and what the program has put there meanwhile where it is."""
         self._listening = False
-        self._undo.close()
+        while self._put:
+            owner, name, ours, before = self._put.pop()
+            if owner.__dict__.get(name) is not ours:
+                continue
+            if before is None:  # a method that Tensor inherits
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
     def _replacement(
         self, original: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
@@ -211,12 +219,3 @@ class Products:
                     self._heard(Part(candidate.x, candidate.w, y), False)
         except Exception as error:
             self._failed(f"a product by {name}", error)
-
-
-def _restore(owner: Any, name: str, ours: Any, before: Any) -> None:
-    if vars(owner).get(name) is not ours:
-        return
-    if before is None:  # a method that Tensor inherits
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Place = tuple[int | None, int]  # the dimension that is cut (None: all have all of it), and into how many parts
@@ -30,8 +31,8 @@ def is_distributed(x: Any) -> bool:
 
 
 def some_are_distributed() -> bool:
-    """Whether this program may have DTensors at all."""
-    return "torch.distributed.tensor" in sys.modules
+    """Whether this program may have DTensors at all; torch imports them by itself, to clip gradients, say."""
+    return "torch.distributed.tensor" in sys.modules and dist.is_initialized()
 
 
 def is_partitioned(weight: Tensor | None) -> bool:
