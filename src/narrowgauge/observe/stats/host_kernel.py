@@ -52,7 +52,7 @@ from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
 from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 3597142471
+PARTS = 229622009
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -131,9 +131,9 @@ def _count_lost(
     facts: Array, beyond: Number, low_of: Array, flushed: Array, back: Array, saturates: Array, sums: Array,
 ) -> bool:  # fmt: skip
     """Count flushed and saturated elements, with or without codes; False if a code is no number."""
-    C = -(-K // wide)
+    C, at = -(-K // wide), -1
     room, line, width = np.empty(step * K, np.int32), np.empty(step * K, np.float32), step * K if C == 1 else wide
-    limit = line.view(np.int32)
+    limit = np.empty(step * K, np.int32)
     for i in range(0, M, step):
         start, size, g = i * stride, min(step, M - i) * K, i // tall * C
         some, all_above = False, True
@@ -147,7 +147,9 @@ def _count_lost(
                 if zeros < NONE:
                     return False
             else:
-                spread(flushed, g, C, width, limit)
+                if g != at:
+                    at = g
+                    spread(flushed, g, C, width, limit)
                 zeros = NONE
                 for j in range(size):
                     gone = np.uint32((bits[j] & MAGNITUDE) - np.int32(1)) < np.uint32(limit[j])
@@ -171,11 +173,12 @@ def _compare(
 ) -> None:  # fmt: skip
     """Sum the errors of some rows, scaled up to all of them, along each of them, and along columns."""
     C, at, rows = -(-K // wide), -1, 0
+    # What is found of a row waits here: to look for its bin at once would hold up the next row's sums.
+    signals, errors = np.empty((M - first + every - 1) // every), np.empty((M - first + every - 1) // every)
     room, limit = np.empty(K, np.int32), np.empty(K, np.int32)
     d, scale_of, inv_of = np.empty(K, np.float32), np.empty(K, np.float32), np.empty(K, np.float32)
     lost, signal, error = 0.0, columns[0], columns[1]
     for i in range(first, M, every):
-        rows += 1
         if i // tall != at:
             at = i // tall
             spread(scale, at * C, C, wide, scale_of)
@@ -211,7 +214,10 @@ def _compare(
         sums[_XD] += xd
         sums[_DD] += dd
         sums[_EE] += ee
-        place = sqnr_bin(xx, ee)
+        signals[rows], errors[rows] = xx, ee
+        rows += 1
+    for i in range(rows):
+        place = sqnr_bin(signals[i], errors[i])
         if place >= 0:
             row_bins[place] += 1
     sums[_FLUSHED_XX], sums[_SCALED_XX] = lost, sums[_XX]

@@ -105,11 +105,14 @@ def flushed_up_to(inv: Number, steps: Steps) -> Number:
 
 @compiled
 def spread(values: Array, first: int, count: int, width: int, out: Array) -> None:
-    """Give every column its granule's value: `count` of them from `first` on, `width` columns to one."""
+    """Give every column its granule's value: `count` of them from `first` on, `width` columns to one.
+
+    Slices, from their beginning: any other index might be negative to the compiler, which then vectorizes nothing.
+    """
     for g in range(count):
-        value = values[first + g]
-        for j in range(g * width, min((g + 1) * width, out.size)):
-            out[j] = value
+        value, part = values[first + g], out[g * width : min((g + 1) * width, out.size)]
+        for j in range(part.size):
+            part[j] = value
 
 
 @compiled

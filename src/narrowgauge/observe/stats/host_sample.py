@@ -84,11 +84,12 @@ def sample(
             end = min(start + RANGE_BLOCK, K)
             _place_ranges(magnitude[start:end], places[start:end])
         _count_places(places, RANGE_BINS + 1, range_tallies)
-    for j in range(tallies.size):
-        exponents[j % EXPONENT_BINS] += tallies[j]
-    for j in range(range_tallies.size):
-        if j % (RANGE_BINS + 1) < RANGE_BINS:
-            ranges[j % (RANGE_BINS + 1)] += range_tallies[j]
+    for way in range(WAYS):
+        here, ranges_here = tallies[way * EXPONENT_BINS :], range_tallies[way * (RANGE_BINS + 1) :]
+        for j in range(EXPONENT_BINS):
+            exponents[j] += here[j]
+        for j in range(RANGE_BINS):
+            ranges[j] += ranges_here[j]
     central[0], central[1], central[2], central[3], central[4] = n, mean, m2, m3, m4
 
 
