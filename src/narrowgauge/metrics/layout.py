@@ -101,10 +101,11 @@ class Layout:
 
     def empty(self, *shape: int) -> npt.NDArray[np.float64]:
         """Neutral vectors, [*shape, width]."""
-        return np.broadcast_to(self._neutral, (*shape, self.width)).copy() if shape else self._neutral.copy()
+        return np.broadcast_to(self.neutral, (*shape, self.width)).copy() if shape else self.neutral.copy()
 
     @cached_property
-    def _neutral(self) -> npt.NDArray[np.float64]:
+    def neutral(self) -> npt.NDArray[np.float64]:
+        """One neutral vector, to be read, [width]."""
         return np.concatenate([np.full(slot.width, slot.neutral) for slot in self.slots])
 
 

@@ -74,15 +74,15 @@ def test_what_became_ready_in_between_changes_nothing(monkeypatch):
 
 
 def test_small_models_find_their_room_again():
-    room, small, large = Room(), [torch.zeros(8, 4), torch.zeros(3)], [torch.zeros(SMALL + 1)]
-    first = room.like(1, small)
-    assert all(a is b for a, b in zip(room.like(1, small), first, strict=True))
-    assert room.like(2, small)[0] is not first[0]  # another optimizer's, in the same step
-    assert [x.shape for x in room.like(1, [torch.zeros(5)])] == [(5,)]  # its parameters are others now
-    assert room.like(3, large)[0] is not room.like(3, large)[0]
+    room = Room()
+    first = room.of(1, 35)
+    assert room.of(1, 35) is first
+    assert room.of(2, 35) is not first  # another optimizer's, in the same step
+    assert room.of(1, 5).shape == (5,)  # its parameters are others now
+    assert room.of(3, SMALL + 1) is not room.of(3, SMALL + 1)
     for number in range(4, 4 + MOST):
-        room.like(number, small)
-    assert room.like(1, small)[0] is not first[0]  # optimizers come and go
+        room.of(number, 35)
+    assert room.of(1, 35) is not first  # optimizers come and go
 
 
 def test_room_that_was_used_before_changes_no_number():
@@ -92,6 +92,16 @@ def test_room_that_was_used_before_changes_no_number():
     for optimizer in (again, fresh):
         optimizer.step()
     assert told(again, room) == told(fresh)
+
+
+def test_empty_weights_and_many_of_one_optimizer_are_measured_as_in_float64():
+    weights = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n))) for n in (0, 1, 17, 0, 4099, 3)]
+    before = torch.cat([w.detach().double() for w in weights])
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    found = told(torch.optim.SGD(weights, lr=0.5))
+    assert found["param_norm"] == pytest.approx(float(before.norm()), rel=1e-12)
+    assert found["update_ratio"] == pytest.approx(0.5 * before.numel() ** 0.5 / float(before.norm()), rel=1e-6)
 
 
 def moved(change, ready, monkeypatch, elements=6000):

@@ -99,6 +99,7 @@ class Collector:
         self._writer = writer
         self._step = 0
         self._open = False
+        self._expected = 0  # sites that a step counts on the CPU
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
         self._held: dict[torch.device, _Held] = {}
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
@@ -173,7 +174,7 @@ class Collector:
             with self._lock:
                 held.operands.add_packed(site, moments)
             return True
-        counted = tallies_of(x, q, self._turn)
+        counted = tallies_of(x, q, self._turn, held.operands.room)
         with self._lock:
             held.operands.add(site, counted, amax_ratio)
         return True
@@ -214,7 +215,7 @@ class Collector:
         site = _address(module, role)
         if role == "weight" and site in held.weights:
             return True
-        counted = judged(x, rule, self._turn)
+        counted = judged(x, rule, self._turn, held.operands.room)
         if counted is None:
             return False
         with self._lock:
@@ -300,6 +301,7 @@ class Collector:
                 finally:
                     looks.clear()  # or the next step would hand these over as its own
             if held.operands:
+                self._expected = held.operands.counted or self._expected
                 operands = held.operands.pack()
             if held.results:
                 results = list(held.results), stack_parts(list(held.results.values()))
@@ -313,7 +315,7 @@ class Collector:
             host.prepare()  # out here, because loading it is not what watching costs
         self._on_gpu |= device.type == "cuda"
         with self._lock:
-            return self._held.setdefault(device, _Held())
+            return self._held.setdefault(device, _Held(Packer(self._expected)))
 
     def _looks_on(self, device: torch.device) -> Looks:
         if device not in self._looks:

@@ -76,7 +76,7 @@ class Counted:
         return torch.from_numpy(self.vector), torch.from_numpy(self.columns)
 
 
-def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share) -> Counted | None:
+def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share, vector: Array | None = None) -> Counted | None:
     """Count everything of a CPU tensor and of what became of it; None unless x, codes and scales are all finite.
 
     Args:
@@ -84,15 +84,20 @@ def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share) -> Counted 
         q: its codes and scale, of the same shape.
         sampled: first and stride of the rows that histograms and the higher moments are taken from.
         compared: the same of the rows whose errors are summed, along columns too, and scaled up to all rows.
+        vector: neutral moments [width] to be filled, new ones if none are given. Without a result it holds nothing
+            of use.
     """
     codes, scale = q.codes.contiguous(), q.scale.contiguous()
     shape = _granule(q.granularity, *x_MK.shape)
-    return _walk(x_MK, (codes.data_ptr(), scale.data_ptr(), *shape, *_numbers(q.fmt)), sampled, compared)
+    return _walk(x_MK, (codes.data_ptr(), scale.data_ptr(), *shape, *_numbers(q.fmt)), sampled, compared, vector)
 
 
-def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share) -> Counted | None:
-    """Count what `quantize` would make of a CPU tensor by a rule, and make nothing; None unless x is all finite."""
-    return _walk(x_MK, _by_rule(rule, *x_MK.shape), sampled, compared)
+def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: Array | None = None) -> Counted | None:
+    """Count what `quantize` would make of a CPU tensor by a rule, and make nothing; None unless x is all finite.
+
+    Arguments as for `count`.
+    """
+    return _walk(x_MK, _by_rule(rule, *x_MK.shape), sampled, compared, vector)
 
 
 def _by_rule(rule: Operand, M: int, K: int) -> Codes:
@@ -107,16 +112,16 @@ def _by_rule(rule: Operand, M: int, K: int) -> Codes:
     return known[1]
 
 
-def _walk(x_MK: Tensor, codes: Codes, sampled: Share, compared: Share) -> Counted | None:
+def _walk(x_MK: Tensor, codes: Codes, sampled: Share, compared: Share, vector: Array | None = None) -> Counted | None:
     x = _readable(x_MK)
     if x is None:
         return None
     M, K = x.shape
-    vector, columns = MOMENTS.empty(), np.zeros((2, K))
-    whole = _host().operand(
-        x.data_ptr(), _SHIFTS[x.dtype], M, K, x.stride(0), *codes, *sampled, *compared, *_layout(), vector, columns
-    )
-    if not whole:
+    vector, columns = MOMENTS.empty() if vector is None else vector, np.zeros((2, K))
+    walk, *layout = _operand()
+    if not walk.operand(
+        x.data_ptr(), _SHIFTS[x.dtype], M, K, x.stride(0), *codes, *sampled, *compared, *layout, vector, columns
+    ):
         return None
     vector[_NUMEL] = M * K
     return Counted(vector, columns)
@@ -206,6 +211,12 @@ def _numbers(fmt: Format, scaling: Scaling = Scaling("none"), margin: int = 0) -
     facts = (fmt.mantissa_bits, fmt.bias, *nan, scaling.power_of_two, E8M0.index(scaling.e8m0), fmt.emax, margin)
     limits = (fmt.max, fmt.max * MARGIN, fmt.max * 2.0**-margin, scaling.amax_floor)
     return np.array(facts, np.int64), np.array(limits, np.float32)
+
+
+@cache
+def _operand() -> tuple[ModuleType, Array, Array]:
+    """The walks, and where an operand's numbers go."""
+    return _host(), *_layout()
 
 
 @cache

@@ -13,7 +13,8 @@ Legend: M = rows, K = columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -56,8 +57,13 @@ def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
     return packer.pack()[1][0]
 
 
-def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally | host.Counted]:
-    """What was counted of all runs of rows of a tensor; nothing of an empty one. Arguments as for `moments`."""
+def tallies_of(
+    x: Tensor, q: QTensor, offset: int | None, room: Callable[[], host.Array] | None = None
+) -> list[Tally | host.Counted]:
+    """What was counted of all runs of rows of a tensor; nothing of an empty one. Arguments as for `moments`.
+
+    `room` gives neutral moments, [width], that are filled on the CPU.
+    """
     if not x.numel():
         return []
     x_MK = x if x.dim() == 2 else x.detach().reshape(-1, x.shape[-1])
@@ -67,20 +73,25 @@ def tallies_of(x: Tensor, q: QTensor, offset: int | None) -> list[Tally | host.C
             " give the tensor that was quantized"
         )
     if x.device.type == "cpu" and host.ready():
-        counted = host.count(x_MK, q, *shares(len(x_MK), x_MK.shape[1], offset))
+        M, K = x_MK.shape
+        counted = host.count(x_MK, q, *shares(M, K, offset), None if room is None else room())
         if counted is not None:
             return [counted]
     return [tally(part, codes, *_rows(x_MK, start, len(part), offset)) for start, part, codes in _runs(x_MK, q)]
 
 
-def judged(x_MK: Tensor, rule: Operand, offset: int | None) -> host.Counted | None:
+def judged(
+    x_MK: Tensor, rule: Operand, offset: int | None, room: Callable[[], host.Array] | None = None
+) -> host.Counted | None:
     """The same of the codes that x would become by a rule, which are not made; None where they have to be.
 
-    That is on any device but the CPU, and where not all of x is finite. `x_MK` [M, K] is not empty.
+    That is on any device but the CPU, and where not all of x is finite. `x_MK` [M, K] is not empty; `room` gives
+    neutral moments, [width], that are filled.
     """
-    if x_MK.device.type != "cpu" or not host.ready():
+    if not x_MK.is_cpu or not host.ready():
         return None
-    return host.judge(x_MK, rule, *shares(len(x_MK), x_MK.shape[1], offset))
+    M, K = x_MK.shape
+    return host.judge(x_MK, rule, *shares(M, K, offset), None if room is None else room())
 
 
 def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.Share, host.Share]:
@@ -92,9 +103,15 @@ def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.S
     """
     if offset is None:
         return (0, 1), (0, 1)
+    sampled, compared = _strides(M, K, cpu)
+    return (offset % sampled, sampled), (offset % compared, compared)
+
+
+@lru_cache(1024)
+def _strides(M: int, K: int, cpu: bool) -> tuple[int, int]:
     sampled = last_prime(min(M, M * K // SAMPLE[cpu]))
     compared = last_prime(min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if cpu else 1
-    return (offset % sampled, sampled), (offset % compared, compared)
+    return sampled, compared
 
 
 def _rows(x_MK: Tensor, start: int, height: int, offset: int | None) -> tuple[slice, slice, float]:

@@ -11,6 +11,8 @@ Legend: S = sites, H = head width, R = rows or columns of all of them.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -22,7 +24,7 @@ from torch import Tensor
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.centering import Number
 from narrowgauge.observe.stats.counting import count_sqnr, fold_exponents, fold_ranges
-from narrowgauge.observe.stats.host import Counted
+from narrowgauge.observe.stats.host import Array, Counted
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.observe.stats.tally import Tally
 
@@ -85,8 +87,13 @@ def _looks_of(sites: tuple[str, ...], device: torch.device) -> Tensor:
 
 @dataclass
 class Packer:
-    """Gathers the tallies of a step on one device, and gives their packed moments at its end."""
+    """Gathers the tallies of a step on one device, and gives their packed moments at its end.
 
+    Args:
+        expected: how many sites there will be that are counted on the CPU, each once; more are taken as well.
+    """
+
+    expected: int = 0
     _pending: dict[str, list[Tally]] = field(default_factory=dict)
     _count: int = 0
     _folded: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -94,8 +101,23 @@ class Packer:
     _columns: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _counted: dict[str, Counted] = field(default_factory=dict)  # of sites that nothing else is known of
 
+    def __post_init__(self) -> None:
+        self._table: Array = np.empty((self.expected, MOMENTS.width))  # what `room` gives, row by row
+        self._given: list[Array | None] = [None] * self.expected
+        self._next = itertools.count()  # threads may ask at once
+
     def __bool__(self) -> bool:
         return bool(self._pending or self._folded or self._tables or self._counted)
+
+    def room(self) -> Array:
+        """A neutral vector [width] for what is counted next: side by side with the others it is packed already."""
+        row = next(self._next)
+        if row >= self.expected:
+            return MOMENTS.empty()
+        vector: Array = self._table[row]
+        vector[:] = MOMENTS.neutral
+        self._given[row] = vector
+        return vector
 
     def add(self, site: str, parts: Sequence[Tally | Counted], amax_ratio: Tensor | None = None) -> None:
         """Take what was counted of one tensor, which may have been seen before (another microbatch)."""
@@ -125,6 +147,11 @@ class Packer:
         """Take the moments [S, width] of many sites at once; only when nothing else comes are they left as they are."""
         self._tables.append((sites, packed))
 
+    @property
+    def counted(self) -> int:
+        """How many sites were counted on the CPU, each once."""
+        return len(self._counted)
+
     def pack(self) -> tuple[list[str], Tensor]:
         """The sites and their packed moments [S, width]; at least one site must have been added."""
         if not (self._pending or self._folded or self._tables):
@@ -148,7 +175,10 @@ class Packer:
 
     def _pack_counted(self) -> Tensor:
         """The usual step on the CPU: every site was seen once, and nothing but counted."""
-        return torch.from_numpy(np.stack([part.vector for part in self._counted.values()]))
+        vectors = [part.vector for part in self._counted.values()]
+        if len(vectors) <= self.expected and all(map(operator.is_, vectors, self._given)):
+            return torch.from_numpy(self._table[: len(vectors)])
+        return torch.from_numpy(np.stack(vectors))
 
     def _hand_over(self, site: str, *parts: Counted) -> None:
         """Take what was counted like what others packed."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,32 +25,48 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.metrics.primes import next_prime
 from narrowgauge.observe.stats import host
-from narrowgauge.session.tensors.norms import Parts, Squares, named, squares
+from narrowgauge.session.tensors.memory import Array, Runs, runs
+from narrowgauge.session.tensors.norms import Parts, Squares, cut_by_fsdp, named, squares
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
 SMALL = 1 << 20  # 4 MiB
 MOST = 4  # optimizers with small models
 
-Array = npt.NDArray[np.int64]
+Array32 = npt.NDArray[np.float32]
 
 
 class Room:
     """Memory for copies of weights."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, Array32] = {}
 
-    def like(self, number: int, here: list[Tensor]) -> list[Tensor]:
-        """Tensors of these shapes for an optimizer of this number, with whatever is in them."""
+    def of(self, number: int, elements: int) -> Array32:
+        """So many numbers for an optimizer of this number, with whatever is in them."""
         kept = self._kept.get(number)
-        if kept is not None and [x.shape for x in kept] == [x.shape for x in here]:
+        if kept is not None and kept.size == elements:
             return kept
-        made = [torch.empty_like(x) for x in here]
-        if sum(x.numel() for x in here) <= SMALL:
+        made = np.empty(elements, np.float32)
+        if elements <= SMALL:
             if len(self._kept) >= MOST:
                 self._kept.clear()
             self._kept[number] = made
         return made
+
+
+class Walked(NamedTuple):
+    """Weights that the walk has copied: they, what they were, and the copies, one behind the other."""
+
+    weights: list[Tensor]
+    before: Runs
+    partial: bool
+    copies: Array32
+    starts: Array
+
+    def sum(self, walk: Callable[[Array, Array, Array, Array], float], now: Runs) -> Squares:
+        """What a walk says of the weights and the copies."""
+        total = walk(now.ats, self.starts, now.sizes, np.ones_like(now.sizes))
+        return Squares(torch.tensor(total, dtype=torch.float64, device="cpu"), self.partial)
 
 
 class Movement:
@@ -63,9 +80,9 @@ class Movement:
 
     def __init__(self, turn: int = 0, budget: int = BUDGET, room: Room | None = None) -> None:
         self._turn, self._budget, self._room = turn, budget, room or Room()
-        # By optimizer: its weights, what was here of them, of how many elements one was copied (None: all of them, by
-        # the walk), and the copies.
-        self._held: dict[int, tuple[list[Tensor], Parts, int | None, list[Tensor]]] = {}
+        # By optimizer: its weights, what was here of them, of how many elements one was copied, and the copies.
+        self._held: dict[int, tuple[list[Tensor], Parts, int, list[Tensor]]] = {}
+        self._walked: dict[int, Walked] = {}
         self._weights: Squares | None = None
         self._moved: Squares | None = None
         self._early: list[int] = []
@@ -76,14 +93,17 @@ class Movement:
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
+        walk = host.kernel() if host.ready() else None
+        whole = None if walk is None else runs(weights)
+        if walk is not None and whole is not None and whole.elements <= self._budget:
+            copies = self._room.of(id(optimizer), whole.elements)
+            starts = copies.ctypes.data + 4 * (np.cumsum(whole.sizes) - whole.sizes)
+            held = Walked(weights, whole, in_parts or any(map(cut_by_fsdp, weights)), copies, starts)
+            self._weights = held.sum(walk.copied, whole).and_also(self._weights)
+            self._walked[id(optimizer)] = held
+            return
         parts = Parts(weights, in_parts=in_parts)
         elements = sum(x.numel() for x in parts.here)
-        walk = host.kernel() if host.ready() else None
-        if walk is not None and elements <= self._budget and parts.here and all(map(_walkable, parts.here)):
-            copies = self._room.like(id(optimizer), parts.here)
-            self._weights = _walked(walk.copied, parts, copies).and_also(self._weights)
-            self._held[id(optimizer)] = weights, parts, None, copies
-            return
         total = parts.squares()
         if total is None:
             return
@@ -108,20 +128,23 @@ class Movement:
 
     @torch.no_grad()
     def _look(self, number: int) -> None:
-        held = self._held.pop(number, None)
+        walked, held = self._walked.pop(number, None), self._held.pop(number, None)
+        walk = None if walked is None else host.kernel()
+        if walked is not None and walk is not None:
+            now = runs(walked.weights)  # a step may have put other memory in a weight's place
+            if now is None or now.shapes != walked.before.shapes:
+                self._lost = True
+            else:
+                self._moved = walked.sum(walk.moved, now).and_also(self._moved)
         if held is None:
             return
         weights, before, stride, copies = held
-        parts = Parts(weights, in_parts=before.partial)  # a step may have put other memory in a weight's place
+        parts = Parts(weights, in_parts=before.partial)
         alike = [_kind(x) for x in parts.here] == [_kind(x) for x in before.here]
-        walk = host.kernel() if stride is None else None
-        if alike and walk is not None and all(map(_walkable, parts.here)):
-            self._moved = _walked(walk.moved, parts, copies).and_also(self._moved)
-            return
         if not alike or any(map(_freed, parts.here)):
             self._lost = True
             return
-        views = [_every(x, stride or 1, self._turn) for x in parts.here]
+        views = [_every(x, stride, self._turn) for x in parts.here]
         torch._foreach_sub_(copies, views)
         factors = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
         moved = squares(copies, parts.copies, parts.partial, factors)
@@ -148,23 +171,9 @@ def _every(x: Tensor, stride: int, turn: int) -> Tensor:
     return x.as_strided((x.numel(),), (1,), x.storage_offset())[start::stride]
 
 
-def _walkable(x: Tensor) -> bool:
-    """Whether x is plain float32 memory on the CPU."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
-    return plain and x.is_contiguous() and not x.is_neg() and host.in_memory(x)
-
-
 def _freed(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.device.type in ("cpu", "cuda") and not host.in_memory(x)
 
 
 def _kind(x: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
     return x.shape, x.stride(), x.dtype, x.device
-
-
-def _walked(walk: Callable[[Array, Array, Array, Array], float], parts: Parts, copies: list[Tensor]) -> Squares:
-    """Sums of squares over parts and their copies, each part as often as it is not held elsewhere."""
-    here = [(x.data_ptr(), copy.data_ptr(), x.numel()) for x, copy in zip(parts.here, copies, strict=True)]
-    x_ats, copy_ats, sizes = np.array(here, np.int64).T.copy()
-    total = walk(x_ats, copy_ats, sizes, np.array(parts.copies, np.int64))
-    return Squares(torch.tensor(total, dtype=torch.float64, device="cpu"), parts.partial)

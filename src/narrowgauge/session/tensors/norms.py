@@ -65,14 +65,18 @@ class Parts:
             self.here.append(_real(held.tensor))
             mesh = 1 if type(x) in PLAIN else mesh_size(x)
             self.copies.append(held.copies * (ranks // mesh))
-            sharded = getattr(owner, "_fsdp_flattened", False)  # FSDP1 marks what it sharded
-            self.partial |= held.copies < mesh or sharded
+            self.partial |= held.copies < mesh or cut_by_fsdp(owner)
         if not self.partial:
             self.copies = [1] * len(self.here)
 
     def squares(self, weights: Iterable[float] | None = None) -> Squares | None:
         """Their sum of squares, each weighed by its weight (1 if none are given); None if there is nothing here."""
         return squares(self.here, self.copies, self.partial, weights)
+
+
+def cut_by_fsdp(x: Tensor) -> bool:
+    """Whether FSDP1 has sharded this parameter; it marks what it did."""
+    return bool(getattr(x, "_fsdp_flattened", False))
 
 
 def squares(
