@@ -94,9 +94,9 @@ class Recorder:
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
         module = self.prefix + module
-        if self.selection.paused:
-            return False
-        return self._records(module, role) or (self.dumper is not None and self.dumper.selects(module, role))
+        if self._records(module, role):
+            return True
+        return self.dumper is not None and not self.selection.paused and self.dumper.selects(module, role)
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
@@ -151,4 +151,5 @@ class Recorder:
             self.collector.result(module, role, y, check)
 
     def _records(self, module: str, role: str) -> bool:
-        return not self.selection.paused and self.collector.wants(module) and self.selection.sites.selects(module, role)
+        selection = self.selection
+        return not selection.paused and self.collector.wants(module) and selection.sites.selects(module, role)

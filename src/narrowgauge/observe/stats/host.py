@@ -116,7 +116,7 @@ def _walk(x_MK: Tensor, codes: Codes, sampled: Share, compared: Share, vector: A
     x = _readable(x_MK)
     if x is None:
         return None
-    M, K = x.shape
+    M, K = x_MK.shape
     vector, columns = MOMENTS.empty() if vector is None else vector, np.zeros((2, K))
     walk, *layout = _operand()
     if not walk.operand(
@@ -174,7 +174,10 @@ def _readable(x: Tensor) -> Tensor | None:
         return None
     if x.dtype not in _SHIFTS:
         x = x.detach().to(torch.float32)
-    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+    if x.is_contiguous():
+        end = x.storage_offset() + x.numel()
+        return x if x.data_ptr() and x.untyped_storage().nbytes() >= end * x.itemsize else None
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.detach().contiguous()
     return x if in_memory(x) else None
 

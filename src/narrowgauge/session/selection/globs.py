@@ -44,15 +44,17 @@ class SiteGlobs:
     def selects(self, module: str, role: str) -> bool:
         """Whether a site is selected."""
         site = module, role
-        if site not in self._asked:
-            self._asked[site] = self._chosen(module, role)
-        return self._asked[site]
+        known = self._asked.get(site)
+        if known is None:
+            known = self._asked[site] = self._chosen(module, role)
+        return known
 
     def reaches(self, module: str) -> bool:
         """Whether any site of a module may be selected."""
-        if module not in self._modules:
-            self._modules[module] = any(self._chosen(module, role) for role in ROLES)
-        return self._modules[module]
+        known = self._modules.get(module)
+        if known is None:
+            known = self._modules[module] = any(self._chosen(module, role) for role in ROLES)
+        return known
 
     def unmatched(self) -> list[str]:
         """One sentence for each glob that matched nothing that was asked for; none if nothing was."""

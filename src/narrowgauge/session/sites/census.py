@@ -109,8 +109,9 @@ class Census:
         Returns what the first of them was when the step began.
         """
         if names:
-            self._seen.update((id(module), name) for name in names)
-            return self.kept(module, names[0])
+            for name in names:
+                self._seen.add((id(module), name))
+            return self.kept(module, names[0]) if self._kept else None
         self._seen.update((id(m), name) for m in module.modules() for name in m._parameters)
         return None
 

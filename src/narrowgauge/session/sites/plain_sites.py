@@ -215,10 +215,13 @@ class PlainSites:
         if torch.compiler.is_compiling():
             return
         calls = self._calls()
-        running = next((call for call in reversed(calls) if call.layer is layer), None)
-        if running is None:  # a model that is one layer is followed from its second call on, and heard in its first
+        at = len(calls) - 1
+        while at >= 0 and calls[at].layer is not layer:
+            at -= 1
+        if at < 0:  # a model that is one layer is followed from its second call on, and heard in its first
             return
-        del calls[calls.index(running) :]
+        running = calls[at]
+        del calls[at:]
         if output is None or running.heard or unreal():
             return
         try:
@@ -232,7 +235,8 @@ class PlainSites:
 
     def _held_by(self, module: nn.Module, part: Part) -> Tensor | None:
         """Count a part's weight as seen; what it is between its uses."""
-        name = next((n for n, p in module._parameters.items() if p is not None and p is part.w), None)
+        own = module._parameters
+        name = next((n for n in own if own[n] is part.w), None) if part.w is not None else None
         owner = None if part.w is None or name is not None else self._census.owner(part.w)
         if owner is not None:
             return self._census.saw(owner.module, owner.name)
@@ -241,7 +245,10 @@ class PlainSites:
 
     def _told(self) -> bool:
         """Whether a layer runs that tells of all that it multiplies."""
-        return any(call.layer.kind.whole for call in self._calls())
+        for call in self._calls():
+            if call.layer.kind.whole:
+                return True
+        return False
 
     def _heard(self, part: Part, known: bool) -> None:
         """A product outside of layers that tell of themselves."""

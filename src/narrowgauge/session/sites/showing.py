@@ -81,11 +81,11 @@ class Showing:
         """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
         if part.hidden:
             self.say(part.hidden)
-        some = next((t for t in (part.x, part.w, part.y) if t is not None), None)
+        x, w, y = part.x, part.w, part.y
+        some = x if x is not None else w if w is not None else y
         if self.recipe is None or some is None:
             return
-        state = self._state(name, observer, self.recipe, some.device)
-        x, w, y = part.x, part.w, part.y
+        state = self._state(name, observer, self.recipe, some)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
         own = _spread if part.own is not None and any(is_distributed(t) for t in (x, w, y)) else part.own
@@ -102,11 +102,11 @@ class Showing:
             turn = part.dy_rows  # the hook lives on y, and must not hold it
             y.register_hook(lambda dy: self._show(state, "grad_output", turn, own, local_of(dy), same))
 
-    def _state(self, name: str, observer: Observer, recipe: Recipe, device: torch.device) -> LayerState:
+    def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor) -> LayerState:
         key = id(observer), name
         state = self._states.get(key)
         if state is None:
-            backend, _ = choose(recipe, device)
+            backend, _ = choose(recipe, some.device)
             state = self._states[key] = LayerState(name, recipe, backend, self._clock, observer=observer)
         return state
 
