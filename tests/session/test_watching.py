@@ -48,6 +48,59 @@ def meta(folder):
     return json.loads((folder / "run.json").read_text())
 
 
+class Listening(nn.Module):
+    """Says of each call of its own, and of a part of its, whether calls of any module are heard."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.linear, self.said, self.fails = nn.Linear(32, 32), nn.Linear(32, 32), [], False
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.said.append(bool(nn.modules.module._global_forward_pre_hooks))
+        if self.fails:
+            raise ValueError
+        return self.linear(y)
+
+
+def test_inside_of_a_model_no_hook_of_all_modules_is_in_the_way(tmp_path):
+    torch.manual_seed(0)
+    model, other = Listening(), nn.Linear(32, 32)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1e-3)
+    hooks = nn.modules.module._global_forward_pre_hooks
+    with ng.watch(out=tmp_path / "a", every=2) as watching:
+        train(model, optimizer, 2)
+        assert hooks  # another model may be called
+        with torch.no_grad():
+            model(X)
+        model.fails = True
+        with pytest.raises(ValueError):
+            model(X)
+        assert hooks
+        model.fails = False
+        (other(X) + model(X)).sum().backward()
+        optimizer.step()
+        assert model.said == [False] * 5
+    assert not hooks
+    assert meta(watching.folder)["meta"]["models"] == 2
+
+
+def test_what_is_compiled_finds_the_same_hooks_as_ever(tmp_path):
+    torch.manual_seed(0)
+    model = Listening()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ng.watch(out=tmp_path / "a", every=2):
+        torch.compile(torch.relu, backend="eager")
+        train(model, optimizer, 2)
+    assert model.said == [True] * 2
+
+
+def test_nobody_reads_how_far_a_program_is_that_is_only_watched(tmp_path):
+    with ng.watch(out=tmp_path / "a"):
+        train(*trained())
+    assert not (tmp_path / "a" / "status.json").exists()
+
+
 def test_layers_that_the_program_converted_itself_are_watched(tmp_path):
     model, optimizer = trained()
     ng.convert(model, "current")

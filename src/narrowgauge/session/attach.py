@@ -87,7 +87,7 @@ class Session:
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         self.hearing = Hearing()
-        self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken)
+        self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken, self._deaf)
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
         self.graphs = Graphs(self.steps, self.updates, self.hearing, graphed)
@@ -133,6 +133,11 @@ class Session:
         note = "The script calls torch.compile; every run here was eager."
         if note not in self.notes:
             self.notes.append(note)
+
+    def _deaf(self, deaf: bool) -> None:
+        """Modules' calls are not heard for a while; unless something is compiled, which asks what hooks there are."""
+        if not deaf or (self._compiled is not None and not self._compiled.any()):
+            self.seams.hear_modules(not deaf)
 
     def _follows(self, optimizer: Optimizer) -> bool:
         return self._only is None or optimizer in self.optimizers

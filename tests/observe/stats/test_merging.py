@@ -11,6 +11,7 @@ from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import MOMENTS, OPERAND_COLUMNS, finalize
 from narrowgauge.metrics import merge as oracle
 from narrowgauge.observe.stats import merge, moments
+from narrowgauge.observe.stats.host import Counted
 from narrowgauge.observe.stats.merging import empty
 from narrowgauge.observe.stats.moments import tallies_of
 from narrowgauge.observe.stats.packing import Packer
@@ -23,6 +24,38 @@ def gathered(*tensors, fmt=E4M3FN, granularity=PerTensor(), scale=0.01):  # noqa
     sites, packed = packer.pack()
     assert sites == ["a"]
     return finalize(packed.numpy())
+
+
+def vectors(packer, count):
+    """What `room` gives, told apart by its first number."""
+    found = [packer.room() for _ in range(count)]
+    for number, vector in enumerate(found):
+        np.testing.assert_array_equal(vector, MOMENTS.empty())
+        vector[0] = number
+    return found
+
+
+@pytest.mark.parametrize("expected", [0, 2, 3, 8])
+def test_what_is_counted_in_a_step_s_room_is_packed_as_if_it_lay_anywhere(expected):
+    packer = Packer(expected)
+    found = vectors(packer, 3)
+    for number, vector in enumerate(found):
+        packer.add(f"site {number}", [Counted(vector, np.zeros((2, 4)))])
+    sites, table = packer.pack()
+    assert sites == ["site 0", "site 1", "site 2"]
+    assert table[:, 0].tolist() == [0, 1, 2]
+    assert np.shares_memory(table.numpy(), found[0]) == (expected >= 3)  # then nothing was copied
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2), (2, 1), (0, 1)])
+def test_room_that_was_not_used_or_in_another_order_changes_nothing(order):
+    packer = Packer(3)
+    found = vectors(packer, 3)
+    for number in order:
+        packer.add(f"site {number}", [Counted(found[number], np.zeros((2, 4)))])
+    sites, table = packer.pack()
+    assert sites == [f"site {number}" for number in order]
+    assert table[:, 0].tolist() == list(order)
 
 
 @settings(max_examples=30, deadline=None)

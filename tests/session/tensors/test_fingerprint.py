@@ -76,6 +76,20 @@ def test_the_chain_depends_on_every_tensor_and_their_order():
     assert chain([]) is None
 
 
+def test_what_the_walk_knows_and_what_passes_find_is_chained_alike(monkeypatch):
+    xs = [torch.randint(2**40, (100,), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    host.wait()
+    walked = chain(xs)
+    assert isinstance(walked, int)  # no tensor is made where none was
+    some = chain(xs[:2])
+    monkeypatch.setattr(host, "ready", lambda: False)
+    passed, mixed = chain(xs), chain(xs[2:], some)
+    assert int(passed) == int(mixed) == walked
+    assert float(stored(passed)) == stored(walked)
+    monkeypatch.undo()
+    assert int(chain(xs[2:], torch.tensor(some))) == walked
+
+
 def test_a_stored_digest_is_exact_in_float64():
     chained = chain([torch.randint(2**40, (100,))])
     assert int(stored(chained)) == int(chained) & ((1 << 52) - 1)

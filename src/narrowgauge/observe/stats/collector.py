@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -55,9 +55,12 @@ def _address(module: str, role: str) -> str:
     return str(Site(module, role))
 
 
-def _current(device: torch.device) -> torch.cuda.device:
+_NOTHING = nullcontext()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels of ours are launched on the current device; a program's layers may lie on several."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 @dataclass

@@ -124,6 +124,14 @@ class Seams:
         self._telling = False
         self._undo.close()
 
+    def hear_modules(self, heard: bool) -> None:
+        """Hear modules' calls, or none: where there is a hook for all of them, torch takes a longer way to each."""
+        hooks = nn.modules.module._global_forward_pre_hooks
+        if not heard and hooks.get(OURS) is self._called:
+            del hooks[OURS]
+        elif heard and self._telling:
+            hooks[OURS] = self._called
+
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `make(original)` in the place of `owner.name` until closed."""
         original, own = getattr(owner, name), name in vars(owner)
@@ -266,9 +274,9 @@ class Seams:
                 lambda parent, name, child: making.module_registered(parent, child)
             ),
         )
-        hooks = nn.modules.module._global_forward_pre_hooks
-        hooks[OURS] = called
-        self._undo.callback(lambda: hooks.pop(OURS) if hooks.get(OURS) is called else None)
+        self._called = called
+        self.hear_modules(True)
+        self._undo.callback(self.hear_modules, False)
         for handle in handles:
             self._undo.callback(handle.remove)
         self._undo.callback(hear_steps(step_ended, step_begins))

@@ -33,6 +33,8 @@ class Calls:
         roots, steps, probe, hearing: the session's.
         optimizers: those that the program made and still holds.
         taken: told whenever another model was taken.
+        deaf: called with True where calls of modules need not be heard, because a model is called that they are parts
+            of, and with False where they do again.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class Calls:
         hearing: Hearing,
         optimizers: Trained,
         taken: Callable[[], None],
+        deaf: Callable[[bool], None] = lambda deaf: None,
     ) -> None:
         self._roots, self._steps, self._probe = roots, steps, probe
-        self.hearing, self._optimizers, self._taken = hearing, optimizers, taken
+        self.hearing, self._optimizers, self._taken, self._deaf = hearing, optimizers, taken, deaf
         self._depth = 0
         self._compiled: dict[int, Root] = {}  # by the id of what was compiled
         self._eval_began = 0.0
@@ -86,6 +89,7 @@ class Calls:
         self._depth += 1
         if self._depth > 1:
             return
+        self._deaf(True)
         if not torch.is_grad_enabled():
             self._waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
@@ -95,6 +99,7 @@ class Calls:
             self._steps.enter()
         except StopTraining:
             self._depth = 0
+            self._deaf(False)
             raise
         self.training = True
         root.enter_autocast()
@@ -116,6 +121,7 @@ class Calls:
         self._depth -= 1
         if self._depth:
             return
+        self._deaf(False)
         self.training = False
         if missed and torch.is_grad_enabled() and not self._steps.paused:
             late = self._steps.batches.see(missed, more=True)

@@ -245,10 +245,8 @@ class PlainSites:
 
     def _told(self) -> bool:
         """Whether a layer runs that tells of all that it multiplies."""
-        for call in self._calls():
-            if call.layer.kind.whole:
-                return True
-        return False
+        calls = self._calls()
+        return bool(calls) and any(call.layer.kind.whole for call in calls)
 
     def _heard(self, part: Part, known: bool) -> None:
         """A product outside of layers that tell of themselves."""

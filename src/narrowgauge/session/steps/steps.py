@@ -114,8 +114,8 @@ class Steps:
         self._recorder.flush()
 
     def report(self, *, done: bool = False) -> None:
-        """Tell a progress display how far the program is."""
-        if self._writer.rank == 0:  # one pulse is enough
+        """Tell a comparison's progress display how far the program is; who watches a program has none."""
+        if self._writer.rank == 0 and not self._plan.compiling:  # one pulse is enough
             status.report(self._plan, self.ledger, done=done)
 
     def _open(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.session.tensors.fingerprint import chain
+from narrowgauge.session.tensors.fingerprint import Chained, chain
 from narrowgauge.session.tensors.sharded import here
 
 
@@ -21,7 +21,7 @@ class Batches:
     """Every batch of a program so far; `digest` is None before the first."""
 
     def __init__(self) -> None:
-        self.digest: Tensor | None = None
+        self.digest: Chained | None = None
         # A storage's address is not used again while somebody holds a weak reference to it.
         self._made: dict[int, StorageWeakRef] = {}
         self._given: set[int] = set()

@@ -27,19 +27,26 @@ FOLD = 0xD6E8FEB86659FD93 - (1 << 64)
 STORED_BITS = 52
 PIECE = 1 << 22  # elements mixed at once: a weight as a whole might not find room on a full GPU
 LARGE = 1 << 16  # elements from which on it is worth to have the walk compiled
+Chained = Tensor | int
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(x: Tensor) -> Tensor:
     """A 64-bit order-sensitive sum of x's bits (any shape), as an int64 scalar on x's device."""
+    found = _digest(x)
+    return found if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.int64, device="cpu")
+
+
+def _digest(x: Tensor) -> Chained:
+    """The same; a number where it is known at once."""
     flat = x.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     if flat.device.type == "cpu" and type(flat) is Tensor and not flat.is_neg() and flat.data_ptr():
         walk = host.kernel() if (host.prepare() if flat.numel() >= LARGE else host.ready()) else None
         if walk is not None:
-            found = walk.digest(flat.data_ptr(), flat.numel(), flat.element_size())
-            return torch.tensor(found, dtype=torch.int64, device="cpu")
+            found: int = walk.digest(flat.data_ptr(), flat.numel(), flat.element_size())
+            return found
     pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)
     sums = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -54,13 +61,24 @@ def _mixed(bits: Tensor, first: int) -> Tensor:
     return mixed.sum()
 
 
-def chain(tensors: Iterable[Tensor], start: Tensor | None = None) -> Tensor | None:
+def chain(tensors: Iterable[Tensor], start: Chained | None = None) -> Chained | None:
     """Fold the digests of several tensors into one; None if there are none and nothing to continue."""
     folded = start
     for x in tensors:
-        one = digest(x)
-        folded = one if folded is None else folded.to(one.device) * GOLDEN + one
+        one = _digest(x)
+        if folded is None:
+            folded = one
+        elif isinstance(folded, int) and isinstance(one, int):
+            folded = _wrapped(folded * GOLDEN + one)
+        else:
+            home = one.device if isinstance(one, Tensor) else torch.device("cpu")
+            folded = torch.as_tensor(folded, device=home) * GOLDEN + one
     return folded
+
+
+def _wrapped(number: int) -> int:
+    """As a signed 64-bit integer."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
@@ -82,6 +100,8 @@ def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
     return hashlib.sha256(repr((seen, values)).encode()).hexdigest()[:16]
 
 
-def stored(chained: Tensor) -> Tensor:
+def stored(chained: Chained) -> Tensor | float:
     """The digest's low bits as a float64 that holds them exactly."""
+    if isinstance(chained, int):
+        return float(chained & ((1 << STORED_BITS) - 1))
     return (chained & ((1 << STORED_BITS) - 1)).to(torch.float64)

@@ -1,0 +1,47 @@
+"""The most memory a program held, asked for in a short way where that says the same."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from narrowgauge.session.steps import memory
+from narrowgauge.session.steps.memory import NEAR, PeakMemory
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+def kernels_mark():
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmHWM:")).split()[1]) * 1024
+
+
+def test_the_short_way_says_what_the_kernel_says():
+    peak = PeakMemory()
+    for _ in range(3):
+        held = np.ones(4 << 20)  # 32 MiB
+        peak.sample()
+        assert peak.bytes() == pytest.approx(kernels_mark(), abs=2 * NEAR)
+    del held
+
+
+def test_where_it_says_more_it_is_not_taken(monkeypatch):
+    """What ran in the process before it became this program may have been larger."""
+    monkeypatch.setattr(memory, "_used", lambda: 1 << 50)
+    peak = PeakMemory()
+    for _ in range(2):
+        peak.sample()
+    assert peak.bytes() == pytest.approx(kernels_mark(), abs=NEAR)
+
+
+def test_what_a_probe_held_is_left_out():
+    peak = PeakMemory()
+    peak.sample()
+    before = peak.bytes()
+    held = np.ones(16 << 20)  # 128 MiB
+    del held
+    peak.forget()
+    if kernels_mark() > before + (64 << 20):
+        pytest.skip("this kernel does not reset its mark")
+    peak.sample()
+    assert peak.bytes() < before + (64 << 20)
