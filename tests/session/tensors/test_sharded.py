@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import narrowgauge as ng
 from narrowgauge.compute.nn.conversion.structure import survey
+from narrowgauge.compute.nn.parallel.placements import some_are_distributed
 from narrowgauge.errors import ConversionError
 from narrowgauge.session.tensors.fingerprint import weights_hash
 from narrowgauge.session.tensors.sharded import here, is_distributed, local_of, shape_of, used_of
@@ -102,3 +103,13 @@ def test_the_shape_that_counts_is_the_part_of_one_rank(mesh):
     model[0].weight = nn.Parameter(DTensor.from_local(torch.zeros(128, 256), mesh, [Replicate(), Shard(0)]))
     assert survey(model)[0].shape == (256, 256)
     assert survey(model)[0].product == (128, 256)
+
+
+def test_that_torch_knows_of_dtensors_makes_none():
+    """It imports them itself, to clip gradients; only between ranks there can be one."""
+    assert not some_are_distributed()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        assert some_are_distributed()
+    finally:
+        dist.destroy_process_group()
