@@ -85,6 +85,41 @@ def test_every_kth_element_is_taken_in_memory_order_whatever_the_strides():
     assert movement._every(torch.ones(2), 11, 5).numel() == 1
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_loss_of_a_backward_of_several_is_their_sum(tmp_path, scaled):
+    wanted = []
+    with followed(tmp_path) as (session, writer):
+        model = nn.Linear(8, 8)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(3):
+            y = model(torch.full((4, 8), 1.0 + step))
+            losses = [y.square().mean(), y.abs().sum()]
+            wanted.append(sum(loss.item() for loss in losses))
+            torch.autograd.backward(scaler.scale(losses) if scaled else losses)
+            scaler.step(optimizer) if scaled else optimizer.step()
+            scaler.update() if scaled else None
+    assert list(writer.column("loss").values()) == pytest.approx(wanted)
+    assert list(writer.column("microbatches").values()) == [1, 1, 1]
+    assert list(writer.column("loss_scale").values()) == ([64.0] * 3 if scaled else [])
+    assert not [note for note in session.facts()["notes"] if note.startswith("Backward")]
+
+
+def test_a_backward_of_no_number_beside_losses_is_told(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            y = model(torch.ones(4, 8))
+            y.backward(torch.ones_like(y), retain_graph=True)
+            y.sum().backward()
+            optimizer.step()
+    assert list(writer.column("loss")) == [1, 2]
+    assert (
+        "Backward was called 2 of 4 times on something else than numbers, which has no loss: the losses of these steps "
+        "lack it." in session.facts()["notes"]
+    )
+
+
 def test_the_norm_of_a_clipping_program_is_its_own_from_before(tmp_path):
     model = nn.Linear(16, 16)
     with followed(tmp_path, every=1) as (_, writer):

@@ -191,6 +191,7 @@ class Session:
                 *self.notes,
                 *self.hearing.notes,
                 *self.graphs.notes,
+                *self.updates.notes,
                 *self.roots.notes,
                 *self.roots.unmet,
                 *steps.batches.notes,

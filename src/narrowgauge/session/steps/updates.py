@@ -55,14 +55,14 @@ class Updates:
         self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
         self._in_parts = in_parts
         self._clips: Squares | None = None
-        self._scaled: tuple[Tensor, Tensor, float | Tensor | None] | None = None
+        self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
         self._stepping: ReferenceType[Optimizer] | None = None
         self._in_closure = 0
         self._closure_again = False
         self._stepped_in_backward = False
         self.prepares = 0  # above 0: what steps now only makes its state
         self.backwards = 0
-        self.losses = 0
+        self.losses = self._vectors = 0
         self.skipped = 0
 
     @heard
@@ -76,8 +76,11 @@ class Updates:
         self._multiplied(before, after, scale())
 
     def _multiplied(self, before: Any, after: Any, scale: Any) -> None:
+        if isinstance(before, tuple | list) and isinstance(after, tuple | list):
+            for one, scaled in zip(before, after, strict=False):
+                self._multiplied(one, scaled, scale)
         if isinstance(before, Tensor) and isinstance(after, Tensor):
-            self._scaled = (after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale)
+            self._scaled[id(after)] = after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale
 
     @heard
     def backward_begins(self, loss: Any, plain: bool) -> None:
@@ -87,22 +90,43 @@ class Updates:
             self._stepping = None  # an optimizer that was stepping has raised
         self._steps.enter()
         self.hearing.waits = True
-        line = self._steps.line
-        seen = loss[0] if isinstance(loss, tuple | list) and len(loss) == 1 else loss
-        if self._scaled is not None and self._scaled[0] is seen and line is not None:
-            if self._scaled[2] is not None:
-                line.scalars["loss_scale"] = self._scaled[2]
-            seen = self._scaled[1]
-        if isinstance(seen, Tensor) and seen.numel() == 1 and not self._closure_again:
-            self.losses += 1
-            self._steps.ledger.add_loss(seen)
+        if not self._closure_again:
+            self._add([self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))])
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
+
+    def _unscaled(self, loss: Any) -> Any:
+        after, before, scale = self._scaled.get(id(loss), (None, None, None))
+        if after is not loss:
+            return loss
+        if scale is not None and self._steps.line is not None:
+            self._steps.line.scalars["loss_scale"] = scale
+        return before
+
+    def _add(self, losses: list[Any]) -> None:
+        """The losses of one microbatch: backward sums the gradients of several, so their sum is its loss."""
+        tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+        if tensors and len(tensors) == len(losses) and all(loss.numel() == 1 for loss in tensors):
+            self.losses += 1
+            first, *others = (loss.detach().reshape(()).float() for loss in tensors)
+            self._steps.ledger.add_loss(sum((other.to(first.device) for other in others), first))
+        elif tensors:
+            self._vectors += 1
+
+    @property
+    def notes(self) -> list[str]:
+        """What has no loss; empty if everything has, or nothing."""
+        if not self.losses or not self._vectors:
+            return []
+        return [
+            f"Backward was called {self._vectors} of {self.backwards} times on something else than numbers, which has "
+            "no loss: the losses of these steps lack it."
+        ]
 
     @heard
     def backward_ended(self, loss: Any) -> None:
         """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
-        self._scaled, self.hearing.waits = None, False
+        self._scaled, self.hearing.waits = {}, False
         if self._stepped_in_backward:
             self._made()
             return
@@ -119,7 +143,7 @@ class Updates:
     @heard
     def backward_failed(self) -> None:
         """It raised: a program that goes on, with a smaller batch perhaps, has not had this loss."""
-        self._scaled, self.hearing.waits = None, False
+        self._scaled, self.hearing.waits = {}, False
         if not self._closure_again:
             self._steps.ledger.take_back()
 
