@@ -33,7 +33,6 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return
-        self._short = False
 
     def bytes(self) -> int:
         """The peak in bytes."""
@@ -65,7 +64,7 @@ class PeakMemory:
 def _used() -> int:
     """The process's mark, in a hundredth of the time that Linux takes to say all else.
 
-    Of what ran in the process before it became this program, too; and it is not reset with the other.
+    Of what ran in the process before it became this program, too. It is reset with the other.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
