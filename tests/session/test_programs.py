@@ -173,6 +173,62 @@ def test_an_optimizer_that_derives_from_torch_s_is_followed(tmp_path):
     assert writer.column("lr") == {1: 0.5}
 
 
+class Interrupted(nn.Module):
+    """Its forward is left by Ctrl-C, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.now = linear(), False
+
+    def forward(self, x):
+        if self.now:
+            self.now = False
+            raise KeyboardInterrupt
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_forward_that_is_interrupted_is_forgotten(tmp_path, another):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = Interrupted()
+        optimizer = sgd(model)
+        for step in range(4):
+            model.now = step == 1
+            try:
+                loss_of(model).backward()
+            except KeyboardInterrupt:
+                if another:  # the next cell of a notebook makes all of it anew
+                    model = Interrupted()
+                    optimizer = sgd(model)
+                continue
+            optimizer.step()
+    assert session.facts()["steps"] == 3
+    assert list(writer.column("tokens").values()) == [8, 16, 8]  # the interrupted one's as well
+    for step in (1, 2, 3):
+        seen = {site for at, sites, _ in writer.tensors for site in sites if at == step}
+        assert {site.partition(":")[0] for site in seen} == {"layer"}, step
+        assert len(seen) == 3
+    assert session.hearing.notes == []
+
+
+def test_a_model_that_calls_itself_is_not_taken_for_interrupted(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x, again=True):
+            return self(self.layer(x), again=False) if again else self.layer(x)
+
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        model = Twice()
+        optimizer = sgd(model)
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+    assert list(writer.column("tokens").values()) == [8, 8]
+
+
 def test_a_program_that_never_steps_is_told(tmp_path):
     with followed(tmp_path) as (session, writer):
         model = linear()

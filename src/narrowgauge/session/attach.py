@@ -122,6 +122,7 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
         """Its parameters are the ones being trained; it was `made_with` these if it has others by now."""
         self._open_doors()
+        self.calls.recover()
         made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with
         if self._only is not None and not _trains(made_with, self._only()):
             return

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tests.session.inline import followed
 from torch import nn
 
 import narrowgauge as ng
@@ -71,3 +72,24 @@ def test_a_compiled_step_of_the_optimizer_is_the_program_s_own():
         assert calls._heard
     finally:
         calls.close()
+
+
+def test_a_list_of_modules_that_is_cut_in_a_graph_breaks_nothing(tmp_path):
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers[:2]:  # a list of its own, whose making tells torch's hooks
+                x = layer(x)
+            return x
+
+    with followed(tmp_path, recipe="current", judge="current", every=100, compiling=True) as (session, _):
+        model = Some()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            compiled(torch.ones(4, 32)).sum().backward()
+            optimizer.step()
+    assert session.facts()["steps"] == 2

@@ -74,10 +74,12 @@ def follow(seams: Seams, graphs: HearsGraphs) -> None:
 
 def follow_transformer_engine(seams: Seams, graphs: HearsGraphs) -> bool:
     """Hear of those that TransformerEngine makes; False if the program has not loaded it yet."""
-    owners = [owner for name in TRANSFORMER_ENGINE if hasattr(owner := sys.modules.get(name), "make_graphed_callables")]
-    for owner in owners if len(owners) == len(TRANSFORMER_ENGINE) else ():
+    owners = [sys.modules.get(name) for name in TRANSFORMER_ENGINE]
+    if not all(hasattr(owner, "make_graphed_callables") for owner in owners):
+        return False
+    for owner in owners:
         seams.replace(owner, "make_graphed_callables", _graphing(graphs))
-    return len(owners) == len(TRANSFORMER_ENGINE)
+    return True
 
 
 def _graphing(graphs: HearsGraphs) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

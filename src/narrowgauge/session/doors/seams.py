@@ -269,11 +269,12 @@ class Seams:
         if not compiling:
             self.replace(torch, "compile", no_compile)
             self.replace(nn.Module, "compile", no_module_compile)
-        handles = (
-            nn.modules.module.register_module_module_registration_hook(
-                lambda parent, name, child: making.module_registered(parent, child)
-            ),
-        )
+
+        def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+            if not torch.compiler.is_compiling():  # a slice of a list of modules is a list of its own
+                making.module_registered(parent, child)
+
+        handles = (nn.modules.module.register_module_module_registration_hook(registered),)
         self._called = called
         self.hear_modules(True)
         self._undo.callback(self.hear_modules, False)

@@ -5,12 +5,17 @@
     call without gradients    an evaluation: its time is not the step's
 
 A compiled function is called as a whole: inside of it nobody is told of calls.
+
+A call that a KeyboardInterrupt has left ends without a word: torch tells hooks of an Exception alone. A notebook goes
+on after it, so whether the outermost call still runs is looked up where that matters.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
+
+_CALLING = nn.Module._call_impl.__code__
 
 
 class Calls:
@@ -50,6 +57,8 @@ class Calls:
         self._roots, self._steps, self._probe = roots, steps, probe
         self.hearing, self._optimizers, self._taken, self._deaf = hearing, optimizers, taken, deaf
         self._depth = 0
+        self._outermost: FrameType | None = None  # torch's, of the call that is running
+        self._running: Root | None = None
         self._compiled: dict[int, Root] = {}  # by the id of what was compiled
         self._eval_began = 0.0
         self._waited = 0.0  # seconds for batches that no model was called with yet
@@ -86,9 +95,11 @@ class Calls:
         """A model is called."""
         if inside_backward():
             return
+        self.recover()
         self._depth += 1
         if self._depth > 1:
             return
+        self._outermost, self._running = _call(), root
         self._deaf(True)
         if not torch.is_grad_enabled():
             self._waited = 0.0  # an evaluation's batch
@@ -121,6 +132,7 @@ class Calls:
         self._depth -= 1
         if self._depth:
             return
+        self._outermost = self._running = None
         self._deaf(False)
         self.training = False
         if missed and torch.is_grad_enabled() and not self._steps.paused:
@@ -138,6 +150,16 @@ class Calls:
         root.exit_autocast()
         if self._probe is not None:
             self._probe.module_call_end(root.module, output)
+
+    def recover(self) -> None:
+        """Forget a call that was left without a word."""
+        if not self._depth or self._outermost is None or not self.hearing.perhaps_mine() or _runs(self._outermost):
+            return
+        if self._running is not None:
+            self._running.exit_autocast()
+        self._depth, self._outermost, self._running = 0, None, None
+        self._deaf(False)
+        self.training = False
 
     @heard
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
@@ -186,3 +208,19 @@ class Calls:
         root = self._roots.take(module, self._optimizers)
         self._taken()
         return root
+
+
+def _call() -> FrameType | None:
+    """The nearest call of a module on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALLING:
+        frame = frame.f_back
+    return frame
+
+
+def _runs(call: FrameType) -> bool:
+    """Whether a call on this thread has not returned."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
