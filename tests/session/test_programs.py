@@ -328,7 +328,7 @@ def test_a_generator_is_recorded_whoever_s_turn_the_cadence_meets(tmp_path):
             (-critic(fake)).mean().backward()
             second.step()
     rows = {(step, site): columns["amax"][n] for step, sites, columns in writer.tensors for n, site in enumerate(sites)}
-    both = {f"Linear1.:{role}" for role in ("input", "weight", "grad_output")}  # the critic is called in every turn
+    both = {f"Linear1:{role}" for role in ("input", "weight", "grad_output")}  # the critic is called in every turn
     called, learns = {":input", ":weight"} | both, {":grad_output"} | both
     assert set(rows) == {
         (first + n, site) for first in (10, 20) for n, sites in enumerate((both, called, learns)) for site in sites

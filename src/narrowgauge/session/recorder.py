@@ -21,6 +21,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection.selection import Columns, Selection
+from narrowgauge.session.sites.part import named
 from narrowgauge.session.what_if import WhatIf
 
 
@@ -93,14 +94,14 @@ class Recorder:
 
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
-        module = self.prefix + module
+        module = named(self.prefix, module)
         if self._records(module, role):
             return True
         return self.dumper is not None and not self.selection.paused and self.dumper.selects(module, role)
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
-        module = self.prefix + module
+        module = named(self.prefix, module)
         if self.selection.paused:
             return False
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
@@ -108,7 +109,7 @@ class Recorder:
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand that is selected."""
-        module = self.prefix + module
+        module = named(self.prefix, module)
         if self.dumper is not None and self.dumper.selects(module, role):
             return None  # a kernel that counts shows no codes
         if self.what_if is not None and self.what_if.wants():
@@ -117,7 +118,7 @@ class Recorder:
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """Pass on what is selected, where nobody wants the codes themselves."""
-        module = self.prefix + module
+        module = named(self.prefix, module)
         if self.dumper is not None and self.dumper.selects(module, role):
             return False
         if not self._records(module, role) or not self.collector.judge(module, role, x, rule, given):
@@ -136,7 +137,7 @@ class Recorder:
         amax_ratio: Tensor | None = None,
     ) -> None:
         """Pass on what is selected: x [M, K], or the weights [E, N, K] of experts with the codes of their rows."""
-        module = self.prefix + module
+        module = named(self.prefix, module)
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
             if self.what_if is not None:
@@ -146,7 +147,7 @@ class Recorder:
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """Pass on what is selected."""
-        module = self.prefix + module
+        module = named(self.prefix, module)
         if self._records(module, role):
             self.collector.result(module, role, y, check)
 

@@ -33,6 +33,7 @@ from narrowgauge.session.models.perturb import perturb
 from narrowgauge.session.models.root import AUTOCAST, Root
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
+from narrowgauge.session.sites.part import named
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.switches import foreign
@@ -180,7 +181,7 @@ class Roots:
         high = self._plan.convert.get("high", ())
         if high and self._plan.compiling:  # a comparison's baseline is the program as it is written
             kept = foreign.switch(model, high, called, converting=self._plan.recipe is not None)
-            self._switched |= {prefix + name: what for name, what in kept.told.items()}
+            self._switched |= {named(prefix, name): what for name, what in kept.told.items()}
             self._kept.append(kept)
             self._asked = True
 
@@ -208,7 +209,7 @@ class Roots:
         for state in states:
             if state.observer is None:  # or else it is a layer of another model, too, and has its name from there
                 state.observer = self._recorder.under(prefix)
-                self._layers[prefix + state.name] = state
+                self._layers[named(prefix, state.name)] = state
 
     def _converted(self, model: nn.Module, *, beside: bool) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
@@ -254,7 +255,8 @@ class Roots:
             return first
         if not site.endswith(":weight"):
             return None
-        return self._copied.get(max((p for p in self._copied if site.startswith(p)), key=len, default=""))
+        known = (p for p in self._copied if site.startswith(p) or name == named(p, ""))
+        return self._copied.get(max(known, key=len, default=""))
 
     def mesh(self, site: str) -> int | None:
         """The lowest rank of the mesh that a converted layer's weight lies on."""
@@ -295,7 +297,7 @@ class Roots:
         """What is known about the models, for the run's metadata."""
         reports = self._reports if self._plan.recipe is not None else {}
         rows = [
-            {**row, "name": prefix + row["name"]}
+            {**row, "name": named(prefix, row["name"])}
             for prefix, report in reports.items()
             for row in report.to_dict()["rows"]
         ]

@@ -104,3 +104,12 @@ def output_of(output: Any) -> Tensor | None:
     """The tensor that a layer returned, be it first of several."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     return first if isinstance(first, Tensor) else None
+
+
+def named(prefix: str, module: str) -> str:
+    """A module's name in the run; that of a model which is one layer is its prefix alone.
+
+    >>> named("Critic.", "layers.0"), named("Linear1.", "")
+    ('Critic.layers.0', 'Linear1')
+    """
+    return prefix + module if module else prefix.removesuffix(".")

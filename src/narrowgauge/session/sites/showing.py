@@ -24,7 +24,7 @@ from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
-from narrowgauge.session.sites.part import Own, Part, Rule, Turn
+from narrowgauge.session.sites.part import Own, Part, Rule, Turn, named
 from narrowgauge.session.tensors.sharded import Held, holders, is_distributed, local_of, used_of
 
 
@@ -123,7 +123,7 @@ class Showing:
                 return
             first = held.first if held.first is not None else first
             if first is not None or held.mesh is not None:
-                self._told_of_ranks(f"{getattr(state.observer, 'prefix', '')}{state.name}", role, first, held.mesh)
+                self._told_of_ranks(named(getattr(state.observer, "prefix", ""), state.name), role, first, held.mesh)
             if state.observer is not None and state.observer.wants(state.name):
                 self._look(state, role, turn(x), own)
         except Exception as error:
