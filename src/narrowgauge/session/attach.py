@@ -12,6 +12,7 @@ and that cannot be done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -112,10 +113,12 @@ class Session:
     def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """A module got a submodule."""
         self.roots.family.registered(parent, child)
-        self._open_doors()
+        if len(sys.modules) != self._loaded:  # asked for every module, and for every cut of a list of them
+            self._open_doors()
 
     def _open_doors(self) -> None:
         """A library may be loaded late: an engine's not before it holds the model, an optimizer's as it makes one."""
+        self._loaded = len(sys.modules)
         if self._doors:
             self._doors = [follow for follow in self._doors if not follow(self.seams, self.updates)]
 
