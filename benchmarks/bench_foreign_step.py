@@ -209,11 +209,14 @@ def main() -> None:
     parser.add_argument("--kinds", default="", help="separated by commas")
     args = parser.parse_args()
     device, size = torch.device(args.device), sized(args.size)
+    kinds = args.kinds.split(",") if args.kinds else KINDS[device.type]
+    if any(kind.startswith("te-") for kind in kinds):
+        import transformer_engine.pytorch  # noqa: F401    before torch loads another cuDNN
     torch.manual_seed(0)
     with device:
         plain = gpt.Llama(size)
     rows = []
-    for kind in args.kinds.split(",") if args.kinds else KINDS[device.type]:
+    for kind in kinds:
         began = time.perf_counter()
         try:
             rows.append({"kind": kind, **row_of(kind, plain, size, device, args.rounds)})

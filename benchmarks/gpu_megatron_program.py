@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -61,7 +62,8 @@ def config_of(recipe: str) -> TransformerConfig:
     return TransformerConfig(
         num_layers=2, hidden_size=WIDTH, ffn_hidden_size=4 * WIDTH, num_attention_heads=4,
         hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16, deallocate_pipeline_outputs=True, gradient_accumulation_fusion=False, **fp8,
+        pipeline_dtype=torch.bfloat16, deallocate_pipeline_outputs=True, gradient_accumulation_fusion=False,
+        attention_backend=AttnBackend.unfused, **fp8,
     )  # fmt: skip
 
 

@@ -87,7 +87,8 @@ class Case:
     """A program of `programs/` under its launcher: by hand, watched at every step, and converted."""
 
     def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, **env):
-        self.folder, self.ranks, self._warm, self._env = folder, ranks, warm, env
+        self.folder, self.ranks, self._env = folder, ranks, env
+        self._warm = warm if DEVICE == "cpu" else None  # a fork has no GPU
         self._words = list(launcher)
         for program in (name, "text"):
             source = PROGRAMS / f"{program}.py"

@@ -1,6 +1,7 @@
 """What watched kernels gather while they quantize is what the slow oracle counts; codes are the plain kernels'."""
 
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -234,6 +235,28 @@ def test_scales_that_have_nothing_in_common(first, kind):
         assert_packed(packed, moments(x.to(dtype), codes), skip=COMPARED)
 
 
+@pytest.mark.parametrize("kind", ["rows", "whole rows"])
+def test_what_is_compared_are_the_codes_that_are_stored(kind):
+    """Not those that the inverse of the stored scale would make, an ulp away: beside ties, they are others."""
+    rule, plain_cast, _ = GRAINS[kind]
+    amax = 1 + torch.rand(4000, generator=torch.Generator().manual_seed(0))
+    largest = rule.fmt.max * 2.0**-rule.margin
+    amax = amax[largest / amax != 1 / (1 / (largest / amax))][:64]
+    steps = 2**rule.fmt.mantissa_bits
+    ties = (torch.arange(steps, 2 * steps) + 0.5) / steps * (2.0 ** math.floor(math.log2(largest / 2)))
+    ties = ties * (amax / largest)[:, None]
+    near = (ties[..., None].view(torch.int32) + torch.arange(-3, 4, dtype=torch.int32)).view(torch.float32)
+    x = torch.cat([near.flatten(1), amax[:, None], -amax[:, None]], 1).to(DEVICE)
+    codes, scale, *_ = plain_cast(x, rule)
+    others = (x * (1 / scale)).to(codes.dtype)
+    x = torch.where((others.float() > codes.float()) | (x.abs() == amax[:, None].to(DEVICE)), x, 0.0)
+    assert int((x != 0).sum()) > 3 * 64
+    packed, stored, _ = look_at_grains(x, kind)
+    assert_packed(packed, moments(x, stored))
+    want = moments(x, stored)
+    assert float(packed[MOMENTS["dd"]]) == pytest.approx(float(want[MOMENTS["dd"]]), rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", GRAINS)
 def test_what_is_flushed_is_known_to_the_last_bit(kind):
     rule, plain_cast, _ = GRAINS[kind]
@@ -453,5 +476,6 @@ def test_a_captured_step_fills_its_looks_again_and_nothing_waits():
     packed.zero_()
     graph.replay()
     assert torch.equal(packed, want)
+    warnings.simplefilter("ignore")  # torch's, of a graph of nothing
     with pytest.raises(UsageError, match="more room while a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         room.reserve(1 << 24)

@@ -172,6 +172,7 @@ def test_transformer_engine_s_own_is_heard_once_it_is_loaded(graphing, tmp_path,
 
 @cuda
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS", "ignore:The AccumulateGrad node's stream")  # torch's own
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("early", [0, 3])
 def test_on_a_gpu(tmp_path, early, whole):

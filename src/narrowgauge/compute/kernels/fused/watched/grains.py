@@ -18,7 +18,6 @@ from narrowgauge.compute.kernels.fused.tile import load, row_amaxes
 from narrowgauge.compute.kernels.fused.watched.moments import (
     AMAX,
     INFS,
-    LARGEST,
     NANS,
     SATURATED,
     SCALE_MAX,
@@ -37,15 +36,13 @@ WHOLE, TILES, SQUARES, LINES = (Constant(i) for i in range(4))  # WHOLE: one sca
 
 @triton.jit
 def scales_of(bits, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr):
-    """Of amaxes, given as bits: scales (0 of what is not finite), their inverses (then 1), and whether they are finite.
+    """Of amaxes, given as bits: scales (0 of what is not finite), what codes are made with (then 1), whether finite.
 
-    The inverses are the oracle's, those of the stored scales, which may lie an ulp beside what codes are made with.
+    The latter may lie an ulp beside the inverse of the scale, which beside a tie would make another code.
     """
     amax = bits.to(tl.float32, bitcast=True)
     inverse, healthy = inv_scale_of(amax, GOAL, POW2, FLOOR), amax < float("inf")
     scale = scale_of(amax, inverse, POW2)
-    if POW2 == 0:
-        inverse = tl.minimum(tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), LARGEST)
     return tl.where(healthy, scale, 0.0), tl.where(healthy, inverse, 1.0), healthy
 
 
