@@ -75,6 +75,7 @@ class Session:
         self.optimizers_made = 0
         self.recorder = Recorder(plan, writer)
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
+        self.hearing = Hearing()
         self.plain = PlainSites(
             plan.judge,
             eager=plan.recipe is None,
@@ -82,12 +83,12 @@ class Session:
             compiles=lambda: self._compiled is not None and self._compiled.any(),
             followed=lambda: self._compiled is None or self._compiled.followed(),
             eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
+            unheard=self.hearing.nothing,
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
         told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
-        self.hearing = Hearing()
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken, self._deaf)
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.session.inline import followed
 from torch import nn
 
+from narrowgauge.compute.recipes import ROLES
 from narrowgauge.session.doors.compiled_graphs import launched
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -40,6 +42,46 @@ def test_meanwhile_nothing_is_replayed(graphs):
             assert not graphs()
         assert not graphs()
     assert graphs()
+
+
+def test_the_empty_graph_before_the_first_is_not_heard(graphs):
+    made, heard = [], [True]
+
+    @contextmanager
+    def unheard():
+        heard[0] = False
+        yield
+        heard[0] = True
+
+    manager = sys.modules["torch._inductor.cudagraph_trees"].CUDAGraphTreeManager
+    manager.__init__ = first = lambda self, device: made.append((device, heard[0]))
+    with launched(unheard):
+        manager(0)
+        assert heard == [True]
+    assert manager.__init__ is first
+    manager(1)
+    assert made == [(0, False), (1, True)]
+
+
+def test_a_step_in_which_torch_makes_room_for_graphs_stays_recorded(graphs, tmp_path, monkeypatch):
+    trees = sys.modules["torch._inductor.cudagraph_trees"]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {"capture_begin": lambda graph: None}))
+    torch.cuda.CUDAGraph.capture_end = torch.cuda.CUDAGraph.replay = lambda graph: None
+
+    def room(manager):
+        torch.cuda.CUDAGraph().capture_begin()
+
+    trees.CUDAGraphTreeManager.__init__ = room
+    with followed(tmp_path, recipe="current", judge="current", every=1, compiling=True) as (_, writer):
+        model = nn.Sequential(nn.Linear(32, 32))
+        torch.compile(lambda x: x, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.register_forward_pre_hook(lambda *_: trees.CUDAGraphTreeManager() and None)
+        for _ in range(2):
+            model(torch.ones(4, 32)).sum().backward()
+            optimizer.step()
+    found = {(step, site) for step, sites, _ in writer.tensors for site in sites}
+    assert found >= {(step, f"0:{role}") for step in (1, 2) for role in ROLES}
 
 
 def test_a_torch_without_them_is_left_alone(graphs, monkeypatch):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +38,7 @@ class Hearing:
         self._ident = 0
         self._others = False
         self.waits = False  # the thread that trains has called `backward`, which has not returned
-        self.deaf = 0  # above 0: what the program does now is no training
+        self._deaf = 0  # above 0: what the program does now is no training
         self._failed: dict[str, int] = {}
 
     def mine(self) -> bool:
@@ -45,7 +46,7 @@ class Hearing:
 
         The first to ask is the one that trains, until it ends.
         """
-        if self.deaf:
+        if self._deaf:
             return False
         if threading.get_ident() == self._ident:
             return True
@@ -56,6 +57,15 @@ class Hearing:
             return False
         self._thread, self._ident = threading.current_thread(), threading.get_ident()
         return True
+
+    @contextmanager
+    def nothing(self) -> Iterator[None]:
+        """Meanwhile nothing is heard, of any thread."""
+        self._deaf += 1
+        try:
+            yield
+        finally:
+            self._deaf -= 1
 
     def perhaps_mine(self) -> bool:
         """The same, of what says nothing of training: it makes no thread the one."""

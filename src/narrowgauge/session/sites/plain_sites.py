@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,6 +112,7 @@ class PlainSites:
         compiles: whether the program has compiled anything, asked at each recorded step.
         followed: whether calls of anything that it compiled are followed, asked then.
         eagerly: makes what it compiled run uncompiled, meanwhile.
+        unheard: while it is open, nobody hears what the program does.
 
     Attributes:
         shown: what became of the tensors.
@@ -126,9 +127,11 @@ class PlainSites:
         compiles: Callable[[], bool] = lambda: False,
         followed: Callable[[], bool] = lambda: True,
         eagerly: Callable[[], AbstractContextManager[object]] = lambda: torch.compiler.set_stance("force_eager"),
+        unheard: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.shown = Showing(by_name(recipe) if recipe else None, training)
-        self._eager, self._compiles, self._followed, self._eagerly = eager, compiles, followed, eagerly
+        self._eager, self._compiles, self._followed = eager, compiles, followed
+        self._eagerly, self._unheard = eagerly, unheard
         self._layers: list[Layer] = []
         self._census = Census()
         self._products = Products(self._heard, self.shown.failed, self._told)
@@ -188,7 +191,7 @@ class PlainSites:
             self._products.open()
             self._open.callback(self._products.close)
         if compiles:
-            self._open.enter_context(self._eagerly() if eager else launched())
+            self._open.enter_context(self._eagerly() if eager else launched(self._unheard))
 
     def end(self) -> None:
         """It ended: no hook is left, and no parameter held."""

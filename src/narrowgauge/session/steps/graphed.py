@@ -10,8 +10,8 @@ While they are made nothing is heard: warm-ups are no training. torch refuses mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
@@ -40,7 +40,8 @@ class Graphed:
             return make()
         given = callables if isinstance(callables, tuple) else (callables,)
         before = [getattr(each, "forward", None) if isinstance(each, nn.Module) else each for each in given]
-        with self._quiet(), self._unhooked():
+        self._steps.capture_begins()
+        with self._hearing.nothing(), self._unhooked():
             made = make()
         got = made if isinstance(made, tuple) else (made,)
         if len(got) != len(given):
@@ -56,15 +57,6 @@ class Graphed:
             if replay is not None:
                 module.forward = replay
         self._modules.clear()
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        self._steps.capture_begins()
-        self._hearing.deaf += 1
-        try:
-            yield
-        finally:
-            self._hearing.deaf -= 1
 
     def _followed(self, old: Any, new: Any) -> Any:
         if not isinstance(new, nn.Module):
