@@ -107,6 +107,7 @@ def main() -> None:
     recipe, folder = sys.argv[1], Path(sys.argv[2])
     torch.distributed.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{folder}/ranks")
     torch.cuda.set_device(0)
+    torch.manual_seed(1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     config = config_of(recipe)

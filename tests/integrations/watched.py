@@ -87,7 +87,8 @@ class Case:
     """A program of `programs/` under its launcher: by hand, watched at every step, and converted."""
 
     def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, **env):
-        self.folder, self.ranks, self._env = folder, ranks, env
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))} if DEVICE == "cuda" else {}
+        self.folder, self.ranks, self._env = folder, ranks, gpus | env
         self._warm = warm if DEVICE == "cpu" else None  # a fork has no GPU
         self._words = list(launcher)
         for program in (name, "text"):
@@ -96,35 +97,34 @@ class Case:
                 shutil.copy(source, folder)
         self._script = str(folder / f"{name}.py")
 
-    def _launcher(self, warm=None):
-        """Its words, "PORT" being a new one each time; those that start the same ranks from a warm process."""
+    def _launcher(self, really=False):
+        """Its words, "PORT" being a new one each time; if not `really`, of forks where that will do."""
         words = self._words
-        if warm is not None:
+        if not really and (self._warm is not None or words == ["python"]):
             words = ["python", RANKS, str(self.ranks), "PORT"] if self.ranks > 1 else ["python"]
         return [str(free_port()) if word == "PORT" else word for word in words]
 
     def alone(self, **env):
         """Unwatched, as it is."""
-        words, run = [*self._launcher(self._warm), self._script], self._warm.run if self._warm else alone
+        words, run = [*self._launcher(), self._script], self._warm.run if self._warm else alone
         return execute(self.folder / "alone", words, run, **self._env, **env)
 
     def by_hand(self, **env):
         """Unwatched, its tensors measured by hand."""
-        words, run = [*self._launcher(self._warm), BY_HAND], self._warm.run if self._warm else alone
+        words, run = [*self._launcher(), BY_HAND], self._warm.run if self._warm else alone
         return execute(self.folder / "plain", words, run, SCRIPT=self._script, **self._env, **env)
 
     def watched(self, *options, really=True, **env):
         """Under `narrowgauge run`; `really`, as anyone would start it."""
-        warm = None if really else self._warm
-        words = ["run", *OPTIONS, *options, "--", *self._launcher(warm), self._script]
-        if warm is None:
+        words = ["run", *OPTIONS, *options, "--", *self._launcher(really), self._script]
+        if really or self._warm is None:
             return execute(self.folder / "watched", [*NARROWGAUGE, *words], alone, **self._env, **env)
-        return execute(self.folder / "watched", words, warm.narrowgauge, **self._env, **env)
+        return execute(self.folder / "watched", words, self._warm.narrowgauge, **self._env, **env)
 
     def converted(self, *options, name="converted", hand=True, **env):
         """Converted, its tensors measured by hand as well; it need not be started as anyone would."""
         script = BY_HAND if hand else self._script
-        words = ["run", *OPTIONS, "--convert", "current", *options, "--", *self._launcher(self._warm), script]
+        words = ["run", *OPTIONS, "--convert", "current", *options, "--", *self._launcher(), script]
         folder, env = self.folder / name, {"SCRIPT": self._script, **self._env, **env}
         if self._warm is None:
             return execute(folder, [*NARROWGAUGE, *words], alone, **env)

@@ -229,7 +229,8 @@ class PlainSites:
             return
         try:
             for part in layer.kind.parts(module, args, kwargs, output):
-                self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(module, part))
+                known = layer.module or module  # of which `module` may be a replica
+                self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
             if not layer.kind.whole:
                 kind = type(module).__name__
                 self.shown.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
