@@ -182,6 +182,9 @@ def measured(stepper: Stepper, rounds: int) -> dict[str, Any]:
     if gpu:
         row["session ms"] = round(medians["session"], 2)
         row["session, % of its step"] = _share(medians, "session", "beside")
+        row["rounds without and with it"] = [
+            [round(x, 1) for x in pair] for pair in zip(times["beside"], times["session"], strict=True)
+        ]
         row |= found
     else:
         row["the same, of the quickest steps"] = _share(least, "recorded")
