@@ -16,6 +16,7 @@ Legend: M = rows, K = columns, W = ceil(K / 2) words.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,8 +79,8 @@ WARPS, REGISTERS = 8, 64  # of a program, and of a thread where numbers have 16 
 
 @triton.jit(do_not_specialize=LATE)
 def _watched_blocks(
-    x_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, room_ptr, rows_ptr, columns_ptr, counts_ptr,
-    M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
+    x_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, bits_ptr,
+    room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
     samples, errors, lines, segments, first, stride, sampled, group, phase,
     GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr,
     POW2: tl.constexpr, FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
@@ -134,7 +135,9 @@ def _watched_blocks(
                     inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
                     scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
                     inv_low, inv_high = inv_scale, inv_scale
-                    tl.store(plain_scale_ptr + tile_m * segments + segment + tl.arange(0, 1), scale)
+                    square = tile_m * segments + segment + tl.arange(0, 1)
+                    tl.store(plain_scale_ptr + square, scale)
+                    tl.store(bits_ptr + square, bits)
                     inv_unit = tl.where(step == 0, tl.max(inv_scale, 0), inv_unit)
                     top = tl.maximum(top, bits)
                     scaled += tl.where(healthy, tl.minimum(SIDE, M - tile_m * SIDE), 0)
@@ -232,7 +235,7 @@ class WatchedTiles(_WatchedBlocks):
         codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
         scale_M = turned_matrix(M, self._blocks_K, x_MK) if self._plain else None
         scale_K = turned_matrix(K, self._blocks_M, x_MK) if self._turned else None
-        tensors = (self._words(x_MK), codes_MK, scale_M, codes_KM, scale_K, *look.pointers)
+        tensors = (self._words(x_MK), codes_MK, scale_M, codes_KM, scale_K, None, *look.pointers)
         self._launch(tensors, look.numbers)
         return codes_MK, scale_M, codes_KM, scale_K
 
@@ -247,10 +250,10 @@ class WatchedSquares(_WatchedBlocks):
     def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """As `blocks.cast_squares`, filling `look`."""
         codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
-        scale = matrix(self._blocks_M, self._blocks_K, x_MK)
-        x = self._words(x_MK)
-        self._launch((x, codes_MK, scale, codes_KM, None, *look.pointers), look.numbers)
-        self._errors(x, scale, look)
+        scale, bits = (matrix(self._blocks_M, self._blocks_K, x_MK) for _ in range(2))
+        x, bits = self._words(x_MK), bits.view(torch.int32)
+        self._launch((x, codes_MK, scale, codes_KM, None, bits, *look.pointers), look.numbers)
+        self._errors(x, bits, look)
         return codes_MK, codes_KM, scale
 
 

@@ -2,7 +2,7 @@
 
 A program that looks at errors takes one of every 31 rows. While scales are still being found it would have to read
 more than those: all rows of a square, or all of a row whose other columns are other programs'. So squares, and rows
-that are found and cast in one read, leave their scales behind, and this launch reads that share only.
+that are found and cast in one read, leave their amaxes behind, and this launch reads that share only.
 
 Legend: M = rows, K = columns, W = ceil(K / 2) words.
 """
@@ -17,17 +17,17 @@ from narrowgauge.compute.kernels.fused.launch import Launch
 from narrowgauge.compute.kernels.fused.room import facts
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 from narrowgauge.compute.kernels.fused.tile import registers, words
-from narrowgauge.compute.kernels.fused.watched.grains import LINES, SQUARES, common_inverse
+from narrowgauge.compute.kernels.fused.watched.grains import LINES, SQUARES, common_inverse, scales_of
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
 from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, SEGMENT, Plan
-from narrowgauge.compute.kernels.fused.watched.sampling import look_at_errors, scales_at
+from narrowgauge.compute.kernels.fused.watched.sampling import look_at_errors
 from narrowgauge.compute.recipes import Operand
 
 
 @triton.jit(do_not_specialize=["programs", *LATE])
 def _watched_errors(
-    x_ptr, scale_ptr, room_ptr, rows_ptr, columns_ptr, M, K, W, stride_m, stride_w, programs,
+    x_ptr, bits_ptr, room_ptr, rows_ptr, columns_ptr, M, K, W, stride_m, stride_w, programs,
     samples, errors, lines, segments, first, stride, sampled, group, phase,
     GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr,
     POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr, WORDS: tl.constexpr, TAKE: tl.constexpr,
@@ -36,13 +36,13 @@ def _watched_errors(
     at = tl.program_id(0)
     band, segment = at // segments, at % segments
     if GRAIN == SQUARES:
-        inv_unit = scales_at(scale_ptr, True)[1]
-        grain_ptr, grain_stride = scale_ptr + segment, segments
+        inv_unit = scales_of(tl.load(bits_ptr), GOAL, POW2, FLOOR)[1]
+        grain_ptr, grain_stride = bits_ptr + segment, segments
     else:
         inv_unit = common_inverse(
-            scale_ptr, x_ptr, M, K, W, stride_m, stride_w, LINES, 1024, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
+            bits_ptr, x_ptr, M, K, W, stride_m, stride_w, LINES, 1024, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
         )
-        grain_ptr, grain_stride = scale_ptr, 0
+        grain_ptr, grain_stride = bits_ptr, 0
     look_at_errors(
         room_ptr + FIELDS * programs + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
         x_ptr, M, K, stride_m, stride_w, band * TAKE, segment * WORDS, group, phase, inv_unit,
@@ -72,6 +72,6 @@ class LaterErrors:
             maxnreg=registers(kind, REGISTERS),
         )  # fmt: skip
 
-    def __call__(self, x_MK: Tensor, scales: Tensor, look: Look) -> None:
-        """Fill `look`. `scales`: squares' [ceil(M / 128), ceil(K / 128)], contiguous; rows' amaxes as bits [M]."""
-        self._launch((x_MK, scales, *look.pointers[:3]), (look.plan.programs, *look.numbers))
+    def __call__(self, x_MK: Tensor, bits: Tensor, look: Look) -> None:
+        """Fill `look`. `bits`: of the amaxes of squares [ceil(M / 128), ceil(K / 128)], contiguous, or of rows [M]."""
+        self._launch((x_MK, bits, *look.pointers[:3]), (look.plan.programs, *look.numbers))

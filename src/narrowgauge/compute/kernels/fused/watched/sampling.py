@@ -55,15 +55,6 @@ def _join_errors(a, b, c, d, e, f, a_, b_, c_, d_, e_, f_):
 
 
 @triton.jit
-def scales_at(ptr, inside):
-    """Scales, their inverses (as the oracle makes them; 1 of what is no number), and whether they are numbers."""
-    scale = tl.load(ptr, mask=inside, other=1.0)
-    healthy = scale < float("inf")
-    inverse = tl.minimum(tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 3.4028234663852886e38)
-    return tl.where(healthy, scale, 0.0), tl.where(healthy, inverse, 1.0), healthy
-
-
-@triton.jit
 def _add_errors(
     signal, error, xd, dd, lost, x, inverse, factor,
     GRAINED: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, INTERPRET: tl.constexpr,
@@ -81,7 +72,7 @@ def _add_errors(
 @triton.jit
 def look_at_errors(
     record, E, rows_ptr, columns_ptr, lines, x_ptr, M, K, stride_m, stride_w, line0, word0, group, phase,
-    inv_scale, unit, scale_ptr, scale_stride, GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
+    inv_scale, unit, bits_ptr, bits_stride, GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
     MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
     EVERY: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr, TW: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +85,8 @@ def look_at_errors(
         line0, word0: the first taken row and word.
         group, phase: taken are rows with (m % EVERY) // group == phase.
         unit: float64, v * unit = x.
-        scale_ptr, GRAIN: where codes are not made under inv_scale, but sums are. LINES: the bits of the rows' amaxes.
-            SQUARES: the scales of these columns' squares, scale_stride apart. TILES are these columns' own.
+        bits_ptr, GRAIN: where codes are not made under inv_scale, but sums are. LINES: the bits of the rows' amaxes.
+            SQUARES: of those of these columns' squares, bits_stride apart. TILES are these columns' own.
     """
     W = tl.cdiv(K, 2)
     w = (word0 + tl.arange(0, TW)).to(tl.int64)
@@ -111,11 +102,12 @@ def look_at_errors(
         inverse, factor = inv_scale, 1.0
         if GRAIN != WHOLE:
             if GRAIN == SQUARES:
-                scale, inverse, healthy = scales_at(scale_ptr + m // _SIDE * scale_stride, seen)
+                bits = tl.load(bits_ptr + m // _SIDE * bits_stride, mask=seen, other=0)
             elif GRAIN == LINES:
-                scale, inverse, healthy = scales_of(tl.load(scale_ptr + m, mask=seen, other=0), GOAL, POW2, FLOOR)
+                bits = tl.load(bits_ptr + m, mask=seen, other=0)
             else:
-                scale, inverse, healthy = scales_of(row_amaxes(a, b, KIND, INTERPRET), GOAL, POW2, FLOOR)
+                bits = row_amaxes(a, b, KIND, INTERPRET)
+            scale, inverse, healthy = scales_of(bits, GOAL, POW2, FLOOR)
             seen = seen & healthy
             xa, xb = tl.where(healthy[:, None], xa, 0.0), tl.where(healthy[:, None], xb, 0.0)
             inverse, factor = inverse[:, None], (scale * inv_scale)[:, None]
