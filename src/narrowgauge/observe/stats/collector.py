@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -28,15 +27,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
-from narrowgauge.errors import UsageError
 from narrowgauge.metrics import Site
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.arriving import Arriving, Writer
-from narrowgauge.observe.stats.device import count, ready
+from narrowgauge.observe.stats.device import ready
 from narrowgauge.observe.stats.guard import Guard, Marks
-from narrowgauge.observe.stats.moments import judged, tallies_of
-from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
-from narrowgauge.observe.stats.results import result_head
+from narrowgauge.observe.stats.held import Held, Table
 from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
@@ -61,16 +57,6 @@ _NOTHING = nullcontext()
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels of ours are launched on the current device; a program's layers may lie on several."""
     return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
-
-
-@dataclass
-class _Held:
-    """What one device holds of the open step."""
-
-    operands: Packer = field(default_factory=Packer)
-    results: dict[str, list[Tensor]] = field(default_factory=dict)
-    weights: set[str] = field(default_factory=set)
-    marks: Marks = field(default_factory=list)
 
 
 class Collector:
@@ -104,7 +90,7 @@ class Collector:
         self._open = False
         self._expected = 0  # sites that a step counts on the CPU
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
-        self._held: dict[torch.device, _Held] = {}
+        self._held: dict[torch.device, Held] = {}
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
         self._arriving = Arriving()
         self._on_gpu = False
@@ -127,17 +113,11 @@ class Collector:
         if not self._open:
             return None
         held, site = self._held_on(x.device), _address(module, role)
-        if role == "weight" and site in held.weights:
-            return None
         try:  # a guard would also look at the time, which on a GPU is not the host's
-            with self._lock:
-                look = self._looks_on(x.device).open(site, x, rule, self._turn, turned)
+            return held.look(site, role, x, rule, turned)
         except Exception as error:
             self._failed(site, error)
             return None
-        if look is not None and role == "weight":
-            held.weights.add(site)
-        return look
 
     def operand(
         self,
@@ -151,36 +131,12 @@ class Collector:
         """See an operand x [..., K], its codes, and its packed moments if the quantizer made them already."""
         if not self._open or x.numel() == 0:
             return
-        held = self._held_on(x.device)
+        held, site = self._held_on(x.device), _address(module, role)
         if x.is_cpu:
-            self._here(self._operand, held, module, role, x, q, moments, amax_ratio)
+            self._here(held.operand, site, role, x, q, moments, amax_ratio)
             return
-        with self._guarded(f"{module}:{role}", x.device, held):
-            self._operand(held, module, role, x, q, moments, amax_ratio)
-
-    def _operand(
-        self,
-        held: _Held,
-        module: str,
-        role: str,
-        x: Tensor,
-        q: QTensor,
-        moments: Tensor | None,
-        amax_ratio: Tensor | None,
-    ) -> bool:
-        site = _address(module, role)
-        if role == "weight":  # the same in every microbatch: one look says it all
-            if site in held.weights:
-                return True
-            held.weights.add(site)
-        if moments is not None:
-            with self._lock:
-                held.operands.add_packed(site, moments)
-            return True
-        counted = tallies_of(x, q, self._turn, held.operands.room)
-        with self._lock:
-            held.operands.add(site, counted, amax_ratio)
-        return True
+        with self._guarded(site, x.device, held):
+            held.operand(site, role, x, q, moments, amax_ratio)
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """See x [M, K] of a layer that is not converted, and what `rule` would make of it, without making that.
@@ -190,74 +146,39 @@ class Collector:
         """
         if not self._open or not x.numel():
             return False
-        if x.is_cpu:
-            return given is None and self._here(self._judge_here, self._held_on(x.device), module, role, x, rule)
-        if not ready(x.device):
+        here = x.is_cpu
+        if given is not None if here else not ready(x.device):
             return False
-        held = self._held_on(x.device)
-        with self._guarded(f"{module}:{role}", x.device, held), _current(x.device):
-            site = _address(module, role)
-            if role == "weight" and site in held.weights:
-                return True
-            look = None
-            with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
-                look = self._looks_on(x.device).open(site, x, rule, self._turn, turned=False)
-            if look is None:
-                return False
-            try:
-                count(x, rule, look, given)
-            except Exception:
-                look.failed = True  # what its room holds is of another step
-                raise
-            if role == "weight":
-                held.weights.add(site)
-        return True
-
-    def _judge_here(self, held: _Held, module: str, role: str, x: Tensor, rule: Operand) -> bool:
-        """`judge` on the CPU."""
-        site = _address(module, role)
-        if role == "weight" and site in held.weights:
-            return True
-        counted = judged(x, rule, self._turn, held.operands.room)
-        if counted is None:
-            return False
-        with self._lock:
-            held.operands.add(site, (counted,))
-        if role == "weight":
-            held.weights.add(site)
-        return True
-
-    def _here(
-        self, see: Callable[Concatenate[_Held, str, str, P], bool], held: _Held, module: str, role: str,
-        *args: P.args, **kwargs: P.kwargs,
-    ) -> bool:  # fmt: skip
-        """What `see` says, guarded, on the CPU: there a `Guard` would take a third as long as all but the walk."""
-        began = time.perf_counter()
-        try:
-            return see(held, module, role, *args, **kwargs)
-        except Exception as error:
-            self._failed(f"{module}:{role}", error)
-            return True
-        finally:
-            self._spent(time.perf_counter() - began)
+        held, site = self._held_on(x.device), _address(module, role)
+        if here:
+            return self._here(held.judge, site, role, x, rule)
+        with self._guarded(site, x.device, held), _current(x.device):
+            return held.judge_there(site, role, x, rule, given)
+        return True  # it went wrong, which is told: nobody else is to look
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""
         if not self._open or y.numel() == 0:
             return
-        held = self._held_on(y.device)
+        held, site = self._held_on(y.device), _address(module, role)
         if y.is_cpu:
-            self._here(self._result, held, module, role, y, check)
+            self._here(held.result, site, role, y, check)
             return
-        with self._guarded(f"{module}:{role}", y.device, held), _current(y.device):
-            self._result(held, module, role, y, check)
+        with self._guarded(site, y.device, held), _current(y.device):
+            held.result(site, role, y, check)
 
-    def _result(self, held: _Held, module: str, role: str, y: Tensor, check: GemmSample | None) -> bool:
-        site = _address(module, role)
-        vector = result_head(y, check)
-        with self._lock:
-            held.results.setdefault(site, []).append(vector)
-        return True
+    def _here(
+        self, see: Callable[Concatenate[str, str, P], bool], site: str, role: str, *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
+        """What `see` says, guarded, on the CPU: there a `Guard` would take a third as long as all but the walk."""
+        began = time.perf_counter()
+        try:
+            return see(site, role, *args, **kwargs)
+        except Exception as error:
+            self._failed(site, error)
+            return True
+        finally:
+            self._spent(time.perf_counter() - began)
 
     def end_step(self) -> None:
         """Merge and pack what the step left, start its copy to the host, and write what has arrived."""
@@ -293,24 +214,16 @@ class Collector:
         with self._guarded(None):
             self.seconds += self._arriving.hand_over(wait=True)
 
-    def _pack(self, device: torch.device, held: _Held) -> list[Packed]:
-        operands: tuple[list[str], Tensor | None] = ([], None)
-        results: tuple[list[str], Tensor | None] = ([], None)
+    def _pack(self, device: torch.device, held: Held) -> list[Packed]:
+        operands: Table = ([], None)
+        results: Table = ([], None)
         with self._guarded(None, device, held), _current(device):
-            looks = self._looks.get(device)
-            if looks is not None:
-                try:
-                    pack_looks(held.operands, *looks.pack())
-                finally:
-                    looks.clear()  # or the next step would hand these over as its own
-            if held.operands:
-                self._expected = held.operands.counted or self._expected
-                operands = held.operands.pack()
-            if held.results:
-                results = list(held.results), stack_parts(list(held.results.values()))
+            self._expected = held.counted or self._expected
+            operands = held.operands(self._looks.get(device))
+            results = held.results()
         return [Packed(self._step, operands, results, held.marks)] if operands[0] or results[0] else []
 
-    def _held_on(self, device: torch.device) -> _Held:
+    def _held_on(self, device: torch.device) -> Held:
         held = self._held.get(device)
         if held is not None:
             return held
@@ -318,7 +231,7 @@ class Collector:
             host.prepare()  # out here, because loading it is not what watching costs
         self._on_gpu |= device.type == "cuda"
         with self._lock:
-            return self._held.setdefault(device, _Held(Packer(self._expected)))
+            return self._held.setdefault(device, Held(self._turn, self._expected, partial(self._looks_on, device)))
 
     def _looks_on(self, device: torch.device) -> Looks:
         if device not in self._looks:
@@ -327,7 +240,7 @@ class Collector:
             self._looks[device] = Looks(device)
         return self._looks[device]
 
-    def _guarded(self, site: str | None, device: torch.device | None = None, held: _Held | None = None) -> Guard:
+    def _guarded(self, site: str | None, device: torch.device | None = None, held: Held | None = None) -> Guard:
         return Guard(self._spent, partial(self._failed, site), device, held.marks if held else None)
 
     def _spent(self, seconds: float) -> None:

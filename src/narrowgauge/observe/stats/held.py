@@ -1,0 +1,139 @@
+"""What one device holds of an open step: what was counted of its operands and results, until all is packed at the end.
+
+    look, judge_there    a GPU's kernels count, into room that lasts from step to step
+    operand, judge       tallies, one set per microbatch
+    weights              the same in every microbatch: one look says it all
+    operands, results    at the end, as one tensor each
+
+Whoever calls guards: what goes wrong in here passes through.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from narrowgauge.compute.quant import QTensor
+from narrowgauge.errors import UsageError
+from narrowgauge.observe.stats.device import count
+from narrowgauge.observe.stats.guard import Marks
+from narrowgauge.observe.stats.moments import judged, tallies_of
+from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
+from narrowgauge.observe.stats.results import result_head
+
+if TYPE_CHECKING:
+    from narrowgauge.compute.kernels import Given
+    from narrowgauge.compute.kernels.fused.watched.looks import Looks
+    from narrowgauge.compute.nn import GemmSample
+    from narrowgauge.compute.recipes import Operand
+
+Table = tuple[list[str], Tensor | None]  # sites and their rows, none if there are none
+
+
+class Held:
+    """Of one device and one step.
+
+    Args:
+        turn: watched steps before it: which rows the histograms are taken from.
+        expected: sites that will be counted on the CPU.
+        looks: the device's room for what kernels count, made when it is first asked for.
+    """
+
+    def __init__(self, turn: int, expected: int, looks: Callable[[], Looks]) -> None:
+        self.marks: Marks = []
+        self._operands = Packer(expected)
+        self._results: dict[str, list[Tensor]] = {}
+        self._weights: set[str] = set()
+        self._turn, self._looks = turn, looks
+        self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
+
+    def look(self, site: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
+        """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
+        if self._seen(site, role):
+            return None
+        with self._lock:
+            look = self._looks().open(site, x, rule, self._turn, turned)
+        if look is not None:
+            self._see(site, role)
+        return look
+
+    def operand(
+        self, site: str, role: str, x: Tensor, q: QTensor, moments: Tensor | None, amax_ratio: Tensor | None
+    ) -> bool:
+        """Take what became of an operand, or its moments if the quantizer made them."""
+        if self._seen(site, role):
+            return True
+        self._see(site, role)
+        if moments is not None:
+            with self._lock:
+                self._operands.add_packed(site, moments)
+            return True
+        counted = tallies_of(x, q, self._turn, self._operands.room)
+        with self._lock:
+            self._operands.add(site, counted, amax_ratio)
+        return True
+
+    def judge(self, site: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """Count on the CPU what `rule` would make of x [M, K]; False where it has to be made."""
+        if self._seen(site, role):
+            return True
+        counted = judged(x, rule, self._turn, self._operands.room)
+        if counted is None:
+            return False
+        with self._lock:
+            self._operands.add(site, (counted,))
+        self._see(site, role)
+        return True
+
+    def judge_there(self, site: str, role: str, x: Tensor, rule: Operand, given: Given | None) -> bool:
+        """The same on a GPU, whose current device it is."""
+        if self._seen(site, role):
+            return True
+        look = None
+        with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
+            look = self._looks().open(site, x, rule, self._turn, turned=False)
+        if look is None:
+            return False
+        try:
+            count(x, rule, look, given)
+        except Exception:
+            look.failed = True  # what its room holds is of another step
+            raise
+        self._see(site, role)
+        return True
+
+    def result(self, site: str, role: str, y: Tensor, check: GemmSample | None) -> bool:
+        """Take a gemm's result, and the part of it that was recomputed."""
+        vector = result_head(y, check)
+        with self._lock:
+            self._results.setdefault(site, []).append(vector)
+        return True
+
+    @property
+    def counted(self) -> int:
+        """How many sites were counted on the CPU, each once."""
+        return self._operands.counted
+
+    def operands(self, looks: Looks | None) -> Table:
+        """Packed moments of all operands; what the device's `looks` have as well, if it has any."""
+        if looks is not None:
+            try:
+                pack_looks(self._operands, *looks.pack())
+            finally:
+                looks.clear()  # or the next step would hand these over as its own
+        return self._operands.pack() if self._operands else ([], None)
+
+    def results(self) -> Table:
+        """Packed moments of all results."""
+        return list(self._results), stack_parts(list(self._results.values())) if self._results else None
+
+    def _seen(self, site: str, role: str) -> bool:
+        return role == "weight" and site in self._weights
+
+    def _see(self, site: str, role: str) -> None:
+        if role == "weight":
+            self._weights.add(site)
