@@ -46,9 +46,10 @@ def test_a_gpus_rows_are_a_cpus(recipe):
 def test_what_fails_is_not_packed(monkeypatch):
     there, looks = held()
     x, rule = torch.randn(40, 64, device=DEVICE), CURRENT.uses("weight")[0]
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch:
         patch.setattr("narrowgauge.observe.stats.held.count", lambda *_: 1 / 0)
-        there.judge_there("a:weight", "weight", x, rule, None)
+        with pytest.raises(ZeroDivisionError):
+            there.judge_there("a:weight", "weight", x, rule, None)
     assert there.judge_there("a:weight", "weight", x, rule, None)  # it was not seen
     assert there.judge_there("a:weight", "weight", x, rule, None)
     sites, found = there.operands(looks)

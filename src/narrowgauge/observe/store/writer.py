@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,24 +34,12 @@ from narrowgauge.observe.store.compaction import merge_tier
 from narrowgauge.observe.store.moments import Moments, finished
 from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import Array, Batch, SegmentWriter
+from narrowgauge.observe.store.waiting import Rows, Waiting
 
 _log = logging.getLogger("narrowgauge.store")
 
 STATUSES = ("complete", "failed", "stopped")
-SMALL_ROWS = 1_000_000  # scalars and events that may wait: few and precious, they do not compete for bytes
-
 NICE = 5  # the writer thread yields to those that train, and still gets a quarter of a core that is fully used
-
-
-@dataclass
-class _Waiting:
-    """What the training thread handed over and the writer thread has not yet taken."""
-
-    tensors: list[Batch | Moments] = field(default_factory=list)
-    scalars: list[tuple[int, str, float, float]] = field(default_factory=list)
-    events: list[tuple[int, str, str | None, str, str, float]] = field(default_factory=list)
-    rows: int = 0
-    nbytes: int = 0
 
 
 class RunWriter:
@@ -85,24 +72,24 @@ class RunWriter:
         self.path = Path(path)
         self.rank = rank
         self.problem = ""  # why the watch stopped, if it did
-        self.lost: dict[Kind, int] = {"tensors": 0, "scalars": 0, "events": 0}
-        self._limits = (flush_rows, flush_bytes, flush_seconds)
-        self._queue_bytes = queue_bytes
         self._pid = os.getpid()
-        self._waiting = _Waiting()
-        self._in_flight = 0  # bytes taken by the writer thread and not yet on disk
-        self._last_step = self._newest_scalars = 0
+        self._waiting = Waiting(self.path, flush_rows, flush_bytes, queue_bytes)
+        self._changed = self._waiting.changed
+        self._seconds = flush_seconds
+        self._newest_scalars = 0
         self._latest = 0.0  # time of any row of scalars
-        self._lost_reported = 0
-        self._dirty = self._dropping = False
         self._closing: str | None = None
         self._asked = self._done = 0  # flushes asked for and done
-        self._changed = threading.Condition()
         self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
         self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
         self._thread = threading.Thread(target=self._run, name="narrowgauge-writer", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
+
+    @property
+    def lost(self) -> dict[Kind, int]:
+        """Rows that were dropped, by kind."""
+        return self._waiting.lost
 
     def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
         """Record one row per site: `columns[name]` is a [S] array (NaN: no value) or [S, bins] (a histogram).
@@ -111,7 +98,9 @@ class RunWriter:
         null. Errors: ShapeError if a column does not have one entry per site.
         """
         if os.getpid() == self._pid:  # a forked data-loader worker has no writer thread
-            self._add(Batch.of(step, sites, columns))
+            batch = Batch.of(step, sites, columns)
+            with self._changed:
+                self._waiting.tensors(batch)
 
     def add_moments(
         self, step: int, sites: Sequence[str], table: Array, names: Sequence[str], further: Mapping[str, Array]
@@ -121,24 +110,9 @@ class RunWriter:
         `further` are columns as in `add_tensors`. Nothing is copied.
         """
         if os.getpid() == self._pid:
-            self._add(Moments(int(step), tuple(sites), table, tuple(names), further))
-
-    def _add(self, batch: Batch | Moments) -> None:
-        rows, nbytes = len(batch.sites), batch.nbytes
-        if not rows:
-            return
-        with self._changed:
-            if not self._takes("tensors", rows):
-                return
-            if self._waiting.nbytes + self._in_flight + nbytes > self._queue_bytes:
-                self._lose("tensors", rows, batch.step)
-                return
-            self._waiting.tensors.append(batch)
-            self._waiting.rows += rows
-            self._waiting.nbytes += nbytes
-            self._last_step = batch.step
-            if self._full():
-                self._changed.notify_all()
+            moments = Moments(int(step), tuple(sites), table, tuple(names), further)
+            with self._changed:
+                self._waiting.tensors(moments)
 
     def add_scalars(self, step: int, **values: float) -> None:
         """Record numbers of the whole step by name; None is skipped, NaN is kept as null.
@@ -153,9 +127,7 @@ class RunWriter:
                 now = max(now, math.nextafter(self._latest, math.inf))
             self._newest_scalars, self._latest = max(step, self._newest_scalars), max(now, self._latest)
             rows = [(int(step), name, float(value), now) for name, value in values.items() if value is not None]
-            if self._room("scalars", len(rows), step):
-                self._waiting.scalars += rows
-                self._last_step = step
+            self._waiting.scalars(step, rows)
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
         """Record something that happened: `kind` ("nan", "skipped", ...), a sentence, where, and data."""
@@ -163,8 +135,7 @@ class RunWriter:
             return
         row = (int(step), kind, site, message, json.dumps(manifests.plain(data)), time.time())
         with self._changed:
-            if self._room("events", 1, step):
-                self._waiting.events.append(row)
+            self._waiting.event(step, row)
 
     def update_meta(self, **facts: Any) -> None:
         """Add or replace facts in run.json's meta; the writer thread writes them within `flush_seconds`."""
@@ -172,7 +143,7 @@ class RunWriter:
             return
         with self._changed:
             self._manifest = {**self._manifest, "meta": {**self._manifest["meta"], **facts}}
-            self._dirty = True
+            self._waiting.dirty = True
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until everything recorded so far is on disk; False if the watch stopped or time ran out."""
@@ -198,7 +169,7 @@ class RunWriter:
         with self._changed:
             if self._closing is not None:
                 return
-            self._closing = status
+            self._closing, self._waiting.closed = status, True
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -217,71 +188,36 @@ class RunWriter:
         """A program that ends without closing: its status follows from whether an exception ended it."""
         self.close("failed" if getattr(sys, "last_value", None) is not None else "complete")
 
-    # -- under the lock, on the training thread
-
-    def _full(self) -> bool:
-        return self._waiting.rows >= self._limits[0] or self._waiting.nbytes >= self._limits[1]
-
-    def _takes(self, kind: Kind, rows: int) -> bool:
-        """Whether rows are still recorded; once stopped or closed they are counted as lost."""
-        if self.problem or self._closing is not None:
-            self.lost[kind] += rows
-            return False
-        return True
-
-    def _room(self, kind: Kind, rows: int, step: int) -> bool:
-        """Whether scalars or events are taken."""
-        if not self._takes(kind, rows):
-            return False
-        if len(self._waiting.scalars) + len(self._waiting.events) + rows > SMALL_ROWS:
-            self._lose(kind, rows, step)
-            return False
-        return True
-
-    def _lose(self, kind: Kind, rows: int, step: int) -> None:
-        """Count rows for which there is no room, and say so the first time."""
-        self.lost[kind] += rows
-        self._dirty = True
-        if not self._dropping:
-            self._dropping = True
-            _log.warning(
-                "narrowgauge: the disk of %s is too slow: more than %d MiB wait to be written, so rows are "
-                "dropped, first at step %d (run.json counts them). Training goes on; record fewer steps, or "
-                "write to a faster disk.",
-                self.path, self._queue_bytes >> 20, step,
-            )  # fmt: skip
-
     # -- the writer thread
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # Linux knows priorities of single threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        deadline = time.monotonic() + self._limits[2]
+        deadline = time.monotonic() + self._seconds
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closing is not None or self._asked > self._done or self._full(),
+                    lambda: self._closing is not None or self._asked > self._done or self._waiting.full,
                     max(0.0, deadline - time.monotonic()),
                 )
-                deadline = time.monotonic() + self._limits[2]
-                taken, self._waiting = self._waiting, _Waiting()
-                self._in_flight = taken.nbytes
+                deadline = time.monotonic() + self._seconds
+                taken = self._waiting.take()
                 ticket, closing = self._asked, self._closing
             try:
                 self._write(taken, closing)
             except Exception as error:
                 self._stop(error, taken)
             with self._changed:
-                self._in_flight = 0
+                self._waiting.written()
                 self._done = ticket
                 self._changed.notify_all()
             if closing is not None:
                 self._segments.close()
                 return
 
-    def _write(self, taken: _Waiting, closing: str | None) -> None:
+    def _write(self, taken: Rows, closing: str | None) -> None:
         if self.problem:
-            self._count_lost(taken)
+            self._waiting.give_up(taken)
         else:
             self._report_losses(taken)
             # Scalars first: if the disk fills, the loss curve is what must survive.
@@ -296,7 +232,7 @@ class RunWriter:
                 taken.tensors = []
             self._merge()
         with self._changed:
-            dirty, self._dirty = self._dirty, False
+            dirty, self._waiting.dirty = self._waiting.dirty, False
             self._manifest["lost"] = dict(self.lost)
             if closing is not None:
                 self._manifest |= {"status": "stopped" if self.problem else closing, "ended": manifests.now()}
@@ -313,28 +249,22 @@ class RunWriter:
                 _log.info("narrowgauge: segments of %s were not merged: %s", self.path, error)
         self._segments.written.clear()
 
-    def _report_losses(self, taken: _Waiting) -> None:
+    def _report_losses(self, taken: Rows) -> None:
         """Leave an event where rows were dropped since the last segment, so that a gap explains itself."""
         with self._changed:
-            dropped = self.lost["tensors"] - self._lost_reported
-            self._lost_reported = self.lost["tensors"]
+            dropped, step = self._waiting.dropped(), self._waiting.last_step
         if dropped:
             message = f"{dropped} tensor rows were dropped: the disk was too slow"
-            row = (self._last_step, "rows_lost", None, message, json.dumps({"rows": dropped}), time.time())
-            taken.events.append(row)
+            taken.events.append((step, "rows_lost", None, message, json.dumps({"rows": dropped}), time.time()))
 
-    def _count_lost(self, taken: _Waiting) -> None:
-        self.lost["tensors"] += sum(len(batch.sites) for batch in taken.tensors)
-        self.lost["scalars"] += len(taken.scalars)
-        self.lost["events"] += len(taken.events)
-
-    def _stop(self, error: Exception, taken: _Waiting) -> None:
+    def _stop(self, error: Exception, taken: Rows) -> None:
         """Give up writing: one warning, and the status in run.json if that can still be written."""
         cause = " ".join(str(error).split()) or type(error).__name__
         with self._changed:
             already, self.problem = self.problem, self.problem or cause
+            self._waiting.closed = True
             if not already:
-                self._count_lost(taken)
+                self._waiting.give_up(taken)
             self._manifest |= {"status": "stopped", "reason": self.problem, "ended": manifests.now()}
             current = {**self._manifest, "lost": dict(self.lost)}
         if already:  # the last attempt, at closing time, to say in run.json how it ended
@@ -342,7 +272,7 @@ class RunWriter:
         _log.warning(
             "narrowgauge: the watch of %s stopped near step %d: %s. Training goes on unrecorded, and what "
             "was written before stays readable. Make room or choose another folder before the next run.",
-            self.path, self._last_step, cause,
+            self.path, self._waiting.last_step, cause,
         )  # fmt: skip
         with contextlib.suppress(OSError):  # a disk that takes nothing at all; the warning has said so
             manifests.write(self.path, current)
