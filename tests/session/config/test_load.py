@@ -99,10 +99,10 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ),
         ("[wacth]\nevery = 1", "FILE:1: wacth: there is no such key; did you mean 'watch'?"),
         ("[watch]\nevery = 0", "FILE:2: watch.every is 0; expected greater than or equal to 1."),
-        ("[watch]\nevery = true", "FILE:2: watch.every is True; expected a valid integer."),
-        ("[watch]\nevery = '5'", "FILE:2: watch.every is '5'; expected a valid integer."),
+        ("[watch]\nevery = true", "FILE:2: watch.every is true; expected a whole number."),
+        ("[watch]\nevery = '5'", "FILE:2: watch.every is '5'; expected a whole number."),
         ("watch = 3", "FILE:1: watch is 3; expected a table: [watch]."),
-        ("[watch]\nranks = 1", "FILE:2: watch.ranks is 1; expected a valid boolean."),
+        ("[watch]\nranks = 1", "FILE:2: watch.ranks is 1; expected true or false."),
         (
             "[watch]\nroles = [\n 'input',\n 'wieght']",
             "FILE:2: watch.roles[1]: there is no role 'wieght'; did you mean",
@@ -119,13 +119,16 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[watch]\nwhat_if = ['curent']", "FILE:2: watch.what_if[0]: no recipe is called 'curent': did you mean 'curr"),
         ("[watch]\nsites = ['']", "FILE:2: watch.sites[0]: '' matches nothing; expected a glob on module names, or m"),
         ("[watch]\nsites = ['a:grad']", "FILE:2: watch.sites[0]: 'a:grad' ends in no role; did you mean 'grad_"),
-        ("[watch]\nsites = 'a'", "FILE:2: watch.sites is 'a'; expected a valid list."),
+        ("[watch]\nsites = 'a'", "FILE:2: watch.sites is 'a'; expected a list: [\"a\"]."),
+        ("[watch]\nsites = {}", "FILE:2: watch.sites is {}; expected a list."),
+        ("[watch]\nsites = [3]", "FILE:2: watch.sites[0] is 3; expected a text in quotes."),
+        ("seed = 1979-05-27", "FILE:1: seed is 1979-05-27; expected a whole number."),
         ("[watch]\nsteps = '9-5'", "FILE:2: watch.steps[0]: '9-5' ends before it begins; expected \"5-9\"."),
         ("[watch]\nsteps = ['1', 'x']", 'FILE:2: watch.steps[1]: \'x\' is no range of steps; expected "7", "0-100" or'),
         ("[watch]\nsteps = -3", "FILE:2: watch.steps[0]: -3 is no range of steps"),
         ("[watch]\nsteps = true", "FILE:2: watch.steps[0]: True is no range of steps"),
         ("[convert]\nbackend = 'fuse'", "FILE:2: convert.backend: no backend is called 'fuse'; did you mean 'fused'?"),
-        ("[convert]\nskip = 'x'", "FILE:2: convert.skip is 'x'; expected a valid list."),
+        ("[convert]\nskip = 'x'", "FILE:2: convert.skip is 'x'; expected a list: [\"x\"]."),
         ("[convert]\nfirst = -1", "FILE:2: convert.first is -1; expected greater than or equal to 0."),
         ("[convert]\ntokens = 8", "FILE:1: convert: tokens = 8 is only used by skip_slow; add skip_slow = true"),
         ("[[high]]\nkeep = 'bf16'", "FILE:2: high[0].keep is 'bf16'; expected 'high' or 'bf16_gemm'."),
@@ -136,7 +139,16 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[high]\ngemms = []", "FILE:1: high is {'gemms': []}; expected a list of tables: [[high]]."),
         ("[[dump]]\nsteps = 1", "FILE:1: dump[0].sites: it must be given. Globs on module names"),
         ("[[dump]]\nsites = ['a']", "FILE:1: dump[0].steps: it must be given. In these steps"),
-        ("[[dump]]\nsites = ['a']\nsteps = 1\ncap = '2 XB'", "FILE:4: dump[0].cap is '2 XB'; could not interpret byte"),
+        ("[[dump]]\nsites = ['a']\nsteps = 1\ncap = '2 XB'", "FILE:4: dump[0].cap is '2 XB'; expected bytes, or a n"),
+        (
+            "[[dump]]\nsites = ['a']\nsteps = 1\ncap = 1.5",
+            "FILE:4: dump[0].cap is 1.5; expected bytes, or a number with",
+        ),
+        ("[[dump]]\nsites = []\nsteps = 1", "FILE:2: dump[0].sites: an empty list chooses nothing; name at least one"),
+        ("[[dump]]\nsites = ['a']\nsteps = []", "FILE:3: dump[0].steps: an empty list chooses nothing"),
+        ("[[dump]]\nsites = ['a']\nsteps = 1\nroles = []", "FILE:4: dump[0].roles: an empty list chooses nothing"),
+        ("[[high]]\nsites = []", "FILE:2: high[0].sites: an empty list chooses nothing"),
+        ("[[high]]\ngemms = []", "FILE:2: high[0].gemms: an empty list chooses nothing"),
         (
             "[[dump]]\nsites = ['a']\nsteps = 1\ncap = 0",
             "FILE:4: dump[0].cap is 0; expected greater than or equal to 1",
@@ -170,4 +182,13 @@ def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "narrowgauge.toml"
     path.write_bytes(b"seed = 1 # \xff")
     with pytest.raises(UsageError, match="it is not UTF-8"):
+        load(path)
+
+
+def test_a_mark_at_the_beginning_is_no_mistake_and_lines_are_counted_as_ever(tmp_path):
+    path = tmp_path / "narrowgauge.toml"
+    path.write_bytes(b"\xef\xbb\xbf[watch]\r\nevery = 3\r\n")
+    assert load(path).watch.every == 3
+    path.write_bytes(b"\xef\xbb\xbf[watch]\r\nevry = 3\r\n")
+    with pytest.raises(UsageError, match=r"toml:2: watch\.evry"):
         load(path)

@@ -39,5 +39,5 @@ def test_globs_that_matched_nothing_are_told_with_what_is_near():
         "watch.sites: 'blocks.0.fc1:output' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', "
         "'head'.",
         "watch.sites: '!heda' matched nothing in this program; did you mean 'head'?",
-        "watch.sites: '!xyz' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
+        "watch.skip: 'xyz' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
     ]

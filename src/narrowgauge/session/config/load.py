@@ -5,8 +5,10 @@ narrowgauge.toml:4: watch.evry: there is no such key; did you mean 'every'?
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +17,14 @@ from pydantic import BaseModel, ValidationError
 from narrowgauge.errors import UsageError, nearest
 from narrowgauge.session.config.lines import line_of
 from narrowgauge.session.config.tables import Config
+
+EXPECTED = {  # in plainer words than pydantic's
+    "int_type": "expected a whole number",
+    "string_type": "expected a text in quotes",
+    "bool_type": "expected true or false",
+    "byte_size": 'expected bytes, or a number with a unit such as "2 GiB"',
+    "byte_size_unit": 'expected bytes, or a number with a unit such as "2 GiB"',
+}
 
 
 def load(path: Path | None) -> Config:
@@ -26,7 +36,7 @@ def load(path: Path | None) -> Config:
     if path is None:
         return Config()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         data = tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read the configuration {path}: {error.strerror}.") from error
@@ -54,12 +64,24 @@ def _said(mistake: Any) -> str:
     if kind == "narrowgauge":
         text = mistake["msg"]
         return f"{name}: {text}" if text.endswith(("?", ".")) else f"{name}: {text}."
-    expected = mistake["msg"].replace("Input should be", "expected").replace("Could not", "could not")
+    expected = EXPECTED.get(kind, mistake["msg"].replace("Input should be", "expected"))
     if kind in ("model_type", "dict_type"):
         expected = f"expected a table: [{name}]"
-    if kind == "list_type" and isinstance(value, dict):
-        expected = f"expected a list of tables: [[{name}]]"
-    return f"{name} is {value!r}; {expected}."
+    if kind == "list_type":
+        one = f": {json.dumps([value])}" if isinstance(value, str) else ""
+        expected = f"expected a list of tables: [[{name}]]" if _holds_tables(where) else f"expected a list{one}"
+    return f"{name} is {_toml(value)}; {expected}."
+
+
+def _toml(value: Any) -> str:
+    """A value as the file has it, where Python writes it otherwise."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, date | time) else repr(value)
+
+
+def _holds_tables(where: Sequence[str | int]) -> bool:
+    return inner_table(_table(where[:-1]).model_fields[str(where[-1])].annotation) is not None
 
 
 def dotted(where: Sequence[str | int]) -> str:

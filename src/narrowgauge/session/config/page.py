@@ -58,9 +58,9 @@ narrowgauge.toml:7: watch.roles[1]: there is no role 'wieght'; did you mean 'wei
 
 **Sites** are `module:role`. A glob without a role takes all roles of a module; `*` crosses dots, and a name covers
 everything below it: `blocks.3` is the whole block. `!` in front leaves out; a list of these alone leaves out of
-everything. Which modules and metrics a program has is known only when it runs: what matched nothing is told on
-stderr when it ends, and stands in the run's notes. A glob of `[convert]` or `[[high]]` that matches nothing ends
-the program before its first step.
+everything. An empty list that would choose everything in `[[high]]` or `[[dump]]` is a mistake. Which modules and
+metrics a program has is known only when it runs: what matched nothing is told on stderr when it ends, and stands in
+the run's notes. A glob of `[convert]` or `[[high]]` that matches nothing ends the program before its first step.
 
 **Steps** are counted from 1. A range takes both its ends. Of a range those steps are recorded that `every` divides;
 a step that is named alone is recorded whatever `every` says. Dumps are of every step of their ranges.

@@ -30,6 +30,7 @@ from narrowgauge.session.config.words import (
     Role,
     SiteGlob,
     Size,
+    Some,
     Spans,
     wrong,
 )
@@ -112,9 +113,9 @@ class Convert(Table):
 class High(Table):
     """One switch for layers in FP8, also torchao's and TransformerEngine's: what it names is not multiplied in FP8."""
 
-    sites: list[Glob] = ["*"]
+    sites: Annotated[list[Glob], Some] = ["*"]
     """Globs on the names of linear layers. A name covers everything below it; `!` in front leaves out."""
-    gemms: list[GemmName] = ["fprop", "dgrad", "wgrad"]
+    gemms: Annotated[list[GemmName], Some] = ["fprop", "dgrad", "wgrad"]
     """Which products: `fprop`, `dgrad`, `wgrad`."""
     roles: list[OperandRole] = []
     """Which operands of them stay high; without it, both do. The product then runs in the layer's own dtype."""
@@ -135,11 +136,11 @@ class High(Table):
 class Dump(Table):
     """One choice of operands that are written to `dumps/` in the run's folder, whole."""
 
-    sites: list[SiteGlob]
+    sites: Annotated[list[SiteGlob], Some]
     """Globs on module names, or on `module:role`. A name covers everything below it; `!` in front leaves out."""
-    steps: Spans
+    steps: Annotated[Spans, Some]
     """In these steps: a range such as `"0-2"`, a step, or a list of them."""
-    roles: list[OperandRole] = ["input", "weight", "grad_output"]
+    roles: Annotated[list[OperandRole], Some] = ["input", "weight", "grad_output"]
     """Which operands."""
     cap: Size = Field(default=1 << 30, validate_default=True)
     """The most that one process writes for this table, as bytes or with a unit such as `"2 GiB"`."""

@@ -84,6 +84,13 @@ def _span(value: Any) -> step_ranges.Span:
         raise wrong(str(error)) from None
 
 
+def _some(value: list[Any]) -> list[Any]:
+    """An empty list is a mistake where it would choose everything."""
+    if not value:
+        raise wrong("an empty list chooses nothing; name at least one, or leave the table out")
+    return value
+
+
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
@@ -97,6 +104,7 @@ RecipeName = Annotated[str, AfterValidator(_recipe)]
 Glob = Annotated[str, AfterValidator(_glob)]
 SiteGlob = Annotated[str, AfterValidator(_site_glob)]
 Spans = Annotated[list[Annotated[step_ranges.Span, BeforeValidator(_span)]], BeforeValidator(_listed)]
+Some = AfterValidator(_some)
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Size = Annotated[ByteSize, Field(ge=1)]

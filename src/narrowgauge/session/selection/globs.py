@@ -33,10 +33,11 @@ class SiteGlobs:
     def __init__(
         self, key: str, sites: Iterable[str] = (), skip: Iterable[str] = (), roles: Iterable[str] = ()
     ) -> None:
-        self._key = key
-        sites = list(sites)
+        sites, skip = list(sites), list(skip)
         self._in = [glob for glob in sites if not glob.startswith("!")]
         self._out = [glob.removeprefix("!") for glob in (*(g for g in sites if g.startswith("!")), *skip)]
+        self._written = [(key, glob, glob.startswith("!")) for glob in sites]
+        self._written += [(f"{key.rpartition('.')[0]}.skip", glob, True) for glob in skip]
         self._roles = frozenset(roles) or frozenset(ROLES)
         self._asked: dict[tuple[str, str], bool] = {}
         self._modules: dict[str, bool] = {}
@@ -61,9 +62,12 @@ class SiteGlobs:
         seen = list(dict.fromkeys([*self._modules, *(module for module, _ in self._asked)]))
         every = [(module, role) for module in seen for role in ROLES]
         # What is left out may never be asked for: its module was.
-        wrong = [glob for glob in self._in if not _any(glob, self._asked if ":" in glob else every)]
-        wrong += [f"!{glob}" for glob in self._out if not _any(glob, every)]
-        return [f"{self._key}: {glob!r} matched nothing in this program; {_hint(glob, seen)}" for glob in wrong if seen]
+        return [
+            f"{key}: {glob!r} matched nothing in this program; {_hint(glob, seen)}"
+            for key, glob, leaves_out in self._written
+            # What is left out may never be asked for: its module was.
+            if seen and not _any(glob.removeprefix("!"), self._asked if ":" in glob and not leaves_out else every)
+        ]
 
     def _chosen(self, module: str, role: str) -> bool:
         chosen = not self._in or any(_matches(glob, module, role) for glob in self._in)
