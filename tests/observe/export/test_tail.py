@@ -165,3 +165,10 @@ def test_globs_that_match_nothing_or_too_much_are_told(run):
     chosen = Chosen(["layers"])
     assert sum(chosen.takes(f"layers.{n}:input") for n in range(MOST_SITES + 3)) == MOST_SITES
     assert chosen.notes() == [f"export: 3 sites beyond the first {MOST_SITES} that match `sites` were left out"]
+
+
+def test_each_glob_that_no_site_matches_is_told():
+    chosen = Chosen(["layers", "haed", "!layers.0"])
+    assert chosen.notes() == []  # nobody asked
+    assert [chosen.takes(site) for site in ("layers.0:input", "layers.1:input", "head:input")] == [False, True, False]
+    assert chosen.notes() == ["export: no recorded site matches 'haed'"]

@@ -209,8 +209,9 @@ def test_two_runs_on_one_port(run):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        follower = export(make("prometheus", run, {"port": taken.getsockname()[1]}), run)
-    assert "Address already in use" in follower.problem
+        port = taken.getsockname()[1]
+        follower = export(make("prometheus", run, {"port": port}), run)
+    assert follower.problem == f"OSError: port {port}: Address already in use; give another one."
 
 
 def test_about_fifty_gauges(tmp_path):

@@ -29,7 +29,10 @@ class Prometheus(Exporter):
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._gauge("up").set(1)
-        self._server = start_http_server(port, registry=self._registry)[0] if port else None
+        try:
+            self._server = start_http_server(port, registry=self._registry)[0] if port else None
+        except OSError as error:
+            raise OSError(f"port {port}: {error.strerror}; give another one.") from error
 
     def scalars(self, points: Sequence[Point]) -> None:
         """The last step's, and sums over all."""
@@ -71,7 +74,6 @@ class Prometheus(Exporter):
     def _gauge(self, name: str, **labels: str) -> Gauge:
         name = "narrowgauge_" + re.sub(r"\W", "_", name)
         if name not in self._gauges:
-            self._gauges[name] = Gauge(
-                name, f"{name[12:]}, as last recorded.", ("run", *labels), registry=self._registry
-            )
+            about = f"{name[12:]}, as last recorded."
+            self._gauges[name] = Gauge(name, about, ("run", *labels), registry=self._registry)
         return self._gauges[name].labels(run=self._run, **labels)

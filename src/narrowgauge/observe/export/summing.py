@@ -58,6 +58,7 @@ class Chosen:
 
     def __init__(self, globs: Sequence[str]) -> None:
         self.globs = tuple(globs)
+        self._unmet = dict.fromkeys(glob for glob in globs if not glob.startswith("!"))
         self.taken: set[str] = set()
         self.refused = 0  # sites that match, beyond the most that may
         self._known: dict[str, bool] = {}
@@ -65,6 +66,8 @@ class Chosen:
     def takes(self, site: str) -> bool:
         """Whether this site goes out."""
         if site not in self._known:
+            for glob in [glob for glob in self._unmet if _covers(glob, site)]:
+                del self._unmet[glob]
             takes = self._matches(site)
             if takes and len(self.taken) >= MOST_SITES:
                 takes, self.refused = False, self.refused + 1
@@ -77,8 +80,9 @@ class Chosen:
         """What of the globs was not followed."""
         if self.refused:
             return [f"export: {self.refused} sites beyond the first {MOST_SITES} that match `sites` were left out"]
-        if self.globs and not self.taken and self._known:
-            return [f"export: no recorded site matches {', '.join(map(repr, self.globs))}"]
+        wrong = self._unmet or () if self.taken else self.globs
+        if wrong and self._known:
+            return [f"export: no recorded site matches {', '.join(map(repr, wrong))}"]
         return []
 
     def _matches(self, site: str) -> bool:
