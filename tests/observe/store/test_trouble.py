@@ -448,3 +448,16 @@ def test_rows_after_closing_are_counted_not_raised(tmp_path):
     writer.close("failed")
     assert writer.lost["tensors"] == len(SITES)
     assert open_run(tmp_path).status == "complete"
+
+
+def test_a_run_that_nobody_could_begin_to_write_is_none(tmp_path, monkeypatch):
+    def fails(*_):
+        raise duckdb.Error("no room for a database")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SegmentWriter, "_open", fails)
+        with pytest.raises(duckdb.Error, match="no room"):
+            RunWriter(tmp_path / "run")
+    assert not (tmp_path / "run" / "run.json").exists()
+    with RunWriter(tmp_path / "run"):  # it may be begun again
+        pass

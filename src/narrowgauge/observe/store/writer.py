@@ -81,9 +81,14 @@ class RunWriter:
         self._closing: str | None = None
         self._asked = self._done = 0  # flushes asked for and done
         self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
-        self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
-        self._thread = threading.Thread(target=self._run, name="narrowgauge-writer", daemon=True)
-        self._thread.start()
+        try:
+            self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
+            self._thread = threading.Thread(target=self._run, name="narrowgauge-writer", daemon=True)
+            self._thread.start()
+        except Exception:
+            if not resume:  # nobody writes this run
+                (self.path / manifests.name(rank)).unlink(missing_ok=True)
+            raise
         atexit.register(self._at_exit)
 
     @property
