@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -268,7 +270,10 @@ def test_of_two_trainings_only_that_of_the_model_is_watched(tmp_path):
     ("arguments", "message"),
     [
         ({"model": "model"}, r"^ng\.watch got a str as the model; expected a torch\.nn\.Module or nothing\.$"),
-        ({"every": 0}, r"^every is 0; expected 1 \(every step\) or more\.$"),
+        ({"every": 0}, r"^every is 0; expected a whole number: 1 \(every step\) or more\.$"),
+        ({"every": 1.5}, r"^every is 1\.5; expected a whole number"),
+        ({"every": True}, r"^every is True; expected a whole number"),
+        ({"every": "5"}, r"^every is '5'; expected a whole number"),
         ({"config": "no.toml"}, r"no\.toml"),
     ],
 )
@@ -281,7 +286,7 @@ def test_wrong_arguments_are_refused_in_words(tmp_path, arguments, message):
 def test_two_runs_into_one_folder_and_a_file_are_refused(tmp_path):
     with ng.watch(out=tmp_path / "a"):
         pass
-    with pytest.raises(UsageError, match="a is not empty; give another folder"):
+    with pytest.raises(UsageError, match="a is not empty; give another folder as out=, or delete it first"):
         ng.watch(out=tmp_path / "a")
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file is a file; give a folder"):
@@ -295,6 +300,37 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.mkdir", denied)
     with pytest.raises(UsageError, match=r"^cannot write to .*/a: Permission denied; give another folder"):
         ng.watch(out=tmp_path / "a")
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"is no UTF-8; give another folder as out=\.$"):
+        ng.watch(out=tmp_path / os.fsdecode(b"l\xe4rm"))
+
+
+def test_of_threads_that_begin_a_watch_at_once_one_does(tmp_path, monkeypatch):
+    (model, _), told = trained(), []
+
+    class Slow(Live):  # so that both have looked for a watch before one of them has begun
+        def __init__(self, *args, **kwargs):
+            time.sleep(0.2)
+            super().__init__(*args, **kwargs)
+
+    def begin(number):
+        try:
+            told.append(ng.watch(model, out=tmp_path / str(number)))
+        except UsageError as error:
+            told.append(str(error))
+
+    monkeypatch.setattr("narrowgauge.session.watching.Live", Slow)
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused, watching = sorted(told, key=lambda one: not isinstance(one, str))
+    assert "this process is watched already" in refused
+    watching.close()
+    assert Live.current is None
 
 
 def test_a_configuration_is_followed(tmp_path):

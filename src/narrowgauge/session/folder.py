@@ -7,19 +7,24 @@ from pathlib import Path
 from narrowgauge.errors import UsageError
 
 
-def prepare(folder: Path) -> None:
-    """Make `folder`, or find it empty.
+def prepare(folder: Path, how: str = "with --out") -> None:
+    """Make `folder`, or find it empty; `how` is how a user names another one.
 
-    Raises UsageError when it is a file, holds something already, or cannot be made or written to.
+    Raises UsageError when it is a file, holds something already, or cannot be made or written to, and for a name that
+    is no UTF-8.
     """
     try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the name of {str(folder)!r} is no UTF-8; give another folder {how}.") from error
+    try:
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file; give a folder with --out.")
+            raise UsageError(f"{folder} is a file; give a folder {how}.")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty; give another folder with --out, or delete it first.")
+            raise UsageError(f"{folder} is not empty; give another folder {how}, or delete it first.")
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}; give another folder with --out.") from error
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; give another folder {how}.") from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,8 @@ from narrowgauge.session.plan import Plan
 from narrowgauge.session.process.armed import rank_of_this_process
 from narrowgauge.session.process.exporting import exporting
 from narrowgauge.session.process.live import Live
+
+_beginning = threading.Lock()  # of several threads that begin one, all but the first are refused
 
 
 class Watching:
@@ -86,10 +89,17 @@ def watch(
         in the run, and goes on.
 
     Raises:
-        UsageError: this process is watched already; the folder is not empty or cannot be written; `every` is less
-            than 1; `model` is no module; something is wrong with the configuration.
+        UsageError: this process is watched already; the folder is not empty or cannot be written; `every` is no
+            whole number from 1 on; `model` is no module; something is wrong with the configuration.
         RunError: another process of the same rank writes into the folder.
     """
+    with _beginning:
+        return _begin(model, out, every, config)
+
+
+def _begin(
+    model: nn.Module | None, out: str | os.PathLike[str], every: int | None, config: str | os.PathLike[str] | None
+) -> Watching:
     if Live.current is not None:
         raise UsageError(
             f"this process is watched already, into {Live.current.folder}: one watch at a time. Leave its `with` block "
@@ -97,13 +107,13 @@ def watch(
         )
     if model is not None and not isinstance(model, nn.Module):
         raise UsageError(f"ng.watch got a {type(model).__name__} as the model; expected a torch.nn.Module or nothing.")
-    if every is not None and every < 1:
-        raise UsageError(f"every is {every}; expected 1 (every step) or more.")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise UsageError(f"every is {every!r}; expected a whole number: 1 (every step) or more.")
     settings = load(None if config is None else Path(config))
     check(settings.for_watching()["export"])
     rank, alone = _rank()
     if alone:
-        prepare(Path(out))  # of several ranks one would find the other's files
+        prepare(Path(out), "as out=")  # of several ranks one would find the other's files
     plan = Plan(
         variant="asis",
         out=str(out),
