@@ -303,6 +303,15 @@ def test_no_such_program_is_one_message(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_backend_that_cannot_run_here_ends_it_in_words(warm_python, tmp_path):
+    (tmp_path / "ng.toml").write_text('[convert]\nbackend = "fused"\n')
+    options = ("--convert", "current", "--config", "ng.toml")
+    done = run(tmp_path, "train.py", options=options, script=programs.BASIC, warm=warm_python)
+    assert done.returncode == 1
+    assert done.stderr.startswith("narrowgauge: --convert: backend 'fused' cannot run recipe 'current' on 'cpu'")
+    assert "Traceback" not in done.stderr
+
+
 def test_the_watch_that_cannot_write_leaves_the_program_alone(warm_python, tmp_path):
     script = "import shutil\nshutil.rmtree('out')\nopen('out', 'w').close()\n" + programs.BASIC
     done = run(tmp_path, "train.py", script=script, warm=warm_python)

@@ -26,7 +26,7 @@ from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
-from narrowgauge.errors import ConversionError
+from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.session.machine import native_fp8
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.perturb import perturb
@@ -66,7 +66,7 @@ class Roots:
         self._taken = self._parameters = 0  # how many there were, and how many elements they have
         self._device = ""
         self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
-        self._refusals: list[ConversionError] = []
+        self._refusals: list[ConversionError | RecipeError] = []
         self._hashes: list[str] = []
         self._linear_dtype = ""
         self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
@@ -164,6 +164,9 @@ class Roots:
             return  # a wrapper, say
         try:
             report = self._converted(model, beside=shares)
+        except RecipeError as refusal:  # a backend that cannot: no other model of this program will be converted
+            self._refusals.append(refusal)
+            raise
         except ConversionError as refusal:
             self._refusals.append(refusal)
             seen = {at for known in self._models for at in known.parameters()}
