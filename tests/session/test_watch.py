@@ -303,6 +303,12 @@ def test_no_such_program_is_one_message(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_program_may_empty_its_environment(tmp_path):
+    done = run(tmp_path, "train.py", script="import os\nos.environ.clear()\n" + programs.BASIC)
+    assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")
+    assert steps(tmp_path / "out") == 8
+
+
 def test_a_backend_that_cannot_run_here_ends_it_in_words(warm_python, tmp_path):
     (tmp_path / "ng.toml").write_text('[convert]\nbackend = "fused"\n')
     options = ("--convert", "current", "--config", "ng.toml")

@@ -24,6 +24,9 @@ class _BeforeTorch:
 
     asking = False
 
+    def __init__(self, plan):  # type: ignore[no-untyped-def]
+        self.plan = plan  # read now: the program may empty its environment before it imports torch
+
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         """torch's own spec, whose execution is followed by `_arm`; None for all other modules."""
         if name != "torch" or self.asking:
@@ -40,17 +43,17 @@ class _BeforeTorch:
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 execute(module)
-                _arm()
+                _arm(self.plan)
 
             spec.loader.exec_module = then_arm  # type: ignore[method-assign]
         return spec
 
 
-def _arm() -> None:
+def _arm(plan: str) -> None:
     try:
         from narrowgauge.session.process.armed import arm
 
-        arm(os.environ["NARROWGAUGE_PLAN"])
+        arm(plan)
     except Exception as error:
         print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -70,6 +73,6 @@ def _step_aside() -> None:
 
 
 if "NARROWGAUGE_PLAN" in os.environ:
-    sys.meta_path.insert(0, _BeforeTorch())
+    sys.meta_path.insert(0, _BeforeTorch(os.environ["NARROWGAUGE_PLAN"]))  # type: ignore[no-untyped-call]
 if __name__ == "sitecustomize":
     _step_aside()
