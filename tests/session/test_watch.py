@@ -303,6 +303,30 @@ def test_no_such_program_is_one_message(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a first line names no program")
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("echo hello\n", "a script that does not begin with"), ("#!/no/such/shell\n", "names, is not there")],
+)
+def test_what_cannot_be_started_is_one_message_and_leaves_nothing(tmp_path, text, why):
+    (tmp_path / "train").write_text(text)
+    (tmp_path / "train").chmod(0o755)
+    done = run(tmp_path, "./train")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("narrowgauge: cannot start './train': ")
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_command_leaves_no_folder_where_it_was_to_be_exported_either(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    (tmp_path / "ng.toml").write_text("[export]\ntensorboard = true\n")
+    done = run(tmp_path, "train.py", options=("--config", "ng.toml"), script="raise SystemExit(7)\n")
+    assert done.returncode == 7
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_program_may_empty_its_environment(tmp_path):
     done = run(tmp_path, "train.py", script="import os\nos.environ.clear()\n" + programs.BASIC)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")

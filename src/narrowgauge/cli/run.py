@@ -9,6 +9,9 @@ from pathlib import Path
 import click
 
 from narrowgauge.cli.options import command_argument, config_option, steps_option
+from narrowgauge.errors import UsageError
+
+INSIDE = ("process", "restart")  # what folders of further runs begin with
 
 
 @click.command("run")
@@ -54,7 +57,11 @@ def run_command(
         compiling=True,
         **{**settings.for_watching(recipe), **({"every": every} if every else {})},
     )
-    code = watch(plan, argv)
+    try:
+        code = watch(plan, argv)
+    except UsageError:  # it could not be started
+        discard(folder)
+        raise
     for told in unmet(folder):
         click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
     for missing in not_found(folder):
@@ -92,6 +99,9 @@ def discard(folder: Path) -> None:
     from narrowgauge.session.plan import PLAN_FILE
 
     with contextlib.suppress(OSError):
-        if [entry.name for entry in folder.iterdir()] == [PLAN_FILE]:
-            (folder / PLAN_FILE).unlink()
+        ours = list(folder.iterdir())
+        if {entry.name for entry in ours} <= {PLAN_FILE, LOG, REPORT}:
+            for entry in ours:
+                entry.unlink()
             folder.rmdir()
+    from narrowgauge.session.process.exporting import LOG, REPORT

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from narrowgauge.errors import UsageError
-from narrowgauge.session.process.command import parse
+from narrowgauge.session.process.command import arguments, parse
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +70,10 @@ def test_the_packaged_script_is_named_without_a_path():
     from narrowgauge.cli.compare import demo_command
 
     assert parse([*demo_command(), "--steps", "5"]).line() == "python narrowgauge/scripts/gpt.py --steps 5"
+
+
+def test_what_may_not_be_executed_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").write_text("echo\n")
+    with pytest.raises(UsageError, match=r"'\./train' may not be executed; .* `-- sh \./train`"):
+        arguments(["./train"])

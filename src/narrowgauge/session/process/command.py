@@ -106,6 +106,8 @@ def arguments(command: Sequence[str]) -> list[str]:
     # Beside the Python that runs narrowgauge lie the launchers of its environment, whether or not that is activated.
     beside = shutil.which(head, path=str(Path(sys.executable).parent)) if os.sep not in head else None
     found = beside or shutil.which(head)
+    if found is None and Path(head).is_file() and os.sep in head:
+        raise UsageError(f"{head!r} may not be executed; allow it by chmod +x, or name what runs it: `-- sh {head}`.")
     if found is None:
         raise UsageError(
             f"there is no program {head!r} on this machine's PATH; expected `-- train.py ARGS` or a command."

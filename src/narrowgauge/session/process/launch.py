@@ -6,6 +6,7 @@ watch     any command as it is: every Python below it is told by its environment
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from narrowgauge.errors import UsageError
 from narrowgauge.session.plan import STATUS_FILE, Plan
 from narrowgauge.session.process import inject
 from narrowgauge.session.process.command import parse
@@ -27,6 +29,10 @@ INJECTED = Path(inject.__file__).parent
 PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
+CANNOT_START = {
+    errno.ENOEXEC: "it is no program, and a script that does not begin with the one to run it, such as `#!/bin/sh`",
+    errno.ENOENT: "it, or the program that its first line names, is not there",
+}
 POLL = 0.1  # seconds
 LAST_LINES = 12
 
@@ -71,7 +77,10 @@ def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, q
 
 
 def watch(plan: Plan, argv: Sequence[str]) -> int:
-    """Run `argv` with its own input, output and signals, all of its processes watched as `plan` says; its exit code."""
+    """Run `argv` with its own input, output and signals, all of its processes watched as `plan` says; its exit code.
+
+    Raises UsageError if it cannot be started.
+    """
     path = plan.write()
     with exporting(plan.folder, plan.export) as told:
         code = _follow(path, argv)
@@ -82,7 +91,12 @@ def watch(plan: Plan, argv: Sequence[str]) -> int:
 
 def _follow(path: Path, argv: Sequence[str]) -> int:
     search = os.pathsep.join([str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
-    child = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())})
+    environment = {**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())}
+    try:
+        child = subprocess.Popen(argv, env=environment)
+    except OSError as error:
+        why = CANNOT_START.get(error.errno or 0, f"{error.strerror}")
+        raise UsageError(f"cannot start {argv[0]!r}: {why}; expected `-- train.py ARGS` or a command.") from error
     # A scheduler tells only the process that it started to stop; a terminal tells all of them.
     before = {number: signal.signal(number, lambda sent, _: child.send_signal(sent)) for number in PASSED_ON}
     try:
