@@ -333,6 +333,37 @@ def test_a_program_may_empty_its_environment(tmp_path):
     assert steps(tmp_path / "out") == 8
 
 
+RANKS = """
+import os, subprocess, sys
+if len(sys.argv) == 1:  # a launcher: a crash of both ranks and what elastic does then, and a second training
+    for again, count in (("0", 2), ("1", 2), ("0", 2)):
+        environments = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": again}
+                        for rank in range(count)]
+        for child in [subprocess.Popen([sys.executable, __file__, "train"], env=e) for e in environments]:
+            child.wait()
+    sys.exit()
+import torch
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(4, 16)).square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_ranks_that_are_started_again_are_one_run_of_their_own_and_told(tmp_path):
+    done = run(tmp_path, "train.py", script=RANKS)
+    assert done.returncode == 0, done.stderr
+    inside = sorted(path.name for path in (tmp_path / "out").iterdir() if "-" in path.name)
+    assert len(inside) == 2
+    assert inside[0].startswith("process-")
+    assert inside[1] == "restart-1"
+    told = f"narrowgauge: the run is in out; inside of it are those of processes that began later: {', '.join(inside)}"
+    assert done.stderr.splitlines()[-1] == told
+    for name in ("", *inside):
+        assert {path.name for path in (tmp_path / "out" / name).glob("run*.json")} == {"run.json", "run.rank1.json"}
+        assert steps(tmp_path / "out" / name) == 1
+
+
 def test_a_backend_that_cannot_run_here_ends_it_in_words(warm_python, tmp_path):
     (tmp_path / "ng.toml").write_text('[convert]\nbackend = "fused"\n')
     options = ("--convert", "current", "--config", "ng.toml")

@@ -481,9 +481,12 @@ def test_a_forked_child_of_a_process_with_a_gpu_does_not_touch_it(tmp_path, monk
 def test_a_process_that_finds_its_folder_taken_records_beside_it(tmp_path):
     plan = Plan(variant="asis", out=str(tmp_path / "a"), command=("train.py",), compiling=True)
     with RunWriter(tmp_path / "a", {}):  # a worker's parent, say, that trains as well
-        live = Live(plan, aside=True)
-        assert live.folder == tmp_path / "a" / f"process-{os.getpid()}"
+        live = Live(plan, aside="process-1")
+        assert live.folder == tmp_path / "a" / "process-1"
         live.close()
+        again = Live(plan, aside="process-1")  # it has become another program, say
+        assert again.folder == tmp_path / "a" / "process-1-2"
+        again.close()
         with pytest.raises(RunError):
             Live(plan)
     assert meta(live.folder)["status"] == "complete"

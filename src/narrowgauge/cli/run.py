@@ -82,8 +82,12 @@ def not_found(folder: Path) -> list[str]:
 def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
     if (folder / "run.json").exists():
-        return f"the run is in {folder}"
+        more = f"; inside of it are those of processes that began later: {', '.join(inside)}" if inside else ""
+        return f"the run is in {folder}{more}"
+    if inside:
+        return f"the run is in {', '.join(str(folder / name) for name in inside)}"
     nothing = "nothing was watched: no Python process below this command made a torch.optim optimizer"
+    inside = sorted({path.parent.name for name in INSIDE for path in folder.glob(f"{name}-*/run*.json")})
     if code:
         from narrowgauge.session.process.launch import describe_code
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.models.family import Family
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _attached: list[Any] = []  # the process's session, once there is one
 
 
@@ -73,6 +75,23 @@ def rank_of_this_process() -> int:
     return 0
 
 
+def several_ranks() -> bool:
+    """Whether others train together with this process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return any(os.environ.get(name, "1") != "1" for name in SIZES)
+
+
+def times_started_again() -> int:
+    """How often torch's elastic launcher has started this rank before.
+
+    >>> times_started_again()
+    0
+    """
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdigit() else 0
+
+
 class Watched:
     """A session in a program that knows nothing of it: how its errors are heard."""
 
@@ -86,8 +105,12 @@ class Watched:
                 f"ng.watch watches it already, into {Live.current.folder}; drop that, or `narrowgauge run`."
             )
         plan, rank = Plan.read(plan_path), rank_of_this_process()
-        # If another process of this program trains as well, under the same rank, its run stands there already.
-        self.live = Live(plan, rank=rank, aside=True, family=family, compiled=compiled)
+        if again := times_started_again():  # all ranks of a start are told the same, so theirs is one run
+            plan = replace(plan, out=str(plan.folder / f"restart-{again}"))
+        # If another process of this program trains as well, under the same rank, its run stands there already. Ranks
+        # have their launcher in common.
+        aside = f"process-{os.getppid() if several_ranks() else os.getpid()}"
+        self.live = Live(plan, rank=rank, aside=aside, family=family, compiled=compiled)
         self._excepthook = sys.excepthook
         sys.excepthook = self._failed
 

@@ -15,7 +15,9 @@ import os
 import threading
 from contextlib import ExitStack
 from functools import partial
+from dataclasses import replace
 from typing import Any, ClassVar
+from pathlib import Path
 from weakref import ref
 
 from narrowgauge.errors import RunError
@@ -26,6 +28,7 @@ from narrowgauge.session.plan import Plan
 
 PATIENCE = 5.0  # seconds
 
+MOST = 1000  # runs of one name in a folder
 
 class Live:
     """An open run and its session.
@@ -33,24 +36,19 @@ class Live:
     Args:
         plan: what to do; its folder is taken as it is.
         rank: this process's among those that train together.
-        aside: whether to use a folder of its own inside of the plan's if that is taken; RunError otherwise.
+        aside: the name of a folder inside of the plan's to use if that is taken, with a number behind it if that is
+            taken as well; RunError without.
         session: further arguments of the session.
     """
 
     current: ClassVar[Live | None] = None
 
-    def __init__(self, plan: Plan, *, rank: int = 0, aside: bool = False, **session: Any) -> None:
+    def __init__(self, plan: Plan, *, rank: int = 0, aside: str = "", **session: Any) -> None:
         meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
         meta |= machine_facts(wake=False)
-        self.folder = plan.folder
-        try:
-            self.writer = RunWriter(self.folder, meta, rank=rank)
-        except RunError:
-            if not aside:
-                raise
-            self.folder = plan.folder / f"process-{os.getpid()}"
-            self.writer = RunWriter(self.folder, meta, rank=rank)
-        self.session = Session(plan, self.writer, **session)
+        self.writer = _writer(plan.folder, meta, rank, aside)
+        self.folder = self.writer.path
+        self.session = Session(replace(plan, out=str(self.folder)), self.writer, **session)
         self.error = ""
         self.ending = ExitStack()  # what else has to be closed, after the run
         self._pid = os.getpid()
@@ -120,3 +118,16 @@ def _forked(known: ref[Live]) -> None:
     live = known()
     if live is not None:
         live.forked()
+def _writer(folder: Path, meta: dict[str, Any], rank: int, aside: str) -> RunWriter:
+    """A writer into the folder, or into the first one inside of it that no process of this rank has written to."""
+    names = ("", aside, *(f"{aside}-{number}" for number in range(2, MOST))) if aside else ("",)
+    for name in names:
+        try:
+            return RunWriter(folder / name, meta, rank=rank)
+        except RunError as error:
+            taken = error.__cause__ is None or isinstance(error.__cause__, FileExistsError)
+            if not taken or name == names[-1]:
+                raise
+    raise AssertionError("there is at least one name")
+
+
