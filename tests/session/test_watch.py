@@ -327,6 +327,15 @@ def test_a_failed_command_leaves_no_folder_where_it_was_to_be_exported_either(tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("how", ["sys.exit(3)", "sys.excepthook = lambda *_: None; raise ValueError('odd')"])
+def test_how_a_program_ended_is_known_whoever_tells_its_errors(tmp_path, how):
+    done = run(tmp_path, "train.py", script=f"{programs.BASIC}import sys\n{how}\n")
+    found = open_run(tmp_path / "out")
+    assert done.returncode == (3 if "exit" in how else 1)
+    assert f"The command ended: exit code {done.returncode}." in found.meta["notes"]
+    assert (found.status, found.meta["error"]) == (("failed", "ValueError: odd") if "odd" in how else ("complete", ""))
+
+
 def test_a_program_may_empty_its_environment(tmp_path):
     done = run(tmp_path, "train.py", script="import os\nos.environ.clear()\n" + programs.BASIC)
     assert (done.returncode, done.stderr) == (0, "narrowgauge: the run is in out\n")

@@ -36,7 +36,7 @@ def run_command(
     from narrowgauge.session.folder import prepare
     from narrowgauge.session.plan import Plan
     from narrowgauge.session.process.command import arguments, short_name
-    from narrowgauge.session.process.launch import watch
+    from narrowgauge.session.process.launch import describe_code, watch
     from narrowgauge.session.selection.unmet import unmet
 
     settings = load(config)
@@ -68,6 +68,9 @@ def run_command(
         click.echo(f"narrowgauge: {missing}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)
     if code:
+        from narrowgauge.session.process.exporting import note
+
+        note(folder, [f"The command ended: {describe_code(code)}."])  # sys.exit tells nobody in the process
         discard(folder)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)
 
@@ -81,13 +84,13 @@ def not_found(folder: Path) -> list[str]:
 
 def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
+    inside = sorted({path.parent.name for name in INSIDE for path in folder.glob(f"{name}-*/run*.json")})
     if (folder / "run.json").exists():
         more = f"; inside of it are those of processes that began later: {', '.join(inside)}" if inside else ""
         return f"the run is in {folder}{more}"
     if inside:
         return f"the run is in {', '.join(str(folder / name) for name in inside)}"
     nothing = "nothing was watched: no Python process below this command made a torch.optim optimizer"
-    inside = sorted({path.parent.name for name in INSIDE for path in folder.glob(f"{name}-*/run*.json")})
     if code:
         from narrowgauge.session.process.launch import describe_code
 
@@ -101,6 +104,7 @@ def what_came_of_it(folder: Path, code: int) -> str:
 def discard(folder: Path) -> None:
     """Leave nothing of a command that failed before anything was recorded: it is tried again, with the same --out."""
     from narrowgauge.session.plan import PLAN_FILE
+    from narrowgauge.session.process.exporting import LOG, REPORT
 
     with contextlib.suppress(OSError):
         ours = list(folder.iterdir())
@@ -108,4 +112,3 @@ def discard(folder: Path) -> None:
             for entry in ours:
                 entry.unlink()
             folder.rmdir()
-    from narrowgauge.session.process.exporting import LOG, REPORT

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def exporting(folder: Path, settings: Mapping[str, Any], *, patience: float = PA
         yield told
     finally:
         told += _end(child, folder, settings, patience)
-        _note(folder, told)
+        note(folder, told)
 
 
 def _start(folder: Path, settings: Mapping[str, Any], patience: float) -> subprocess.Popen[bytes]:
@@ -90,7 +90,7 @@ def _end(child: subprocess.Popen[bytes], folder: Path, settings: Mapping[str, An
     return told + list(dict.fromkeys(note for row in report.values() for note in row["notes"]))
 
 
-def _note(folder: Path, told: list[str]) -> None:
+def note(folder: Path, told: Sequence[str]) -> None:
     """Leave it in the run's notes, if the run has ended and there is one."""
     if not told:
         return

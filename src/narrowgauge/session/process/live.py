@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from contextlib import ExitStack
-from functools import partial
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 from weakref import ref
 
 from narrowgauge.errors import RunError
@@ -27,8 +28,8 @@ from narrowgauge.session.machine import device_facts, machine_facts
 from narrowgauge.session.plan import Plan
 
 PATIENCE = 5.0  # seconds
-
 MOST = 1000  # runs of one name in a folder
+
 
 class Live:
     """An open run and its session.
@@ -54,7 +55,7 @@ class Live:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         Live.current = self
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         self._follow_exit()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_forked, ref(self)))
@@ -73,7 +74,7 @@ class Live:
                 return
             Live.current = None
             self._restore_exit()
-            atexit.unregister(self.close)
+            atexit.unregister(self._at_exit)
             try:
                 self.session.finish()
                 facts = device_facts(wake=False) | self.session.facts()  # a GPU may have been woken since
@@ -92,6 +93,13 @@ class Live:
             Live.current = None
             self._restore_exit()
             self.session.abandon()
+
+    def _at_exit(self) -> None:
+        """The interpreter ends. An error that ended it is not told where the program has an excepthook of its own."""
+        last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a prompt has any number of errors
+        if last is not None:
+            self.error = self.error or f"{type(last).__name__}: {last}".rstrip(": ")
+        self.close()
 
     def _follow_exit(self) -> None:
         self._exit = os._exit
@@ -114,10 +122,6 @@ class Live:
             os._exit = self._exit
 
 
-def _forked(known: ref[Live]) -> None:
-    live = known()
-    if live is not None:
-        live.forked()
 def _writer(folder: Path, meta: dict[str, Any], rank: int, aside: str) -> RunWriter:
     """A writer into the folder, or into the first one inside of it that no process of this rank has written to."""
     names = ("", aside, *(f"{aside}-{number}" for number in range(2, MOST))) if aside else ("",)
@@ -131,3 +135,7 @@ def _writer(folder: Path, meta: dict[str, Any], rank: int, aside: str) -> RunWri
     raise AssertionError("there is at least one name")
 
 
+def _forked(known: ref[Live]) -> None:
+    live = known()
+    if live is not None:
+        live.forked()
