@@ -1,5 +1,7 @@
 """Products outside of any known layer: who is heard, under which name, and with which numbers."""
 
+import gc
+
 import pytest
 import torch
 from tests.session.sites.recorded import Rows, check, counted, recorded, same
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.observe.stats import Collector
 from narrowgauge.session.sites.plain_sites import PlainSites
+from narrowgauge.session.sites.products import Products
 
 
 def rows(x):
@@ -274,6 +277,19 @@ def test_a_function_that_the_program_puts_there_between_steps_or_within_one_is_c
     model(torch.arange(4)).sum().backward()
     steps.end()
     assert calls[2:] == ["another", "theirs"]
+
+
+def test_torchscript_takes_no_later_function_for_one_of_torch_s():
+    table = torch.jit._builtins._get_builtin_table()
+    gc.collect()
+    before = dict(table)
+    products = Products(lambda part, known: None, lambda what, error: None)
+    products.open()
+    products.close()
+    assert len(table) > len(before)
+    del products
+    gc.collect()
+    assert table == before
 
 
 def test_numbers_of_the_program_do_not_change():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -204,6 +205,9 @@ class Products:
         builtin = torch.jit._builtins._find_builtin(original)
         if builtin is not None:
             torch.jit._builtins._register_builtin(product, builtin)
+            # By an address, at which another function may lie one day.
+            forget = weakref.finalize(product, torch.jit._builtins._get_builtin_table().pop, id(product), None)
+            forget.atexit = False
         return product
 
     def _tell(self, name: str, call: Arguments, read: Callable[[Arguments], Iterable[Candidate]], y: Any) -> None:
