@@ -134,6 +134,17 @@ def test_a_scripted_model_that_trains_is_told_as_such(tmp_path):
     assert [len(writer.column(name)) for name in ("loss", "grad_norm", "update_ratio")] == [2, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_function_may_call_the_losses_that_are_heard(tmp_path):
+    def loss(x: torch.Tensor, y: torch.Tensor):
+        return F.smooth_l1_loss(x, y) + F.huber_loss(x, y) + F.mse_loss(x, y)
+
+    with followed(tmp_path) as (session, _):
+        scripted = torch.jit.script(loss)
+        assert torch.equal(scripted(X, -X), loss(X, -X))
+    assert session.notes == []
+
+
 def test_pickling_is_as_it_was_found(tmp_path):
     with followed(tmp_path, judge="current", compiling=True):
         assert "__reduce_ex__" in vars(nn.Module)

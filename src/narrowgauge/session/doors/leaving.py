@@ -1,7 +1,8 @@
 """What leaves a program's models while they are watched has nothing of ours in it: copies, files, scripts.
 
     copy.deepcopy, torch.save, a process that is given a model    nn.Module.__reduce_ex__ leaves out our hooks
-    torch.jit.script                                              would compile them: they are aside meanwhile
+    torch.jit.script                                              would compile them: they are aside meanwhile; so are
+                                                                  functions of ours in the place of torch's
 
 Hooks that are objects of ours say themselves what a copy has in their place.
 """
@@ -30,6 +31,8 @@ def leave_models_clean(seams: Seams) -> None:
     scripting = getattr(torch.jit, "_recursive", None)
     if hasattr(scripting, "create_script_module"):
         seams.replace(scripting, "create_script_module", _scripting)
+    if hasattr(scripting, "try_compile_fn"):
+        seams.replace(scripting, "try_compile_fn", lambda original: lambda fn, at: original(seams.original(fn), at))
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:

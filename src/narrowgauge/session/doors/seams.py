@@ -26,7 +26,9 @@ import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -117,6 +119,7 @@ class Seams:
     ) -> None:
         self._undo = ExitStack()
         self._telling = True
+        self._originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._open(making, calls, updates, graphs, compiling)
 
     def close(self) -> None:
@@ -150,7 +153,12 @@ class Seams:
                 delattr(owner, name)
 
         setattr(owner, name, seam)
+        self._originals[seam] = original
         self._undo.callback(undo)
+
+    def original(self, function: Any) -> Any:
+        """What stood where `function` stands now; itself if it is none of ours."""
+        return self._originals.get(function, function) if isinstance(function, FunctionType) else function
 
     def _open(
         self, making: HearsMaking, calls: HearsCalls, updates: HearsUpdates, graphs: HearsCaptures, compiling: bool
