@@ -125,6 +125,12 @@ class Session:
 
     def optimizer_made(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
         """Its parameters are the ones being trained; it was `made_with` these if it has others by now."""
+        try:
+            self._made(optimizer, made_with)
+        except Exception as error:
+            self.hearing.failed("optimizer_made", error)
+
+    def _made(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None) -> None:
         self._open_doors()
         self.calls.recover()
         made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with

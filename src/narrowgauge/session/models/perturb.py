@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 @torch.no_grad()
@@ -17,7 +18,7 @@ def perturb(module: nn.Module, relative: float, seed: int) -> None:
     unit in the last place instead.
     """
     for number, p in enumerate(module.parameters()):
-        if not p.requires_grad or not p.is_floating_point() or p.numel() == 0:
+        if is_lazy(p) or not p.requires_grad or not p.is_floating_point() or p.numel() == 0:
             continue
         generator = torch.Generator("cpu").manual_seed(seed + number)
         if p.dtype in (torch.float32, torch.float64):

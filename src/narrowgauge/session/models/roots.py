@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert
 from narrowgauge.compute.nn.layer_state import LayerState
@@ -64,6 +65,7 @@ class Roots:
         self._roots: dict[int, Root] = {}
         self._models: list[Model] = []  # those that live
         self._taken = self._parameters = 0  # how many there were, and how many elements they have
+        self._unmade: list[ref[Tensor]] = []  # parameters that lazy modules had still to make
         self._device = ""
         self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
         self._refusals: list[ConversionError | RecipeError] = []
@@ -93,7 +95,7 @@ class Roots:
         trained = optimizers.ids()
         owners = [m for m in self.family.known() if any(id(p) in trained for p in m.parameters(recurse=False))]
         wholes = {id(whole): whole for whole in (self.family.model_of(owner, trained) for owner in owners)}
-        return max(wholes.values(), key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
+        return max(wholes.values(), key=lambda m: sum(math.prod(shape_of(p)) for p in m.parameters()), default=None)
 
     def take(self, module: nn.Module, optimizers: Trained) -> Root:
         """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
@@ -152,6 +154,7 @@ class Roots:
         known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
         counted = {at for other in self._models for at in other.parameters()}
         self._parameters += sum(math.prod(shape_of(p)) for at, p in new.parameters().items() if at not in counted)
+        self._unmade += [ref(p) for at, p in new.parameters().items() if at not in counted and is_lazy(p)]
         self._models.append(new)
         self._taken += 1
         return known
@@ -304,12 +307,13 @@ class Roots:
             for prefix, report in reports.items()
             for row in report.to_dict()["rows"]
         ]
+        late = [p() for p in self._unmade]
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
         backends = {row["backend"] for row in rows if row["recipe"]}
         return {
             **({"emulated": "reference" in backends or not native_fp8()} if backends else {}),
             "models": self._taken,
-            "parameters": self._parameters,
+            "parameters": self._parameters + sum(math.prod(shape_of(p)) for p in late if p is not None),
             "device": self._device,
             "baseline_dtype": self._plain.shown.dtype or self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
@@ -67,21 +68,33 @@ class Census:
         self._seen: set[tuple[int, str]] = set()  # by the ids of modules
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self._late = False  # a lazy module had still to make a parameter when it was noted
 
     def add(self, model: nn.Module, observer: Observer) -> None:
         """Count a model's parameters too."""
         self._models = [known for known in self._models if known[0]() is not None]
         self._models.append((ref(model), observer))
+        self._note(model)
+
+    def _note(self, model: nn.Module) -> None:
         for module, name, p in _parameters(model):
             at, kind, shape = (id(module), name), type(module).__name__, shape_of(p)
+            self._late |= is_lazy(p)
             self._noted[at] = Noted(at, id(p), kind, math.prod(shape), len(shape) >= 2, isinstance(module, Fp8Linear))
 
     def begin(self) -> None:
         """A step begins: parameters are as they are between their uses."""
         self._owners.clear()
+        self._note_late()
         self._kept = {}
         if some_are_distributed():  # only of these it is not what they are when they are used
             self._kept = {(id(m), name): p for model, _ in self._living() for m, name, p in _parameters(model)}
+
+    def _note_late(self) -> None:
+        if self._late:
+            self._late = False
+            for model, _ in self._living():
+                self._note(model)
 
     def end(self) -> None:
         """It ended: no parameter is held."""
@@ -117,6 +130,7 @@ class Census:
 
     def unseen(self) -> str:
         """What was never multiplied, in words; "" if nothing."""
+        self._note_late()
         everything = list(self._noted.values())
         total = sum({row.parameter: row.elements for row in everything}.values())
         seen = {row.parameter for row in everything if row.at in self._seen or row.converted}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.sharded import here
@@ -84,13 +85,13 @@ def _wrapped(number: int) -> int:
 def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
     """A hex digest over names, shapes and values, in the model's own order; of what is sharded, this rank's part.
 
-    `named` are the items of a state dict. What a module adds that is no tensor (an extra state, often None) counts
-    by its name alone.
+    `named` are the items of a state dict. What a module adds that is no tensor (an extra state, often None), or makes
+    in its first call, counts by its name alone.
     """
     seen: list[str] = []
     digests: list[Tensor] = []
     for name, x in named:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or is_lazy(x):
             seen.append(name)
             continue
         seen.append(f"{name}{tuple(x.shape)}{x.dtype}")

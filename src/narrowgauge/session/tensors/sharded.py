@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.compute.nn.parallel.placements import holders, is_distributed
 
@@ -117,8 +118,11 @@ def here(x: Tensor) -> Tensor:
 
 
 def shape_of(p: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter as a whole, also where ZeRO 3 left nothing of it here."""
-    return tuple(getattr(p, "ds_shape", p.shape))
+    """The shape of a parameter as a whole, also where ZeRO 3 left nothing of it here.
+
+    Of one that a lazy module makes in its first call, as if it were empty.
+    """
+    return (0,) if is_lazy(p) else tuple(getattr(p, "ds_shape", p.shape))
 
 
 def copied_by(modules: Iterable[nn.Module]) -> int | None:

@@ -1,0 +1,75 @@
+"""Programs that go torch's less trodden ways: none is disturbed, and the run has them as they are."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+
+OPERANDS = ("input", "weight", "grad_output")
+
+
+def stack(*sizes):
+    torch.manual_seed(0)
+    layers = [layer for k, n in pairwise(sizes) for layer in (nn.Linear(k, n), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def data(step, rows=8):
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, call=None, steps=(1, 2, 3)):
+    for step in steps:
+        loss = (call or model)(data(step)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def rows(writer):
+    """(step, site) -> its columns."""
+    return {
+        (step, site): {name: float(values[n]) for name, values in columns.items() if values.ndim == 1}
+        for step, sites, columns in writer.tensors
+        for n, site in enumerate(sites)
+    }
+
+
+def operands(writer, step):
+    return {site for at, site in rows(writer) if at == step and site.rpartition(":")[2] in OPERANDS}
+
+
+# ---------------------------------------------------------------------------------------------- what is made, and when
+
+
+@pytest.mark.parametrize("rehearsed", [False, True])
+def test_lazy_modules_are_followed_from_the_call_that_makes_them(tmp_path, rehearsed):
+    with followed(tmp_path, every=1, judge="current", compiling=True) as (session, writer):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(24), nn.Tanh(), nn.Linear(24, 24), nn.LazyLinear(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if rehearsed:
+            model(data(0))
+        train(model, optimizer)
+    facts = session.facts()
+    assert not [note for note in facts["notes"] if "failed" in note or "Not seen" in note]
+    assert (facts["steps"], facts["models"]) == (3, 1)
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert operands(writer, 3) == {f"{name}:{role}" for name in ("0", "2", "3") for role in OPERANDS}
+    assert rows(writer)[3, "0:weight"]["numel"] == 24 * 16
+
+
+def test_an_error_of_ours_when_an_optimizer_is_made_stays_with_us(tmp_path, monkeypatch):
+    with followed(tmp_path) as (session, _):
+        monkeypatch.setattr(session.optimizers, "add", None)
+        assert torch.optim.SGD(stack(16, 16).parameters(), lr=0.1).param_groups
+    [note] = session.hearing.notes
+    assert note.startswith("Following the program failed in optimizer_made: TypeError")
+
+
+# ------------------------------------------------------------------------------------ gradients, and what is recomputed
+
+
+# --------------------------------------------------------------------------------- what the program looks at itself
