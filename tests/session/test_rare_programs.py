@@ -1,5 +1,6 @@
 """Programs that go torch's less trodden ways: none is disturbed, and the run has them as they are."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -67,6 +68,21 @@ def test_an_error_of_ours_when_an_optimizer_is_made_stays_with_us(tmp_path, monk
         assert torch.optim.SGD(stack(16, 16).parameters(), lr=0.1).param_groups
     [note] = session.hearing.notes
     assert note.startswith("Following the program failed in optimizer_made: TypeError")
+
+
+def test_a_model_that_takes_the_place_of_another_has_no_name_of_one_that_lives(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        population = [stack(16, 16), stack(16, 16)]
+        for model in population:
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=(1,))
+        del model
+        population[0] = copy.deepcopy(population[1])
+        parameters = [p for model in population for p in model.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        train(None, optimizer, call=lambda x: population[0](x) + population[1](x), steps=(2,))
+    found = rows(writer)
+    assert operands(writer, 3) == {f"{name}:{role}" for name in ("0", "Sequential1.0") for role in OPERANDS}
+    assert {found[3, f"{name}:input"]["numel"] for name in ("0", "Sequential1.0")} == {8 * 16}
 
 
 # ------------------------------------------------------------------------------------ gradients, and what is recomputed

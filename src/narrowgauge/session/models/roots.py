@@ -46,7 +46,7 @@ class Model:
     """A model that was taken, as long as it lives."""
 
     def __init__(self, model: nn.Module, gone: Callable[[Model], None]) -> None:
-        self.kind = class_name(model)
+        self.kind, self.prefix = class_name(model), ""
         self.parts = {id(m) for m in model.modules()}
         self.module = ref(model, lambda _: gone(self))
 
@@ -117,8 +117,7 @@ class Roots:
             self._watch_dtype(model)
             if self._plan.noise:
                 perturb(model, self._plan.noise, self._plan.seed)
-        kinds = [known.kind for known in self._models]
-        prefix = f"{kinds[-1]}{kinds[:-1].count(kinds[-1]) or ''}." if kinds[:-1] else ""
+        prefix = self._name()
         self._copied[prefix] = copied_by((module, *model.modules()))
         self._switch(model, module, prefix)
         self._convert(model, trained, prefix, shares)
@@ -158,6 +157,17 @@ class Roots:
         self._models.append(new)
         self._taken += 1
         return known
+
+    def _name(self) -> str:
+        """What stands in front of the names of the latest model, and of no other that lives."""
+        *others, new = self._models
+        taken = {other.prefix for other in others}
+        if "" in taken:
+            number = sum(other.kind == new.kind for other in others)
+            while (prefix := f"{new.kind}{number or ''}.") in taken:
+                number += 1
+            new.prefix = prefix
+        return new.prefix
 
     def _convert(self, model: nn.Module, trained: set[int], prefix: str, shares: bool) -> None:
         if self._plan.recipe is None and not self._plan.rehearse:
