@@ -1,6 +1,7 @@
 """Programs that go torch's less trodden ways: none is disturbed, and the run has them as they are."""
 
 import copy
+import io
 from itertools import pairwise
 
 import pytest
@@ -68,6 +69,28 @@ def test_an_error_of_ours_when_an_optimizer_is_made_stays_with_us(tmp_path, monk
         assert torch.optim.SGD(stack(16, 16).parameters(), lr=0.1).param_groups
     [note] = session.hearing.notes
     assert note.startswith("Following the program failed in optimizer_made: TypeError")
+
+
+def through_a_file(both):
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, through_a_file])
+def test_a_model_that_is_copied_with_its_optimizer_is_followed(tmp_path, again):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = stack(16, 32, 16)
+        both = model, torch.optim.Adam(model.parameters())
+        train(*both)
+        both[1].load_state_dict(both[1].state_dict())
+        assert session.optimizers_made == 1
+        twin = again(both)
+        train(*twin, steps=(4, 5))
+    assert session.optimizers_made == 2
+    assert set(writer.column("tokens").values()) == {8}
+    assert operands(writer, 5) == {f"Sequential1.{name}:{role}" for name in ("0", "2") for role in OPERANDS}
 
 
 def test_a_model_that_takes_the_place_of_another_has_no_name_of_one_that_lives(tmp_path):

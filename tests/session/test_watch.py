@@ -258,6 +258,31 @@ def test_a_program_that_leaves_by_os_exit_has_all_of_its_steps(warm_python, tmp_
     assert set(found.tensors()["step"].tolist()) == {4, 8}
 
 
+UNPICKLED = """
+import sys, torch
+from torch import nn
+if sys.argv[1:] == ["save"]:
+    model = nn.Linear(16, 16)
+    torch.save((model, torch.optim.Adam(model.parameters())), "both.pt")
+    sys.exit()
+model, optimizer = torch.load("both.pt", weights_only=False)
+for _ in range(3):
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_that_is_only_unpickled_is_heard(warm_python, tmp_path):
+    (tmp_path / "train.py").write_text(UNPICKLED)
+    assert subprocess.run([sys.executable, "train.py", "save"], cwd=tmp_path, env=PLAIN, check=False).returncode == 0
+    words = ["run", "--every", "1", "--out", "out", "--", "python", "train.py"]
+    done = warm_python.narrowgauge(words, cwd=tmp_path, env=PLAIN)
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "out")
+    assert run.scalars("tokens")["tokens"].tolist() == [4, 4, 4]
+    assert run.meta["not_found"] == []
+
+
 def test_a_folder_that_holds_a_run_is_not_taken_and_nothing_runs(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text("{}")

@@ -139,6 +139,11 @@ class Session:
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
 
+    def optimizer_restored(self, optimizer: Optimizer) -> None:
+        """It is a copy, was unpickled, or only loads a state."""
+        if optimizer not in self.optimizers:
+            self.optimizer_made(optimizer)
+
     def compile_refused(self) -> None:
         """The program asked for torch.compile."""
         note = "The script calls torch.compile; every run here was eager."

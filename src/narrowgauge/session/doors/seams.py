@@ -5,6 +5,7 @@ Each seam is one function of torch's that every training program must pass: maki
 
     held      torch's module registration hook             which module is a part of which
     made      torch.optim.Optimizer.__init__               which parameters are trained
+              torch.optim.Optimizer.__setstate__           the same, of one that is copied or unpickled
     called    torch's global forward pre-hook              the outermost call of a module that owns such parameters
     backward  torch.autograd.backward                      the loss (Tensor.backward goes through it)
     stepped   torch's global optimizer step hooks          the end of a step; a closure is followed as it is called;
@@ -49,6 +50,9 @@ class HearsMaking(Protocol):
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer was constructed."""
+
+    def optimizer_restored(self, optimizer: Optimizer) -> None:
+        """An optimizer got a state as a whole: one that was copied or unpickled, or one that is known."""
 
     def compile_refused(self) -> None:
         """torch.compile was asked for."""
@@ -170,6 +174,13 @@ class Seams:
 
             return init
 
+        def restored(original: Callable[..., Any]) -> Callable[..., Any]:
+            def set_state(self: Optimizer, state: Any) -> None:
+                original(self, state)
+                making.optimizer_restored(self)
+
+            return set_state
+
         def backward(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
                 if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
@@ -268,6 +279,7 @@ class Seams:
                 updates.step_ended(optimizer, early)
 
         self.replace(Optimizer, "__init__", made)
+        self.replace(Optimizer, "__setstate__", restored)
         self.replace(torch.autograd, "backward", backward)
         self.replace(torch.amp.GradScaler, "scale", scale)
         self.replace(torch.amp.GradScaler, "step", scaler_step)

@@ -1,7 +1,7 @@
 """In a process of the watched program: almost nothing from `import torch` to its first optimizer, then a session.
 
     import torch        module registrations are followed (`Family`), the making of optimizers is heard; no file
-    first optimizer     here something is trained: the run is opened and a session attached
+    first optimizer     made or unpickled: here something is trained. The run is opened and a session attached
     end of process      the session is closed, and the run with it
 
 Workers of data loaders and compilers import torch as well and make no optimizer. A forked child of a process that is
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -37,16 +38,19 @@ def arm(plan_path: str) -> None:
     hook = nn.modules.module.register_module_module_registration_hook(
         lambda parent, name, child: family.registered(parent, child)
     )
-    original = Optimizer.__init__
 
-    @functools.wraps(original)
-    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not _attached:
-            hook.remove()  # the session follows registrations itself
-            _attach(Path(plan_path), family, compiled, self)
+    def first(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def run(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if not _attached:
+                hook.remove()  # the session follows registrations itself
+                _attach(Path(plan_path), family, compiled, self)
 
-    Optimizer.__init__ = init  # type: ignore[method-assign]
+        return run
+
+    Optimizer.__init__ = first(Optimizer.__init__)  # type: ignore[method-assign]
+    Optimizer.__setstate__ = first(Optimizer.__setstate__)  # type: ignore[method-assign]
 
 
 def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer: Optimizer) -> None:
