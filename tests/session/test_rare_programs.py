@@ -2,12 +2,22 @@
 
 import copy
 import io
+from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from narrowgauge.observe.stats import host
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -111,4 +121,107 @@ def test_a_model_that_takes_the_place_of_another_has_no_name_of_one_that_lives(t
 # ------------------------------------------------------------------------------------ gradients, and what is recomputed
 
 
+def test_a_gradient_that_a_hook_changes_is_the_one_that_is_multiplied(tmp_path):
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.many = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.one(x)
+            y.register_hook(lambda dy: dy * 0.5 - 1.0)
+            z = self.many(y.unflatten(0, (2, 4)))
+            z.register_hook(lambda dz: -dz)
+            return z
+
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        torch.manual_seed(0)
+        model = Halved()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = rows(writer)
+    for name, bias in (("one", model.one.bias), ("many", model.many.bias)):  # whose gradient is the sum of all rows
+        row = found[3, f"{name}:grad_output"]
+        assert row["mean"] * row["numel"] == pytest.approx(bias.grad.sum().item(), rel=1e-4)
+
+
 # --------------------------------------------------------------------------------- what the program looks at itself
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_mode_of_the_program_s_sees_its_own_operations(tmp_path, monkeypatch, compiled):
+    if not compiled:  # then everything is counted by operations of torch's
+        monkeypatch.setattr(host, "ready", lambda: False)
+        monkeypatch.setattr(host, "kernel", lambda: None)
+
+    def counts():
+        model = stack(16, 32, 16)
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, steps=(1, 2))
+        with Seen() as seen:
+            train(model, optimizer, steps=(3,))
+        return seen.counts
+
+    alone = counts()
+    with followed(tmp_path, every=1, judge="current", compiling=True) as (_, writer):
+        watched = counts()
+    assert watched == alone
+    assert operands(writer, 3) == {f"{name}:{role}" for name in ("0", "2") for role in OPERANDS}
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_a_selective_checkpoint_keeps_what_the_program_computes(tmp_path, monkeypatch, recipe):
+    monkeypatch.setattr(host, "ready", lambda: False)
+    monkeypatch.setattr(host, "kernel", lambda: None)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            h = self.a(x)
+            h = h * torch.sigmoid(h) - h.sum(-1, keepdim=True) * 0.1
+            return x + self.b(h) * 0.5
+
+    def policy(context, function, *args, **kwargs):
+        kept = (torch.ops.aten.mul.Tensor, torch.ops.aten.sum.dim_IntList, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if function in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def trained(**how):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList([Block(), Block()])
+
+        class Model(nn.Module):
+            def forward(self, x):
+                for block in blocks:
+                    x = checkpoint(block, x, use_reentrant=False, **how)
+                return x
+
+        model = Model()
+        model.blocks = blocks
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return [p.detach().clone() for p in model.parameters()]
+
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    plan = {"recipe": recipe, "judge": "current", "compiling": True}
+    if recipe is None:
+        wanted = trained()
+    else:
+        with followed(tmp_path / "unrecorded", every=1000, **plan):
+            wanted = trained()
+    with followed(tmp_path / "recorded", every=1, **plan) as (_, writer):
+        found = trained(**selective)
+    assert all(map(torch.equal, found, wanted))
+    assert operands(writer, 3) == {
+        f"blocks.{n}.{name}:{role}" for n in (0, 1) for name in ("a", "b") for role in OPERANDS
+    }

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.compute.nn.observer import ResultRole, selects
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 
 if TYPE_CHECKING:
     from narrowgauge.compute.nn.layer_state import LayerState
@@ -62,7 +63,7 @@ class Call:
     def tell(self, note: Callable[[], object]) -> None:
         """Run `note` now, or when the backward pass shows that this forward was not recomputed in vain."""
         if self.mode == "write":
-            note()
+            unseen_by_modes(note)
         elif self.mode == "note":
             self.notes.append(note)
 

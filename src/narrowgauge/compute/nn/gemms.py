@@ -27,6 +27,7 @@ from torch import Tensor
 
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.observer import GemmSample, Samples, picked, sample_rows
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes.recipe import Gemm
 
@@ -97,6 +98,10 @@ def keep_samples(call: Call, x_MK: Tensor, w_NK: Tensor) -> Samples:
     """What the gradients' checks need of the high-precision operands: some columns of x, and w itself."""
     if not call.watched or call.checked in (None, "output"):
         return None
+    return unseen_by_modes(_samples, call, x_MK, w_NK)
+
+
+def _samples(call: Call, x_MK: Tensor, w_NK: Tensor) -> Samples:
     columns = picked(x_MK.shape[1], call.state.sample_columns, call.turn, x_MK.device)
     return columns, x_MK[:, columns], w_NK
 

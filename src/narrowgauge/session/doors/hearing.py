@@ -5,6 +5,7 @@
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
     unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers;
              what is done to one while torch.jit traces is done again whenever the traced graph runs
+    modes    what the program has entered to see each operation of torch's does not see ours
     errors   the program goes on; the run says what is missing
 
 Two errors pass, because they must end the program: a conversion that was asked for and cannot be done, and the step
@@ -23,6 +24,7 @@ import torch
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import not_compiled
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.errors import NarrowgaugeError
 
 P = ParamSpec("P")
@@ -103,7 +105,7 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
         if capturing() or unreal() or not owner.hearing.mine():
             return None
         try:
-            return method(*args, **kwargs)
+            return unseen_by_modes(method, *args, **kwargs)
         except NarrowgaugeError:
             raise
         except Exception as error:

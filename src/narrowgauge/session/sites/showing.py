@@ -7,7 +7,7 @@ grad_output      in the backward pass, by a hook on the result
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
@@ -79,6 +80,9 @@ class Showing:
 
     def use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
         """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
+        unseen_by_modes(self._use, name, observer, part, kept)
+
+    def _use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
         if part.hidden:
             self.say(part.hidden)
         x, w, y = part.x, part.w, part.y
@@ -100,7 +104,11 @@ class Showing:
         if y is not None and y.requires_grad:
             same = _copied_output(w, held, y)
             turn = part.dy_rows  # the hook lives on y, and must not hold it
-            y.register_hook(lambda dy: self._show(state, "grad_output", turn, own, local_of(dy), same))
+
+            def arrived(dy: Tensor) -> None:
+                unseen_by_modes(lambda: self._show(state, "grad_output", turn, own, local_of(dy), same))
+
+            _at_gradient(y, arrived)
 
     def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor) -> LayerState:
         key = id(observer), name
@@ -148,6 +156,24 @@ class Showing:
                     quantize_operand(Call.begin(state, x.dtype, "write"), role, x, True, False)
                 elif state.observer is not None:
                     state.observer.operand(state.name, role, x, quantize_experts(x, rule.operand))
+
+
+def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
+    """Have `arrived` called with the gradient of y that the product is given.
+
+    Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it.
+    """
+    node, number = y.grad_fn, y.output_nr
+    if node is None:
+        y.register_hook(arrived)
+        return
+
+    def before(gradients: Sequence[Tensor | None]) -> None:
+        dy = gradients[number]
+        if dy is not None:
+            arrived(dy)
+
+    node.register_prehook(before)
 
 
 @contextmanager

@@ -1,0 +1,25 @@
+"""What watches or changes each of torch's operations: a `TorchDispatchMode` that the program has entered.
+
+FlopCounterMode, trackers of memory      would count what is done to watch
+a selective checkpoint                   keeps results of the forward by operation and number, and gives them out
+                                         again when it recomputes: what is only done in the forward mixes them up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def unseen_by_modes(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function`, whose operations no mode of the program sees."""
+    if not torch._C._len_torch_dispatch_stack():
+        return function(*args, **kwargs)
+    with _disable_current_modes():
+        return function(*args, **kwargs)
