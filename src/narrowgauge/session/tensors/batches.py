@@ -1,11 +1,14 @@
 """What a program feeds its models: hashed, so that two runs can be told to have seen the same, and counted.
 
 What a model made is no data: a picture goes from generator to discriminator, and differs as soon as weights do. It is
-known by its storage, which `detach`, views and reshaping share; a copy of it (`torch.cat`) counts as data.
+known by its storage, which `detach`, views and reshaping share; a copy of it (`torch.cat`) counts as data. A batch that
+wants a gradient itself is counted, if there is no other, and not hashed: it may have moved by gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -26,16 +29,22 @@ class Batches:
         self._made: dict[int, StorageWeakRef] = {}
         self._given: set[int] = set()
         self._unread: set[str] = set()
+        self._closed: set[str] = set()
 
     @property
     def notes(self) -> list[str]:
         """What the digest says nothing about; empty if it covers every input."""
-        if not self._unread:
-            return []
-        kinds = " and ".join(sorted(self._unread))
-        return [
-            f"Some inputs are {kinds} tensors, which are not hashed: whether the runs saw the same ones is not known."
-        ]
+        notes = []
+        if self._unread:
+            kinds = " and ".join(sorted(self._unread))
+            notes.append(
+                f"Some inputs are {kinds} tensors, which are not hashed: whether the runs saw the same ones is not "
+                "known."
+            )
+        if self._closed:
+            kinds = " and ".join(sorted(self._closed))
+            notes.append(f"Some inputs are objects ({kinds}), whose tensors are not found: they count no tokens.")
+        return notes
 
     def see(self, inputs: Any, *, more: bool = False) -> int:
         """A model's call begins with these; returns the tokens in them (samples, if no input is token ids).
@@ -44,13 +53,17 @@ class Batches:
         """
         before = self._given if more else set()
         self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
-        found = [here(x) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        found = _tensors(inputs)
+        if not found:
+            self._closed |= {type(x).__name__ for x in tree_leaves(inputs) if hasattr(x, "__dict__")}
         self._given = before | {a for x in found if (a := _address(x)) is not None}
         self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
         tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
         self.digest = chain(tensors, self.digest)
         if any(x.dtype != torch.bool for x in found):  # or else a mask, which tells of no tokens of its own
             tensors = [x for x in tensors if x.dtype != torch.bool]
+        if not tensors:
+            tensors = [x for x in found if x.requires_grad and x.is_leaf and type(x) is Tensor]
         batched = [x for x in tensors if x.dim()]
         if before:
             return 0
@@ -59,9 +72,22 @@ class Batches:
 
     def made(self, output: Any) -> None:
         """A model's call returned this. What it only passed through stays data."""
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and (address := _address(here(x))) is not None and address not in self._given:
+        for x in _tensors(output):
+            if (address := _address(x)) is not None and address not in self._given:
                 self._made[address] = StorageWeakRef(x.untyped_storage())
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    """All tensors in there; what is no container of torch's is only looked into where there are no others."""
+    leaves = tree_leaves(held)
+    found = [here(x) for x in leaves if isinstance(x, Tensor)]
+    return found or [here(x) for leaf in leaves for x in tree_leaves(_inside(leaf)) if isinstance(x, Tensor)]
+
+
+def _inside(x: Any) -> Any:
+    if is_dataclass(x) and not isinstance(x, type):
+        return [getattr(x, field.name, None) for field in fields(x)]
+    return dict(x) if isinstance(x, Mapping) else None
 
 
 def _dense(x: Tensor) -> bool:

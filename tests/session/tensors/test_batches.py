@@ -1,0 +1,52 @@
+"""What a model is called with, whatever holds it: counted and hashed."""
+
+from collections import UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.session.tensors.batches import Batches
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+
+class Closed:
+    def __init__(self, **held):
+        self.held = held
+
+
+def seen(inputs):
+    batches = Batches()
+    return batches.see(inputs), int(batches.digest)
+
+
+@pytest.mark.parametrize("kind", [dict, Batch, UserDict])
+def test_a_batch_is_found_in_what_holds_it(kind):
+    held = {"ids": torch.arange(24).view(3, 8), "mask": torch.ones(3, 8)}
+    assert seen(((kind(**held),), {})) == seen(((held,), {}))
+    assert seen(((), {"batch": kind(**held)}))[0] == 24
+    other = kind(ids=held["ids"] + 1, mask=held["mask"])
+    assert seen(((other,), {}))[1] != seen(((held,), {}))[1]
+
+
+def test_what_holds_its_tensors_otherwise_is_told():
+    batches = Batches()
+    assert batches.see(((Closed(ids=torch.arange(4)), None, "text"), {})) == 0
+    assert batches.notes == ["Some inputs are objects (Closed), whose tensors are not found: they count no tokens."]
+
+
+def test_a_batch_that_wants_a_gradient_is_counted_and_not_hashed():
+    batches = Batches()
+    x = torch.rand(5, 2, requires_grad=True)
+    assert batches.see(((x,), {})) == 5
+    assert batches.digest is None
+    assert batches.see(((x, torch.arange(3)), {})) == 3  # what is data goes first
+    assert batches.see(((x * 2,), {})) == 0  # made of it
+    assert batches.see(((nn.Parameter(torch.ones(7, 2)),), {})) == 0
+    assert batches.notes == []
