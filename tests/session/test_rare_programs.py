@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
+    checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
@@ -142,6 +143,27 @@ def test_a_gradient_that_a_hook_changes_is_the_one_that_is_multiplied(tmp_path):
     for name, bias in (("one", model.one.bias), ("many", model.many.bias)):  # whose gradient is the sum of all rows
         row = found[3, f"{name}:grad_output"]
         assert row["mean"] * row["numel"] == pytest.approx(bias.grad.sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_called_in_a_reentrant_checkpoint_of_the_program_s_is_a_training(tmp_path, whole, recipe):
+    with followed(tmp_path, every=1, judge="current", recipe=recipe, compiling=True) as (session, writer):
+        model = stack(16, 32, 32, 16)
+
+        def call(x):
+            x.requires_grad_()
+            return checkpoint(model, x, use_reentrant=True) if whole else checkpoint_sequential(model, 3, x, True)
+
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), call)
+        with torch.no_grad():
+            call(data(4).detach())
+    assert session.facts()["steps"] == 3
+    for step in (2, 3):
+        assert operands(writer, step) >= {f"{name}:{role}" for name in ("0", "2", "4") for role in OPERANDS}
+    assert rows(writer)[3, "0:input"]["numel"] == 8 * 16
+    assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
 
 
 # --------------------------------------------------------------------------------- what the program looks at itself

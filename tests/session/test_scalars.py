@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from narrowgauge.session.tensors import movement
@@ -127,6 +128,32 @@ def test_the_norm_of_a_clipping_program_is_its_own_from_before(tmp_path):
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             clip=lambda: [torch.nn.utils.clip_grad_norm_(p, 0.01) for p in model.parameters()],
+        )
+    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
+
+
+def _by_hand(parameters, limit):
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, _by_hand])
+def test_a_clip_that_was_imported_by_name_is_heard(tmp_path, clip):
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=1) as (_, writer):
+        wanted = train(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), clip=lambda: clip(list(model.parameters()), 0.01)
+        )
+    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
+
+
+def test_another_norm_that_was_taken_by_name_is_not_taken_for_the_norm(tmp_path):
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=1) as (_, writer):
+        wanted = train(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            clip=lambda: clip_grad_norm_(model.parameters(), 1e9, math.inf),
         )
     assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
 

@@ -11,7 +11,9 @@ Each seam is one function of torch's that every training program must pass: maki
     stepped   torch's global optimizer step hooks          the end of a step; a closure is followed as it is called;
                                                            compiled or not (`optimizer_steps`)
     scaled    torch.amp.GradScaler.scale / .step           the loss before scaling; steps that were skipped
-    clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing
+    clipped   torch.nn.utils.clip_grad_norm_               the gradient norm before clipping, for nothing; what it calls
+                                                           tells, as many programs have taken it by name before
+    kept      torch's reentrant checkpoints                what runs without gradients now, and with them later
     loaded    torch.utils.data's iterators                 how long the program waits for a batch
     compiled  torch.compile, nn.Module.compile             turned into no-ops, and told; or let be (`compiled_calls`)
 
@@ -34,6 +36,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
@@ -63,6 +66,9 @@ class HearsCalls(Protocol):
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run its forward."""
+
+    def checkpoint_runs(self, runs: bool) -> None:
+        """A reentrant checkpoint's first forward begins, or has ended."""
 
     def batch_loaded(self, seconds: float) -> None:
         """A data loader gave a batch (or had no more) after so long."""
@@ -226,13 +232,42 @@ class Seams:
         def clip(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 norm = original(*args, **kwargs)
-                order = _order(args, kwargs)
-                if torch.compiler.is_compiling() and type(norm) is torch.Tensor:
-                    if order == 2.0:
-                        tell(clips, 2, [norm])
-                else:
-                    clipped(order, norm)
+                if torch.compiler.is_compiling() and type(norm) is torch.Tensor and _order(args, kwargs, 2) == 2.0:
+                    tell(clips, 2, [norm])
                 return norm
+
+            return run
+
+        other: list[Any] = [None, 2.0]  # the last norm that was no L2 norm, and its order
+
+        def norm_taken(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                norm = original(*args, **kwargs)
+                if not torch.compiler.is_compiling():
+                    order = _order(args, kwargs, 1)
+                    other[:] = [None if order == 2.0 else norm, order]
+                return norm
+
+            return run
+
+        def scaled_down(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                original(*args, **kwargs)
+                if not torch.compiler.is_compiling():
+                    norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
+                    clipped(other[1] if norm is other[0] else 2.0, norm)
+
+            return run
+
+        def checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not torch.is_grad_enabled() or inside_backward() or torch.compiler.is_compiling():
+                    return original(*args, **kwargs)
+                calls.checkpoint_runs(True)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    calls.checkpoint_runs(False)
 
             return run
 
@@ -285,6 +320,10 @@ class Seams:
         self.replace(torch.amp.GradScaler, "step", scaler_step)
         self.replace(torch.nn.utils, "clip_grad_norm_", clip)
         self.replace(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
+        for owner, mark in ((torch.nn.utils, ""), (torch.nn.utils.clip_grad, "_")):
+            self.replace(owner, f"{mark}get_total_norm", norm_taken)
+            self.replace(owner, f"{mark}clip_grads_with_norm_", scaled_down)
+        self.replace(CheckpointFunction, "apply", checkpointed)
         self.replace(_BaseDataLoaderIter, "__next__", next_batch)
         if not compiling:
             self.replace(torch, "compile", no_compile)
@@ -303,6 +342,6 @@ class Seams:
         self._undo.callback(hear_steps(step_ended, step_begins))
 
 
-def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The order of the norm that gradients are clipped by."""
-    return float(kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0))
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
+    """The order of the norm that gradients are clipped by, which is given by name or at this place."""
+    return float(kwargs.get("norm_type", args[place] if len(args) > place else 2.0))

@@ -3,6 +3,8 @@
     outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
     call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
     call without gradients    an evaluation: its time is not the step's
+    in a checkpoint           of the reentrant kind, which a program puts around a model or its parts: a call with
+                              gradients, though they are only there when it is run again
 
 A compiled function is called as a whole: inside of it nobody is told of calls.
 
@@ -64,13 +66,14 @@ class Calls:
         self._waited = 0.0  # seconds for batches that no model was called with yet
         self.loaders_seen = False
         self.training = False  # a forward with gradients is running
+        self._checkpoint = False  # a reentrant checkpoint's first forward is
         self.scripted = False  # a model that is trained is TorchScript
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers:
             return
-        if inside_backward() or not torch.is_grad_enabled() or not self._optimizers.owns(module):
+        if inside_backward() or not self._learns() or not self._optimizers.owns(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -83,6 +86,14 @@ class Calls:
         root.follow(self.begins, self.ended)
         root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
         self.begins(root, args, {})
+
+    def checkpoint_runs(self, runs: bool) -> None:
+        """A reentrant checkpoint begins what it will run again with gradients, or has ended it."""
+        if self.hearing.perhaps_mine():
+            self._checkpoint = runs
+
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() or self._checkpoint
 
     def batch_loaded(self, seconds: float) -> None:
         """A data loader's iterator gave a batch, or its end, after so long."""
@@ -101,7 +112,7 @@ class Calls:
             return
         self._outermost, self._running = _call(), root
         self._deaf(True)
-        if not torch.is_grad_enabled():
+        if not self._learns():
             self._waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
@@ -135,13 +146,13 @@ class Calls:
         self._outermost = self._running = None
         self._deaf(False)
         self.training = False
-        if missed and torch.is_grad_enabled() and not self._steps.paused:
+        if missed and self._learns() and not self._steps.paused:
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
         if not self._steps.paused:
             self._steps.batches.made(output)
-        if not torch.is_grad_enabled():
+        if not self._learns():
             self._steps.evals.model_ended(output)
             if self._steps.line is not None:
                 self._steps.line.away += time.perf_counter() - self._eval_began
