@@ -542,8 +542,27 @@ def test_a_microbatch_that_fails_and_is_tried_again_counts_once(tmp_path, where,
             optimizer.step()
     assert session.facts()["steps"] == 3
     assert writer.column("microbatches") == {1: 1, 2: 1, 3: 1}
+    assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
     assert writer.column("loss")[3] == pytest.approx(float(wanted.detach()))
     assert session.calls._depth == 0
+
+
+def test_a_model_that_returns_nothing_has_its_tokens_even_while_an_error_is_handled(tmp_path):
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.loss = super().forward(x).square().mean()
+
+    with followed(tmp_path) as (_, writer):
+        model = Keeps(16, 16)
+        optimizer = sgd(model)
+        for _ in range(2):
+            try:
+                raise ValueError("of the program's own")
+            except ValueError:
+                model(X)
+                model.loss.backward()
+                optimizer.step()
+    assert writer.column("tokens") == {1: 8, 2: 8}
 
 
 def test_a_step_that_fails_leaves_the_next_to_be_seen(tmp_path):

@@ -62,6 +62,7 @@ class Calls:
         self._outermost: FrameType | None = None  # torch's, of the call that is running
         self._running: Root | None = None
         self._compiled: dict[int, Root] = {}  # by the id of what was compiled
+        self._tokens = 0  # of the last call with gradients
         self._eval_began = 0.0
         self._waited = 0.0  # seconds for batches that no model was called with yet
         self.loaders_seen = False
@@ -126,6 +127,7 @@ class Calls:
         self.training = True
         root.enter_autocast()
         tokens = 0 if self._steps.paused else self._steps.batches.see((args, kwargs))
+        self._tokens = tokens
         if self._steps.line is not None:
             self._steps.line.tokens += tokens
             if self.loaders_seen:
@@ -143,10 +145,13 @@ class Calls:
         self._depth -= 1
         if self._depth:
             return
+        raised = output is None and self._outermost is not None and _left_by_an_error(self._outermost)
         self._outermost = self._running = None
         self._deaf(False)
         self.training = False
-        if missed and self._learns() and not self._steps.paused:
+        if raised:
+            self._take_back()
+        elif missed and self._learns() and not self._steps.paused:
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
@@ -161,6 +166,12 @@ class Calls:
         root.exit_autocast()
         if self._probe is not None:
             self._probe.module_call_end(root.module, output)
+
+    def _take_back(self) -> None:
+        """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
+        if self._steps.line is not None and self._learns():
+            self._steps.line.tokens -= self._tokens
+        self._tokens = 0
 
     def recover(self) -> None:
         """Forget a call that was left without a word."""
@@ -227,6 +238,13 @@ def _call() -> FrameType | None:
     while frame is not None and frame.f_code is not _CALLING:
         frame = frame.f_back
     return frame
+
+
+def _left_by_an_error(call: FrameType) -> bool:
+    """Whether the error that is being handled came out of this call, not of one around it."""
+    error = sys.exception()
+    trace = None if error is None else error.__traceback__
+    return trace is not None and call in (trace.tb_frame, trace.tb_frame.f_back)
 
 
 def _runs(call: FrameType) -> bool:

@@ -304,8 +304,9 @@ class Roots:
             return
 
         def once(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._linear_dtype = str(output.dtype).removeprefix("torch.")
             handle.remove()
+            if isinstance(output, Tensor):  # a subclass may return what it likes
+                self._linear_dtype = str(output.dtype).removeprefix("torch.")
 
         handle = linear.register_forward_hook(once)
 

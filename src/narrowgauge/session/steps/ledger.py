@@ -39,6 +39,7 @@ class Line:
     disturbed: bool = False
     away: float = 0.0  # seconds spent on evaluation, probes and watching
     before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last loss was added
+    learned: int = 0  # tokens of those whose backward pass went through
     rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
     rated: set[int] = field(default_factory=set)  # ids of these groups
     clipped: bool = False  # the gradient norm is the program's own
@@ -82,8 +83,9 @@ class Ledger:
         self.line.microbatches += 1
 
     def take_back(self) -> None:
-        """The last loss's backward failed: it was none of the step's."""
+        """The last loss's backward failed: it was none of the step's, nor was what it was computed from."""
         if self.line is not None:
+            self.line.tokens = self.line.learned
             self.line.loss, self.line.microbatches = self.line.before
 
     def stepped(self) -> None:

@@ -127,10 +127,12 @@ class Updates:
     def backward_ended(self, loss: Any) -> None:
         """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
         self._scaled, self.hearing.waits = {}, False
+        line = self._steps.line
+        if line is not None:
+            line.learned = line.tokens
         if self._stepped_in_backward:
             self._made()
             return
-        line = self._steps.line
         if self._probe is None or line is None or not self._probe.armed(line.step):
             return
         began = time.perf_counter()
