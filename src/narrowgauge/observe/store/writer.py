@@ -34,6 +34,7 @@ from narrowgauge.observe.store.compaction import merge_tier
 from narrowgauge.observe.store.moments import Moments, finished
 from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import Array, Batch, SegmentWriter
+from narrowgauge.observe.store.unlisted import UnlistedThread
 from narrowgauge.observe.store.waiting import Rows, Waiting
 
 _log = logging.getLogger("narrowgauge.store")
@@ -83,8 +84,7 @@ class RunWriter:
         self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
         try:
             self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
-            self._thread = threading.Thread(target=self._run, name="narrowgauge-writer", daemon=True)
-            self._thread.start()
+            self._thread = UnlistedThread(self._run)
         except Exception:
             if not resume:  # nobody writes this run
                 (self.path / manifests.name(rank)).unlink(missing_ok=True)

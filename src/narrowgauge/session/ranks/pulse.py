@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from narrowgauge.observe.store.unlisted import UnlistedThread
+
 BEAT = 5.0  # seconds
 GONE = 60.0  # seconds without a beat: longer than anything holds Python's lock
 
@@ -47,13 +49,12 @@ class Pulse:
         self._seen: dict[int, tuple[bytes, float]] = {}  # what another rank's count was, and since when
         self._ending = threading.Event()
         self._tell()  # before this rank says that it will come by: then every rank's count is there to be read
-        self._thread = threading.Thread(target=self._run, name="narrowgauge-pulse", daemon=True)
-        self._thread.start()
+        self._thread = UnlistedThread(self._run)
 
     def stop(self) -> None:
         """Beat no more: this rank joins no further gather."""
         self._ending.set()
-        if threading.current_thread() is not self._thread:
+        if not self._thread.is_this():
             self._thread.join(0.5)
 
     def _run(self) -> None:

@@ -1,0 +1,46 @@
+"""A program that waits for all threads does not wait for ours."""
+
+import os
+import threading
+
+import pytest
+
+from narrowgauge.observe.store import RunWriter
+from narrowgauge.observe.store.unlisted import UnlistedThread
+
+
+def test_a_program_that_writes_a_run_has_the_threads_that_it_started(tmp_path):
+    before = threading.enumerate()
+    with RunWriter(tmp_path / "run") as writer:
+        writer.add_scalars(1, loss=1.0)
+        assert writer.flush()
+        assert threading.enumerate() == before
+
+
+def test_it_runs_and_can_be_waited_for():
+    go, told = threading.Event(), []
+
+    def run():
+        go.wait()
+        told.append((thread.is_this(), thread.is_alive()))
+
+    thread = UnlistedThread(run)
+    thread.join(0.01)
+    assert (thread.is_alive(), thread.is_this(), told) == (True, False, [])
+    go.set()
+    thread.join()
+    assert (thread.is_alive(), told) == (False, [(True, True)])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+def test_a_forked_child_waits_for_none():
+    go = threading.Event()
+    thread = UnlistedThread(go.wait)
+    child = os.fork()
+    if not child:
+        thread.join()  # would last for ever
+        os._exit(int(thread.is_alive()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert thread.is_alive()
+    go.set()
+    thread.join()
