@@ -105,7 +105,9 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
         if capturing() or unreal() or not owner.hearing.mine():
             return None
         try:
-            return unseen_by_modes(method, *args, **kwargs)
+            if torch._C._len_torch_dispatch_stack():
+                return unseen_by_modes(method, *args, **kwargs)
+            return method(*args, **kwargs)
         except NarrowgaugeError:
             raise
         except Exception as error:
