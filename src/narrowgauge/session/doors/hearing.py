@@ -102,10 +102,11 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
     @functools.wraps(method)
     def plainly(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
-        if capturing() or unreal() or not owner.hearing.mine():
+        modes = torch._C._len_torch_dispatch_stack()
+        if capturing() or unreal(modes) or not owner.hearing.mine():
             return None
         try:
-            if torch._C._len_torch_dispatch_stack():
+            if modes:
                 return unseen_by_modes(method, *args, **kwargs)
             return method(*args, **kwargs)
         except NarrowgaugeError:
@@ -129,13 +130,13 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def unreal() -> bool:
+def unreal(modes: int = 1) -> bool:
     """Whether tensors are none here that could be looked at later, or looking would be written into a graph.
 
-    In a transform of torch.func, in a fake mode, in torch.jit.trace.
+    In a transform of torch.func, in a fake mode (where `modes`, how many there are, is not 0), in torch.jit.trace.
     """
     return (
         torch._C._are_functorch_transforms_active()
-        or torch._C._get_dispatch_mode(_FAKE) is not None
+        or (modes > 0 and torch._C._get_dispatch_mode(_FAKE) is not None)
         or torch._C._get_tracing_state() is not None
     )
