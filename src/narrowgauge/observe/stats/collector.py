@@ -112,11 +112,11 @@ class Collector:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
         if not self._open:
             return None
-        held, site = self._held_on(x.device), _address(module, role)
+        held = self._held_on(x.device)
         try:  # a guard would also look at the time, which on a GPU is not the host's
-            return held.look(site, role, x, rule, turned)
+            return held.look(_address(module, role), role, x, rule, turned)
         except Exception as error:
-            self._failed(site, error)
+            self._failed(f"{module}:{role}", error)
             return None
 
     def operand(
@@ -131,12 +131,12 @@ class Collector:
         """See an operand x [..., K], its codes, and its packed moments if the quantizer made them already."""
         if not self._open or x.numel() == 0:
             return
-        held, site = self._held_on(x.device), _address(module, role)
+        held = self._held_on(x.device)
         if x.is_cpu:
-            self._here(held.operand, site, role, x, q, moments, amax_ratio)
+            self._here(held.operand, module, role, x, q, moments, amax_ratio)
             return
-        with self._guarded(site, x.device, held):
-            held.operand(site, role, x, q, moments, amax_ratio)
+        with self._guarded(f"{module}:{role}", x.device, held):
+            held.operand(_address(module, role), role, x, q, moments, amax_ratio)
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """See x [M, K] of a layer that is not converted, and what `rule` would make of it, without making that.
@@ -149,33 +149,33 @@ class Collector:
         here = x.is_cpu
         if given is not None if here else not ready(x.device):
             return False
-        held, site = self._held_on(x.device), _address(module, role)
+        held = self._held_on(x.device)
         if here:
-            return self._here(held.judge, site, role, x, rule)
-        with self._guarded(site, x.device, held), _current(x.device):
-            return held.judge_there(site, role, x, rule, given)
+            return self._here(held.judge, module, role, x, rule)
+        with self._guarded(f"{module}:{role}", x.device, held), _current(x.device):
+            return held.judge_there(_address(module, role), role, x, rule, given)
         return True  # it went wrong, which is told: nobody else is to look
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""
         if not self._open or y.numel() == 0:
             return
-        held, site = self._held_on(y.device), _address(module, role)
+        held = self._held_on(y.device)
         if y.is_cpu:
-            self._here(held.result, site, role, y, check)
+            self._here(held.result, module, role, y, check)
             return
-        with self._guarded(site, y.device, held), _current(y.device):
-            held.result(site, role, y, check)
+        with self._guarded(f"{module}:{role}", y.device, held), _current(y.device):
+            held.result(_address(module, role), role, y, check)
 
     def _here(
-        self, see: Callable[Concatenate[str, str, P], bool], site: str, role: str, *args: P.args, **kwargs: P.kwargs
+        self, see: Callable[Concatenate[str, str, P], bool], module: str, role: str, *args: P.args, **kwargs: P.kwargs
     ) -> bool:
         """What `see` says, guarded, on the CPU: there a `Guard` would take a third as long as all but the walk."""
         began = time.perf_counter()
         try:
-            return see(site, role, *args, **kwargs)
+            return see(_address(module, role), role, *args, **kwargs)
         except Exception as error:
-            self._failed(site, error)
+            self._failed(f"{module}:{role}", error)
             return True
         finally:
             self._spent(time.perf_counter() - began)
