@@ -149,7 +149,7 @@ def test_a_gradient_that_a_hook_changes_is_the_one_that_is_multiplied(tmp_path):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_called_in_a_reentrant_checkpoint_of_the_program_s_is_a_training(tmp_path, whole, recipe):
-    with followed(tmp_path, every=1, judge="current", recipe=recipe, compiling=True) as (session, writer):
+    with followed(tmp_path, every=1, judge="current", recipe=recipe) as (session, writer):
         model = stack(16, 32, 32, 16)
 
         def call(x):
