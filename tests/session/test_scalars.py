@@ -147,25 +147,18 @@ def test_a_clip_that_was_imported_by_name_is_heard(tmp_path, clip):
     assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
 
 
-def test_another_norm_that_was_taken_by_name_is_not_taken_for_the_norm(tmp_path):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_clip_by_another_norm_is_not_taken_for_the_norm(tmp_path, by_name):
     model = nn.Linear(16, 16)
-    with followed(tmp_path, every=1) as (_, writer):
-        wanted = train(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            clip=lambda: clip_grad_norm_(model.parameters(), 1e9, math.inf),
-        )
-    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
 
+    def clip():
+        if by_name:
+            clip_grad_norm_(model.parameters(), 1e9, math.inf)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=math.inf)
 
-def test_a_clip_by_another_norm_is_not_taken_for_the_norm(tmp_path):
-    model = nn.Linear(16, 16)
     with followed(tmp_path, every=1) as (_, writer):
-        wanted = train(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            clip=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=math.inf),
-        )
+        wanted = train(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=clip)
     assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
 
 
