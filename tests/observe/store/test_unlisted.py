@@ -14,7 +14,7 @@ def test_a_program_that_writes_a_run_has_the_threads_that_it_started(tmp_path):
     with RunWriter(tmp_path / "run") as writer:
         writer.add_scalars(1, loss=1.0)
         assert writer.flush()
-        assert threading.enumerate() == before
+        assert set(threading.enumerate()) <= set(before)  # those of earlier tests may end meanwhile
 
 
 def test_it_runs_and_can_be_waited_for():
