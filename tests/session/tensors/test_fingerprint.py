@@ -21,8 +21,12 @@ def test_one_changed_element_changes_the_digest(dtype):
     assert digest(x) != digest(y)
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that has to be read by torch's own operations, as those on a GPU are."""
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
-def test_the_compiled_walk_gives_what_the_passes_give(dtype, monkeypatch):
+def test_the_compiled_walk_gives_what_numpy_gives_and_what_a_device_gives(dtype, monkeypatch):
     assert host.wait()
     x, walked, walk = (100 * torch.randn(3, 101)).to(dtype), [], host.kernel().digest
     spy = SimpleNamespace(digest=lambda *args: walked.append(args) or walk(*args))
@@ -30,6 +34,7 @@ def test_the_compiled_walk_gives_what_the_passes_give(dtype, monkeypatch):
     with monkeypatch.context() as without:
         without.setattr(host, "ready", lambda: False)
         passes = digest(x)
+        assert digest(x.as_subclass(Elsewhere)) == passes
     assert not walked
     assert digest(x) == passes
     assert digest(x.T) == digest(x.T.contiguous()) != passes
@@ -49,8 +54,10 @@ def test_no_tensor_waits_for_a_compiler(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("piece", [7, 20, 60])
-def test_in_pieces_it_is_the_same(dtype, piece, monkeypatch):
-    x = (100 * torch.randn(6, 10)).to(dtype)
+@pytest.mark.parametrize("kind", [torch.Tensor, Elsewhere])
+def test_in_pieces_it_is_the_same(dtype, piece, kind, monkeypatch):
+    monkeypatch.setattr(host, "ready", lambda: False)
+    x = (100 * torch.randn(6, 10)).to(dtype).as_subclass(kind)
     whole = digest(x)
     monkeypatch.setattr(fingerprint, "PIECE", piece)
     assert digest(x) == whole

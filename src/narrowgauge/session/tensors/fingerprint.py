@@ -14,6 +14,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -29,6 +31,7 @@ STORED_BITS = 52
 PIECE = 1 << 22  # elements mixed at once: a weight as a whole might not find room on a full GPU
 LARGE = 1 << 16  # elements from which on it is worth to have the walk compiled
 Chained = Tensor | int
+_GOLDEN, _FOLD, _HALF = np.int64(GOLDEN), np.int64(FOLD), np.int64(32)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,9 +51,22 @@ def _digest(x: Tensor) -> Chained:
         if walk is not None:
             found: int = walk.digest(flat.data_ptr(), flat.numel(), flat.element_size())
             return found
+        bits = flat.view(_BITS[flat.element_size()]).numpy()
+        return _wrapped(sum(_mixed_here(bits[at : at + PIECE], at) for at in range(0, len(bits), PIECE)))
     pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)
     sums = [_mixed(piece, at * PIECE) for at, piece in enumerate(pieces)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _mixed_here(bits: npt.NDArray[Any], first: int) -> int:
+    """What `_mixed` gives, of an array: a small batch, as most are, in a third of the time."""
+    mixed = np.arange(first, first + len(bits), dtype=np.int64)
+    mixed *= _GOLDEN
+    mixed += bits
+    for _ in range(2):
+        mixed ^= mixed >> _HALF
+        mixed *= _FOLD
+    return int(mixed.sum())
 
 
 def _mixed(bits: Tensor, first: int) -> Tensor:

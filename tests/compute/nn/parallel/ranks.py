@@ -27,5 +27,5 @@ def play(warm_python, folder, script, world=2):
             words = [sys.executable, HERE / script]
             ranks.append(warm_python.popen(words, cwd=folder, env=env, stdout=said, stderr=said))
         codes = [rank.wait(120) for rank in ranks]
-    assert codes == [0] * world, "\n".join((folder / f"said{rank}").read_text() for rank in range(world))
+    assert codes == [0] * world, f"{codes}\n" + "\n".join((folder / f"said{rank}").read_text() for rank in range(world))
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
