@@ -78,7 +78,7 @@ class Ledger:
         if self.line is None:
             return
         self.line.before = self.line.loss, self.line.microbatches
-        loss = loss.detach().reshape(()).float().clone()
+        loss = loss.detach().to(torch.float32, copy=True).reshape(())
         self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
         self.line.microbatches += 1
 
@@ -126,6 +126,10 @@ class Ledger:
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)
         self._writer.add_scalars(step, **row)
+
+    def catch_up(self) -> None:
+        """Write the lines that wait for others: the next step may be long in coming."""
+        self._deferred.drain()
 
     def finish(self) -> None:
         """Write everything that is still on its way."""

@@ -108,8 +108,12 @@ class Updates:
         tensors = [loss for loss in losses if isinstance(loss, Tensor)]
         if tensors and len(tensors) == len(losses) and all(loss.numel() == 1 for loss in tensors):
             self.losses += 1
-            first, *others = (loss.detach().reshape(()).float() for loss in tensors)
-            self._steps.ledger.add_loss(sum((other.to(first.device) for other in others), first))
+            first, *others = tensors
+            if others:
+                first = first.detach().float().reshape(())
+            for other in others:
+                first = first + other.detach().to(first).reshape(())
+            self._steps.ledger.add_loss(first)
         elif tensors:
             self._vectors += 1
 
