@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors import cuda_graphs, deepspeed
+from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, updating
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.leaving import leave_models_clean
@@ -93,7 +93,10 @@ class Session:
         self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
         self.graphs = Graphs(self.steps, self.updates, self.hearing, graphed)
-        self.seams = Seams(self, self.calls, self.updates, self.graphs, compiling=plan.compiling)
+        self.seams = Seams()
+        making.follow(self.seams, self, compiling=plan.compiling)
+        updating.follow(self.seams, self.updates, self.graphs)
+        self._hear_modules = calling.follow(self.seams, self.calls)
         leave_models_clean(self.seams)
         cuda_graphs.follow(self.seams, self.graphs)
         megatron = Megatron()
@@ -153,7 +156,7 @@ class Session:
     def _deaf(self, deaf: bool) -> None:
         """Modules' calls are not heard for a while; unless something is compiled, which asks what hooks there are."""
         if not deaf or (self._compiled is not None and not self._compiled.any()):
-            self.seams.hear_modules(not deaf)
+            self._hear_modules(not deaf)
 
     def _follows(self, optimizer: Optimizer) -> bool:
         return self._only is None or optimizer in self.optimizers

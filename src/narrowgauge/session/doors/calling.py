@@ -1,0 +1,81 @@
+"""What a program calls: modules, reentrant checkpoints, data loaders.
+
+called  torch's global forward pre-hook     the outermost call of a module that owns trained parameters
+kept    torch's reentrant checkpoints       what runs without gradients now, and with them later
+loaded  torch.utils.data's iterators        how long the program waits for a batch
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
+from narrowgauge.session.doors.seams import Seams
+
+
+class HearsCalls(Protocol):
+    """Hears of modules."""
+
+    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is about to run its forward."""
+
+    def checkpoint_runs(self, runs: bool) -> None:
+        """A reentrant checkpoint's first forward begins, or has ended."""
+
+    def batch_loaded(self, seconds: float) -> None:
+        """A data loader gave a batch (or had no more) after so long."""
+
+
+def follow(seams: Seams, calls: HearsCalls) -> Callable[[bool], None]:
+    """Tell `calls` until the seams are closed.
+
+    Returns what has modules' calls heard, or none of them: where there is a hook for all of them, torch takes a longer
+    way to each.
+    """
+
+    def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():  # while a graph is traced nothing is called yet
+            calls.module_called(module, args)
+
+    def hear(heard: bool) -> None:
+        hooks = nn.modules.module._global_forward_pre_hooks
+        if not heard and hooks.get(OURS) is called:
+            del hooks[OURS]
+        elif heard and seams.telling:
+            hooks[OURS] = called
+
+    def checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or inside_backward() or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            calls.checkpoint_runs(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                calls.checkpoint_runs(False)
+
+        return run
+
+    def next_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(self)
+            finally:
+                calls.batch_loaded(time.perf_counter() - began)
+
+        return run
+
+    seams.replace(CheckpointFunction, "apply", checkpointed)
+    seams.replace(_BaseDataLoaderIter, "__next__", next_batch)
+    hear(True)
+    seams.on_close(hear, False)
+    return hear

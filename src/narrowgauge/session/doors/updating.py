@@ -1,0 +1,175 @@
+"""What a program does with a loss: scale it, call `backward` on it, clip what comes of it, step.
+
+scaled    torch.amp.GradScaler.scale / .step     the loss before scaling; steps that were skipped
+backward  torch.autograd.backward                the loss (Tensor.backward goes through it)
+clipped   torch.nn.utils.clip_grad_norm_         the gradient norm before clipping, for nothing; what it calls tells,
+                                                 as many programs have taken it by name before
+stepped   torch's global optimizer step hooks    the end of a step; a closure is followed as it is called; compiled
+                                                 or not (`optimizer_steps`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
+from narrowgauge.compute.nn.tracing.telling import tell, telling
+from narrowgauge.session.doors.hearing import capturing
+from narrowgauge.session.doors.seams import Seams
+
+
+class HearsUpdates(Protocol):
+    """Hears of backward passes and optimizers."""
+
+    def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
+        """A gradient scaler turned `before` into `after`."""
+
+    def backward_begins(self, loss: Any, plain: bool) -> None:
+        """`backward(loss)` is called; `plain` if with nothing else."""
+
+    def backward_ended(self, loss: Any) -> None:
+        """It returned."""
+
+    def backward_failed(self) -> None:
+        """It raised."""
+
+    def gradients_clipped(self, norm: Any, order: float) -> None:
+        """Gradients were clipped; `norm`, of that order, is theirs from before."""
+
+    def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+        """An optimizer is about to step; returns the closure to call instead of the one that it was given."""
+
+    def step_ended(self, optimizer: Optimizer, early: bool) -> None:
+        """It stepped; if `early`, in a graph that has yet to write the new weights."""
+
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A gradient scaler stepped, or skipped."""
+
+
+class HearsCaptures(Protocol):
+    """Hears of what is called while a CUDA graph is captured."""
+
+    def backward_captured(self, loss: Any) -> None:
+        """`backward` was called."""
+
+    def clip_captured(self, norm: Any, order: float) -> None:
+        """Gradients were clipped."""
+
+    def step_captured(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped."""
+
+
+def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
+    """Tell `updates`, or `graphs` of what is captured, until the seams are closed."""
+    _follow_losses(seams, updates, graphs)
+    _follow_clips(seams, updates, graphs)
+
+    def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        followed = updates.step_begins(optimizer, closure if callable(closure) else None)
+        if followed is None or followed is closure:
+            return None
+        return (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
+
+    def step_ended(optimizer: Optimizer, early: bool) -> None:
+        if capturing():
+            graphs.step_captured(optimizer)
+        else:
+            updates.step_ended(optimizer, early)
+
+    seams.on_close(hear_steps(step_ended, step_begins))
+
+
+def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
+    def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
+                original(tensors, *args, **kwargs)
+                return
+            if capturing():
+                graphs.backward_captured(tensors)
+                original(tensors, *args, **kwargs)
+                return
+            plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
+            updates.backward_begins(tensors, plain)
+            try:
+                original(tensors, *args, **kwargs)
+            except BaseException:
+                updates.backward_failed()
+                raise
+            updates.backward_ended(tensors)
+
+        return run
+
+    def scale(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, outputs: Any) -> Any:
+            scaled = original(self, outputs)
+            updates.loss_scaled(self, outputs, scaled)
+            return scaled
+
+        return run
+
+    def scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            out = original(self, optimizer, *args, **kwargs)
+            updates.scaler_stepped(self, optimizer)
+            return out
+
+        return run
+
+    seams.replace(torch.autograd, "backward", backward)
+    seams.replace(torch.amp.GradScaler, "scale", scale)
+    seams.replace(torch.amp.GradScaler, "step", scaler_step)
+
+
+def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
+    def clipped(order: float, norm: Any) -> None:
+        (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order))
+
+    clips, forget = telling(lambda order, norms: clipped(order, norms[0]))
+    seams.on_close(forget)
+
+    def clip(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            norm = original(*args, **kwargs)
+            if torch.compiler.is_compiling() and type(norm) is torch.Tensor and _order(args, kwargs, 2) == 2.0:
+                tell(clips, 2, [norm])
+            return norm
+
+        return run
+
+    other: list[Any] = [None, 2.0]  # the last norm that was no L2 norm, and its order
+
+    def norm_taken(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            norm = original(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                order = _order(args, kwargs, 1)
+                other[:] = [None if order == 2.0 else norm, order]
+            return norm
+
+        return run
+
+    def scaled_down(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            original(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
+                clipped(other[1] if norm is other[0] else 2.0, norm)
+
+        return run
+
+    for owner, mark in ((torch.nn.utils, ""), (torch.nn.utils.clip_grad, "_")):
+        seams.replace(owner, "clip_grad_norm_", clip)
+        seams.replace(owner, f"{mark}get_total_norm", norm_taken)
+        seams.replace(owner, f"{mark}clip_grads_with_norm_", scaled_down)
+
+
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
+    """The order of the norm that gradients are clipped by, which is given by name or at this place."""
+    return float(kwargs.get("norm_type", args[place] if len(args) > place else 2.0))
