@@ -117,7 +117,6 @@ class Calls:
             self._waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
-            self._steps.ledger.catch_up()
             return
         try:
             self._steps.enter()

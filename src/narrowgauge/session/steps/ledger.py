@@ -127,10 +127,6 @@ class Ledger:
         self.last_loss = row.get("loss", self.last_loss)
         self._writer.add_scalars(step, **row)
 
-    def catch_up(self) -> None:
-        """Write the lines that wait for others: the next step may be long in coming."""
-        self._deferred.drain()
-
     def finish(self) -> None:
         """Write everything that is still on its way."""
         self.close()
