@@ -306,7 +306,7 @@ def test_a_model_that_shares_layers_with_another_shows_its_own(tmp_path, recipe)
     assert [(row["name"], row["recipe"]) for row in facts["conversion"]] == (
         [(name, recipe) for name in ("trunk", "out", "Critic.out")] if recipe else []
     )
-    assert session.roots.notes == []
+    assert session.roots.conversions.notes == []
 
 
 SPECTRAL = """

@@ -174,7 +174,7 @@ class Session:
         return first if first is not None else self.roots.copies(site)
 
     def _mesh(self, site: str) -> int | None:
-        return self.plain.shown.meshes.get(site, self.roots.mesh(site))
+        return self.plain.shown.meshes.get(site, self.roots.conversions.mesh(site))
 
     def finish(self) -> None:
         """The program ended: close the last step and write everything."""
@@ -194,7 +194,7 @@ class Session:
 
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
-        probe, steps = self._probe, self.steps
+        probe, steps, conversions = self._probe, self.steps, self.roots.conversions
         return {
             **self.roots.facts(),
             "steps": steps.ledger.steps,
@@ -211,8 +211,8 @@ class Session:
                 *self.hearing.notes,
                 *self.graphs.notes,
                 *self.updates.notes,
-                *self.roots.notes,
-                *self.roots.unmet,
+                *conversions.notes,
+                *conversions.unmet,
                 *steps.batches.notes,
                 *self._loader_notes(),
                 *self.plain.notes,
@@ -221,10 +221,10 @@ class Session:
                 *filter(None, [host.why_not()]),
             ],
             "judged_by": self._plan.judge,
-            "unmet": [*self.roots.unmet, *self.recorder.notes],  # of the settings: told once more when the command ends
+            "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),
-            "refusal": self.roots.refusal,
+            "refusal": conversions.refusal,
             "flops": None if probe is None else probe.flops,
         }
 

@@ -1,0 +1,173 @@
+"""What becomes of the layers of a program's models, as the plan says.
+
+convert     to FP8; a comparison's baseline does it in a rehearsal, and back again
+hear        those that the program itself has converted
+switch      products of other packages' layers that shall stay high
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import nn
+
+from narrowgauge.compute.nn import ConversionReport, convert, revert
+from narrowgauge.compute.nn.layer_state import LayerState
+from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.recipes import by_name
+from narrowgauge.errors import ConversionError, RecipeError
+from narrowgauge.session.machine import native_fp8
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.recorder import Recorder
+from narrowgauge.session.sites.part import named
+from narrowgauge.session.switches import foreign
+from narrowgauge.session.tensors.sharded import lowest
+
+
+class Conversions:
+    """The converted layers of all models of one program, and those that could not be."""
+
+    def __init__(self, plan: Plan, recorder: Recorder) -> None:
+        self._plan, self._recorder = plan, recorder
+        self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
+        self._refusals: list[ConversionError | RecipeError] = []
+        self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
+        self._asked = False  # the settings name some
+        self._kept: list[foreign.Kept] = []
+        self._idle: list[str] = []  # switches that did nothing
+        self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
+        self.notes: list[str] = []
+
+    def convert(self, model: nn.Module, prefix: str, *, shares: bool, whole: Callable[[], bool]) -> None:
+        """Convert a model whose layers' names begin with `prefix`, or hear the layers that the program converted.
+
+        `shares` if it has parts of another; `whole()` says whether with it all is seen that is trained. Raises
+        RecipeError, or ConversionError when no other model is converted or left.
+        """
+        if self._plan.recipe is None and not self._plan.rehearse:
+            self._hear(model, prefix)
+            return
+        if shares and not any(isinstance(m, nn.Linear) and not isinstance(m, Fp8Linear) for m in model.modules()):
+            return  # a wrapper, say
+        try:
+            report = self._converted(model, beside=shares)
+        except RecipeError as refusal:  # a backend that cannot: no other model of this program will be converted
+            self._refusals.append(refusal)
+            raise
+        except ConversionError as refusal:
+            self._refusals.append(refusal)
+            if not self._reports and whole():
+                raise
+            if self._plan.recipe is None:
+                return
+            self.notes.append(f"One of the script's models stays in the baseline's precision: {refusal}")
+            return
+        self._reports[prefix] = report
+        if self._plan.recipe is not None:
+            self._observe(model, prefix)
+
+    def switch(self, model: nn.Module, called: nn.Module, prefix: str) -> None:
+        """Have products of other packages' layers stay high, where the settings name them."""
+        high = self._plan.convert.get("high", ())
+        if high and self._plan.compiling:  # a comparison's baseline is the program as it is written
+            kept = foreign.switch(model, high, called, converting=self._plan.recipe is not None)
+            self._switched |= {named(prefix, name): what for name, what in kept.told.items()}
+            self._kept.append(kept)
+            self._asked = True
+
+    @property
+    def unmet(self) -> list[str]:
+        """What the settings ask of layers and no layer takes."""
+        if not self._asked or self._switched or self._plan.recipe is not None:
+            return self._idle
+        whose = "layers that --convert takes to FP8, torchao's and TransformerEngine's"
+        return [f"high matched nothing in this program; it is for {whose}."]
+
+    def _hear(self, model: nn.Module, prefix: str) -> None:
+        """Look at the layers that the program itself converted, unless somebody does already."""
+        observers = [module._fp8.observer for module in model.modules() if isinstance(module, Fp8Linear)]
+        if any(observer is not None and not self._is_ours(observer) for observer in observers):
+            self.notes.append(
+                "The program watches the layers that it converted by an observer of its own; their tensors are not "
+                "recorded here."
+            )
+        elif observers:
+            self._observe(model, prefix)
+
+    def _observe(self, model: nn.Module, prefix: str) -> None:
+        states = [module._fp8 for module in model.modules() if isinstance(module, Fp8Linear)]
+        for state in states:
+            if state.observer is None:  # or else it is a layer of another model, too, and has its name from there
+                state.observer = self._recorder.under(prefix)
+                self._layers[named(prefix, state.name)] = state
+
+    def _converted(self, model: nn.Module, *, beside: bool) -> ConversionReport:
+        """Convert the model; in a rehearsal, back again."""
+        if self._plan.recipe is not None:
+            left = {"high": self._kept[-1].tables} if self._kept else {}  # those that speak of others are met
+            return convert(model, by_name(self._plan.recipe), **{**self._plan.convert, **left}, beside=beside)[1]
+        refusals: dict[str, ConversionError] = {}
+        for name in self._plan.rehearse:
+            try:
+                report = convert(model, by_name(name), **self._plan.convert, beside=beside)[1]
+            except ConversionError as refusal:
+                refusals[str(refusal)] = refusal
+                continue
+            revert(model)
+            return report
+        raise ConversionError(" ".join(refusals))
+
+    def leave(self, models: Iterable[nn.Module]) -> None:
+        """Nothing of ours hears these models' layers any more, and what was switched is as it was."""
+        for kept in self._kept:
+            self._idle += kept.undo()
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, Fp8Linear) and self._is_ours(module._fp8.observer):
+                    module._fp8.observer = None
+
+    def _is_ours(self, observer: Observer | None) -> bool:
+        return isinstance(observer, Recorder) and observer.collector is self._recorder.collector
+
+    def copies(self, site: str) -> int | None:
+        """The lowest rank with the same values at a site, if a converted layer knows."""
+        name, _, role = site.rpartition(":")
+        layer = self._layers.get(name)
+        return None if layer is None else layer.copies.get(role)
+
+    def mesh(self, site: str) -> int | None:
+        """The lowest rank of the mesh that a converted layer's weight lies on."""
+        name, _, role = site.rpartition(":")
+        layer = self._layers.get(name)
+        return lowest(layer.mesh) if layer is not None and role == "weight" and layer.mesh is not None else None
+
+    def refused(self, error: BaseException | None) -> bool:
+        """Whether this is how a conversion that the command asked for ended."""
+        return any(error is refusal for refusal in self._refusals)
+
+    @property
+    def refusal(self) -> str:
+        """Why no model was converted, though at least one was tried; "" if one was."""
+        return "" if self._reports else " ".join(dict.fromkeys(map(str, self._refusals)))
+
+    def facts(self) -> dict[str, Any]:
+        """What is known about converted layers, for the run's metadata."""
+        reports = self._reports if self._plan.recipe is not None else {}
+        rows = [
+            {**row, "name": named(prefix, row["name"])}
+            for prefix, report in reports.items()
+            for row in report.to_dict()["rows"]
+        ]
+        # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
+        backends = {row["backend"] for row in rows if row["recipe"]}
+        return {
+            **({"emulated": "reference" in backends or not native_fp8()} if backends else {}),
+            "conversion": rows,
+            **({"switched": self._switched} if self._switched else {}),
+            "conversion_summary": [
+                {k: v for k, v in report.to_dict().items() if k != "rows"} for report in reports.values()
+            ],
+        }
