@@ -1,5 +1,6 @@
 """Products outside of any known layer: who is heard, under which name, and with which numbers."""
 
+import copy
 import gc
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.observe.stats import Collector
+from narrowgauge.session.sites.convolution import pixels, taps, transposed_taps
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.sites.products import Products
 
@@ -173,6 +175,36 @@ def test_a_computed_weight_is_the_layers_own():
     found, notes = recorded(model, lambda: model(x).cos().sum().backward())
     same(found, "0", x, "input")
     same(found, "0", model[0].weight, "weight")
+    assert notes == ""
+
+
+@pytest.mark.parametrize("norm", [
+    nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm,
+    nn.utils.weight_norm, nn.utils.spectral_norm,
+])  # fmt: skip
+@pytest.mark.parametrize("layer", [
+    nn.Conv2d(4, 6, 3, groups=2, padding=1, padding_mode="circular"), nn.ConvTranspose1d(6, 4, 3, groups=2),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_a_convolution_that_computes_its_weight_is_a_layer(norm, layer, monkeypatch):
+    torch.manual_seed(7)
+    model, seen = nn.Sequential(norm(copy.deepcopy(layer))), {}
+    name = "conv2d" if isinstance(layer, nn.Conv2d) else "conv_transpose1d"
+    function = getattr(F, name)
+
+    def spied(x, w, *args, **kwargs):
+        seen.update(x=x.detach(), w=w.detach(), y=function(x, w, *args, **kwargs))
+        seen["y"].retain_grad()
+        return seen["y"]
+
+    monkeypatch.setattr(F, name, spied)
+    x = torch.randn(2, 4, 5, 5) if name == "conv2d" else torch.randn(2, 6, 9)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward())
+    dims = x.dim() - 2
+    same(found, "0", pixels(seen["x"], dims, 2), "input")
+    same(found, "0", taps(seen["w"]) if name == "conv2d" else transposed_taps(seen["w"], 2), "weight")
+    same(found, "0", pixels(seen["y"].grad, dims, 2), "grad_output")
+    assert sorted(found) == ["0:grad_output", "0:input", "0:weight"]
     assert notes == ""
 
 

@@ -8,11 +8,34 @@ recipe divides C, these are the very codes of the unfolded matrix (im2col), whos
 zeros. In a convolution of G groups, C and N are those of one group, and a pixel is G rows.
 
 A transposed convolution multiplies first and scatters after: input [B·H·W, C], contracted over C, weight [taps·N, C].
+
+A convolution whose weight is a parameter is told of by the product alone. One that computes it, by weight norm or
+spectral norm, is known as a layer as well: the tensor that it multiplies would lead to no name.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from narrowgauge.session.sites.part import Part
+
+
+class Computing:
+    """A convolution that computes its weight."""
+
+    whole = False
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether its weight is no parameter."""
+        return isinstance(module, _ConvNd) and module._parameters.get("weight") is None
+
+    def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
+        """Nothing: what is multiplied inside has told, or it was none of torch's convolutions."""
+        return ()
 
 
 def pixels(x: Tensor, dims: int, groups: int) -> Tensor:
@@ -24,6 +47,14 @@ def pixels(x: Tensor, dims: int, groups: int) -> Tensor:
 def taps(w: Tensor) -> Tensor:
     """A weight [N, C, ...] as [N, taps · C]."""
     return w.movedim(1, -1).reshape(w.shape[0], -1)
+
+
+def weight_shape(module: _ConvNd) -> tuple[int, ...]:
+    """What its weight's shape must be."""
+    first, second = module.out_channels, module.in_channels
+    if module.transposed:
+        first, second = second, first
+    return (first, second // module.groups, *module.kernel_size)
 
 
 def transposed_taps(w: Tensor, groups: int) -> Tensor:

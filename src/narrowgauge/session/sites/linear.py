@@ -51,6 +51,11 @@ class Derived(Plain):
         return isinstance(module, nn.Linear) and not isinstance(module, Fp8Linear)
 
 
+def weight_shape(module: nn.Linear) -> tuple[int, ...]:
+    """What its weight's shape must be."""
+    return module.out_features, module.in_features
+
+
 def _weight(module: nn.Module) -> Tensor | None:
     own = module._parameters.get("weight")
     if own is None and type(module).forward is nn.Linear.forward:

@@ -33,7 +33,7 @@ from narrowgauge.compute.recipes import by_name
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name
-from narrowgauge.session.sites.known import kind_of
+from narrowgauge.session.sites.known import kind_of, weight_shape
 from narrowgauge.session.sites.part import Kind, Part
 from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.showing import Showing
@@ -228,10 +228,11 @@ class PlainSites:
         if output is None or running.heard or unreal():
             return
         try:
-            for part in layer.kind.parts(module, args, kwargs, output):
+            parts = layer.kind.parts(module, args, kwargs, output)
+            for part in parts:
                 known = layer.module or module  # of which `module` may be a replica
                 self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
-            if not layer.kind.whole:
+            if parts and not layer.kind.whole:
                 kind = type(module).__name__
                 self.shown.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
         except Exception as error:
@@ -260,13 +261,13 @@ class PlainSites:
         inside = calls[-1] if calls else None
         owner = self._census.owner(part.w) if known else None
         module = None if inside is None else inside.layer.module
-        if inside is not None and module is not None and (owner is None or owner.module is module):
-            own = getattr(module, "out_features", None), getattr(module, "in_features", None)
-            if owner is not None or tuple(part.w.shape) == own:  # its weight, or what it computed of it
-                inside.heard = True
-                self._census.saw(module)
-                kept = None if owner is None else self._census.kept(owner.module, owner.name)
-                self.shown.use(inside.layer.name, inside.layer.observer, part, kept)
-                return
+        # Its weight, or what it computed of it.
+        own = tuple(part.w.shape) == weight_shape(module) if owner is None else owner.module is module
+        if inside is not None and module is not None and own:
+            inside.heard = True
+            self._census.saw(module)
+            kept = None if owner is None else self._census.kept(owner.module, owner.name)
+            self.shown.use(inside.layer.name, inside.layer.observer, part, kept)
+            return
         if owner is not None:
             self.shown.use(owner.site, owner.observer, part, self._census.saw(owner.module, owner.name))

@@ -142,7 +142,8 @@ class Products:
     """Hears products between `open` and `close`.
 
     Args:
-        heard: told of a product with a parameter, or, its weight's origin unknown, of one of `F.linear`'s (False).
+        heard: told of a product with a parameter, or (then with False) of one by `F.linear` or a convolution whose
+            weight is made of several tensors.
         failed: told of an error of ours; none reaches the program.
         told: whether somebody tells of what this thread multiplies now; then nothing is looked into.
     """
@@ -219,7 +220,12 @@ class Products:
                 if part is not None:
                     self._heard(part, True)
                     return
-                if name == "linear" and isinstance(candidate.x, Tensor) and isinstance(candidate.w, Tensor):
-                    self._heard(Part(candidate.x, candidate.w, y), False)
+                if name.startswith(("linear", "conv")):
+                    self._unknown(candidate, y)
         except Exception as error:
             self._failed(f"a product by {name}", error)
+
+    def _unknown(self, candidate: Candidate, y: Tensor) -> None:
+        x, w = candidate.x, candidate.w
+        if isinstance(x, Tensor) and isinstance(w, Tensor):
+            self._heard(Part(x, w, y, candidate.x_rows, candidate.w_rows, candidate.dy_rows), False)
