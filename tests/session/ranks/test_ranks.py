@@ -169,6 +169,37 @@ def test_one_watch_after_another_of_the_same_ranks_merges_its_own(tmp_path):
         assert row(run, "a:input", 2)["amax"] == want
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_ranks_that_are_started_again_merge_over_the_store_of_those_that_died(tmp_path, monkeypatch, gone):
+    store = dist.HashStore()  # torchrun's own outlives the ranks
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    for again in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", again)
+        folder = tmp_path / again
+        program = made(folder, store=store)
+        if again == "0":  # one dies before it has told anything
+            survivor = program[1 - gone]
+            train([survivor], 3, lambda rank, step: {"a:input": batch(rank, step)})
+            program[gone].ranks.forget()
+            program[gone].writer.close("failed")
+            survivor.finish()
+            continue
+        train(program, 8, lambda rank, step: {"a:input": batch(rank, step)})
+        run = finished(program, folder)
+        assert run.meta["ranks"] == {"world": 2, "merged_steps": 8, "apart_steps": 0, "backend": "gloo"}
+
+
+def test_ranks_of_several_launchers_merge_though_these_count_their_starts_otherwise(tmp_path, monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    program = made(tmp_path, store=store)
+    for rank, again in zip(program, ("1", "0"), strict=True):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", again)
+        train([rank], 1, lambda _, step: {"a:input": batch(0, step)})
+    train(program, 3, lambda rank, step: {"a:input": batch(rank, step)})
+    assert finished(program, tmp_path).meta["ranks"]["merged_steps"] == 4
+
+
 def test_two_thousand_sites_on_two_ranks_take_one_collective_a_step(tmp_path):
     program = made(tmp_path)
     vector = moments(batch(0, 1), ng.quantize(batch(0, 1), ng.formats.E4M3FN))

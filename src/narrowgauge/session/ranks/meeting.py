@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -55,5 +56,17 @@ class Meeting:
         with suppress(Exception):  # some stores are files, or in this process
             store = store.clone()
         # A program may be watched more than once, and would find the keys of the watch before.
-        self._turn = self._turn or store.add(f"narrowgauge/watches/{self.rank}", 1)
-        return dist.distributed_c10d.PrefixStore(f"narrowgauge/{self._turn}/{name}", store)
+        start = _start()
+        self._turn = self._turn or store.add(f"narrowgauge/watches{start}/{self.rank}", 1)
+        return dist.distributed_c10d.PrefixStore(f"narrowgauge{start}/{self._turn}/{name}", store)
+
+
+def _start() -> str:
+    """Which start of the program it is, where all ranks are told the same; else "".
+
+    torch's elastic launcher keeps the store, with all keys, for those that it starts again. A rank that died before it
+    counted its watch would count otherwise than the rest from then on. Launchers of several machines count their own
+    failures only, so there the count of watches is all that there is.
+    """
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"/start-{again}" if again.isdigit() and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
