@@ -450,7 +450,7 @@ def test_os_exit_does_not_wait_for_a_run_that_cannot_be_closed(tmp_path, monkeyp
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr("narrowgauge.session.process.live.PATIENCE", 0.05)
     watching = ng.watch(out=tmp_path / "a")
-    monkeypatch.setattr(watching._live.session, "finish", hold.wait)  # a device that does not answer
+    monkeypatch.setattr(watching._live.session, "finish", lambda **_: hold.wait())  # a device that does not answer
     os._exit(1)
     assert left == [1]
     hold.set()
@@ -490,3 +490,16 @@ def test_a_process_that_finds_its_folder_taken_records_beside_it(tmp_path):
         with pytest.raises(RunError):
             Live(plan)
     assert meta(live.folder)["status"] == "complete"
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_what_an_error_ended_is_told_to_hurry(tmp_path, monkeypatch, failed):
+    told = []
+    with pytest.raises(ValueError, match="spilled") if failed else nullcontext(), ng.watch(out=tmp_path / "a") as it:
+        finish = it._live.session.ranks.finish
+        monkeypatch.setattr(
+            it._live.session.ranks, "finish", lambda *, failed: (told.append(failed), finish(failed=failed))
+        )
+        if failed:
+            raise ValueError("spilled")
+    assert told == [failed]

@@ -176,9 +176,9 @@ class Session:
     def _mesh(self, site: str) -> int | None:
         return self.plain.shown.meshes.get(site, self.roots.conversions.mesh(site))
 
-    def finish(self) -> None:
-        """The program ended: close the last step and write everything."""
-        self.steps.finish()
+    def finish(self, *, failed: bool = False) -> None:
+        """The program ended, or `failed`: close the last step and write everything."""
+        self.steps.finish(failed=failed)
         self.abandon()
         self.steps.report(done=True)
 

@@ -16,7 +16,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.moments import moments
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.ranks import Ranks, Told, group, ranks
+from narrowgauge.session.ranks import Ranks, Told, group, last_words, ranks
 from narrowgauge.session.ranks.agreement import LAG
 from narrowgauge.session.ranks.meeting import Met
 
@@ -372,6 +372,37 @@ def test_a_rank_that_is_gone_keeps_nobody(tmp_path):
     assert sorted(set(run.tensors()["step"].tolist())) == list(range(1, 12))
     assert run.scalars("loss")["step"].tolist() == list(range(1, 12))
     assert [each["missing"] for each in events(run, "ranks_apart") if "missing" in each][-1] == [1]
+
+
+@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_rank_that_an_error_ends_hardly_waits_for_one_that_waits_for_its_end(tmp_path, monkeypatch, ends, failed):
+    class Clock:
+        """Time passes only where somebody sleeps."""
+
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+        def sleep(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    for module in (ranks, last_words):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(ranks, "PATIENCE", 100.0)
+    monkeypatch.setattr(ranks, "HURRY", 1.0)
+    program = made(tmp_path)
+    train(program, 8, lambda rank, step: {"a:input": batch(rank, step)})
+    program[ends].ranks.finish(failed=failed)  # the other is in a collective of the program, and comes by no more
+    assert clock.now < 4.0 if failed else clock.now > 100.0
+    for rank in program:
+        rank.finish()
+    table = open_run(tmp_path / "run").tensors(["numel"])
+    found = set(zip(table["step"].tolist(), table["rank"].tolist(), strict=True))
+    assert {step for step, _ in found} == set(range(1, 9))
+    assert (8, ends) in found
 
 
 @pytest.mark.parametrize("comes_back", [False, True])

@@ -76,7 +76,7 @@ class Live:
             self._restore_exit()
             atexit.unregister(self._at_exit)
             try:
-                self.session.finish()
+                self.session.finish(failed=bool(self.error))
                 facts = device_facts(wake=False) | self.session.facts()  # a GPU may have been woken since
             except Exception as raised:
                 facts = {"notes": [f"closing the run failed: {raised!r}"]}

@@ -36,6 +36,7 @@ from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
+HURRY = 1.0  # the same where an error ends it: others may be waiting in a collective for this process to be gone
 MEETING = 30.0  # seconds for all ranks to come by the first time that they merge
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
@@ -137,12 +138,13 @@ class Ranks:
                 self._resolve(MEETING)
             self._land()
 
-    def finish(self) -> None:
-        """The program ended: settle what is open, in seconds."""
+    def finish(self, *, failed: bool = False) -> None:
+        """The program ended, or `failed`: settle what is open, in seconds."""
+        patience = HURRY if failed else PATIENCE
         with self._collector.guard(self._failed):
-            self._settle()
+            self._settle(patience)
         with self._collector.guard(self._failed):
-            self._last_words()
+            self._last_words(patience)
         if self._pulse is not None:
             self._pulse.stop()
         with self._collector.guard(self._failed):
@@ -261,24 +263,24 @@ class Ranks:
         if why:
             raise RuntimeError(why)
 
-    def _settle(self) -> None:
-        deadline = time.monotonic() + PATIENCE
+    def _settle(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
         while self._open and self._agreement is not None:
             while self._agreement.decided(self._open[0].step) is None and time.monotonic() < deadline:
                 time.sleep(POLL)
             self._resolve(max(deadline - time.monotonic(), 0.5))
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         while self._flying and time.monotonic() < deadline:
             self._land()
             time.sleep(POLL)
 
-    def _last_words(self) -> None:
+    def _last_words(self, patience: float) -> None:
         if not self._met() or self._off or self._agreement is None:
             return
         if self._landing is None:
-            leave(self._agreement, self._waiting, self._writer, PATIENCE)
+            leave(self._agreement, self._waiting, self._writer, patience)
         else:
-            fetch(self._agreement, self._waiting, self._landing, self._all.world, PATIENCE)
+            fetch(self._agreement, self._waiting, self._landing, self._all.world, patience)
 
     def _failed(self, error: Exception) -> None:
         """Give up merging: everything that is open is written by its own rank."""

@@ -105,12 +105,12 @@ class Steps:
         self._plain.end()
         self._recorder.end_step()
 
-    def finish(self) -> None:
-        """The program ended: close the last step and write everything."""
+    def finish(self, *, failed: bool = False) -> None:
+        """The program ended, or `failed`: close the last step and write everything."""
         self._close()
         self.memory.sample()
         self.ledger.finish()
-        self._ranks.finish()
+        self._ranks.finish(failed=failed)
         self._recorder.flush()
 
     def report(self, *, done: bool = False) -> None:
