@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import checkpoint
 
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.inspect import inspect, open_checkpoint
@@ -197,6 +198,17 @@ def test_a_folder_names_what_is_in_it(shards):
     assert "is a folder; name a file in it: model.safetensors.index.json, 1.safetensors" in refused(shards.parent)
     (shards.parent / "empty").mkdir()
     assert "is a folder; nothing in it is known here; expected safetensors" in refused(shards.parent / "empty")
+
+
+def test_a_checkpoint_in_parts_is_told_how_to_make_one_file_of_it(tmp_path):
+    folder = tmp_path / "step"
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.save({"w": torch.randn(4, 4), "v": torch.randn(4)}, checkpoint_id=folder, no_dist=True)
+    (part,) = folder.glob("*.distcp")
+    for path in (folder, part):
+        told = refused(path)
+        assert "is of a checkpoint in parts (torch.distributed.checkpoint); make one file of it" in told
+        assert f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pt" in told
 
 
 @pytest.mark.parametrize(

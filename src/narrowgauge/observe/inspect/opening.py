@@ -21,6 +21,7 @@ from narrowgauge.observe.inspect.torch_file import TorchFile
 
 TORCH_NAMES = (".pt", ".pth", ".bin", ".ckpt")
 KNOWN = (*TORCH_NAMES, ".safetensors", ".index.json")
+PARTS = ".distcp"
 EXPECTED = "expected safetensors, a torch checkpoint (.pt, .pth, .bin, .ckpt) or an index of shards (.index.json)"
 
 
@@ -38,6 +39,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _start(path: Path) -> bytes:
     """The first bytes of a file that is there and is one."""
+    of = path if path.is_dir() else path.parent
+    if (path.suffix == PARTS or path.is_dir()) and any(of.glob(f"*{PARTS}")):
+        raise UsageError(
+            f"{path} is of a checkpoint in parts (torch.distributed.checkpoint); make one file of it and inspect that: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {of} model.pt"
+        )
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir() if p.name.endswith(KNOWN))
         # Of a model in several files the index names all of them.
