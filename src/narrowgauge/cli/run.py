@@ -84,6 +84,8 @@ def not_found(folder: Path) -> list[str]:
 
 def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
+    if not folder.exists():  # it held at least the plan
+        return f"{folder} was removed while the command ran, and what was recorded with it."
     inside = sorted({path.parent.name for name in INSIDE for path in folder.glob(f"{name}-*/run*.json")})
     if (folder / "run.json").exists():
         more = f"; inside of it are those of processes that began later: {', '.join(inside)}" if inside else ""
