@@ -41,3 +41,29 @@ def test_globs_that_matched_nothing_are_told_with_what_is_near():
         "watch.sites: '!heda' matched nothing in this program; did you mean 'head'?",
         "watch.skip: 'xyz' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("globs", "more"),
+    [
+        ({"sites": ["a", "!a"]}, ""),
+        ({"skip": ["*"]}, ""),
+        ({"sites": ["a:input"], "roles": ["weight"]}, ""),
+        ({"roles": ["output"]}, " Only converted layers have results."),
+    ],
+)
+def test_a_choice_whose_parts_leave_nothing_is_told(globs, more):
+    chosen = SiteGlobs("watch.sites", **globs)
+    assert chosen.unmatched() == []  # nobody asked
+    for name in ("a", "b"):
+        chosen.reaches(name)
+        for role in ("input", "weight", "grad_output"):
+            chosen.selects(name, role)
+    told = "watch: its sites and roles together matched nothing in this program; there is: 'a', 'b'."
+    assert chosen.unmatched() == [told + more]
+
+
+def test_what_was_not_chosen_at_all_is_not_told():
+    globs = SiteGlobs("watch.sites")
+    globs.reaches("a")
+    assert globs.unmatched() == []

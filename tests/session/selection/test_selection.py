@@ -107,6 +107,15 @@ def test_steps_that_are_never_reached_are_told(tmp_path):
     ]
 
 
+def test_a_selection_that_leaves_nothing_is_told(tmp_path):
+    session, writer = follow(tmp_path, programs.BASIC, every=4, judge="current", watch={"roles": ["output"]})
+    assert rows(writer) == set()
+    assert session.facts()["unmet"] == [
+        "watch: its sites and roles together matched nothing in this program; there is: '0', '2', '4'. Only converted "
+        "layers have results."
+    ]
+
+
 def test_a_result_of_a_converted_layer_that_is_not_selected_is_not_recomputed(tmp_path, monkeypatch):
     checked = []
     for name in ("sample_rows", "GemmSample"):

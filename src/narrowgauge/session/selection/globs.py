@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from narrowgauge.compute.nn.conversion.rules import covers_name
-from narrowgauge.metrics.site import ROLES
+from narrowgauge.metrics.site import OPERAND_ROLES, ROLES
 
 
 class SiteGlobs:
@@ -34,10 +34,11 @@ class SiteGlobs:
         self, key: str, sites: Iterable[str] = (), skip: Iterable[str] = (), roles: Iterable[str] = ()
     ) -> None:
         sites, skip = list(sites), list(skip)
+        self._table = key.rpartition(".")[0]
         self._in = [glob for glob in sites if not glob.startswith("!")]
         self._out = [glob.removeprefix("!") for glob in (*(g for g in sites if g.startswith("!")), *skip)]
         self._written = [(key, glob, glob.startswith("!")) for glob in sites]
-        self._written += [(f"{key.rpartition('.')[0]}.skip", glob, True) for glob in skip]
+        self._written += [(f"{self._table}.skip", glob, True) for glob in skip]
         self._roles = frozenset(roles) or frozenset(ROLES)
         self._asked: dict[tuple[str, str], bool] = {}
         self._modules: dict[str, bool] = {}
@@ -58,16 +59,22 @@ class SiteGlobs:
         return known
 
     def unmatched(self) -> list[str]:
-        """One sentence for each glob that matched nothing that was asked for; none if nothing was."""
+        """One sentence for each glob that matched nothing that was asked for, or that all leave nothing; if any was."""
         seen = list(dict.fromkeys([*self._modules, *(module for module, _ in self._asked)]))
         every = [(module, role) for module in seen for role in ROLES]
-        # What is left out may never be asked for: its module was.
-        return [
+        told = [
             f"{key}: {glob!r} matched nothing in this program; {_hint(glob, seen)}"
             for key, glob, leaves_out in self._written
             # What is left out may never be asked for: its module was.
             if seen and not _any(glob.removeprefix("!"), self._asked if ":" in glob and not leaves_out else every)
         ]
+        chosen_by = bool(self._written) or self._roles != frozenset(ROLES)
+        if seen and chosen_by and not told and not any(self._asked.values()):
+            only = "" if self._roles.intersection(OPERAND_ROLES) else " Only converted layers have results."
+            told.append(
+                f"{self._table}: its sites and roles together matched nothing in this program; {_there_is(seen)}{only}"
+            )
+        return told
 
     def _chosen(self, module: str, role: str) -> bool:
         chosen = not self._in or any(_matches(glob, module, role) for glob in self._in)
@@ -91,5 +98,9 @@ def _hint(glob: str, modules: list[str]) -> str:
     close = get_close_matches(bare, ends, n=1, cutoff=0.5)
     if close and ends[close[0]] != bare:  # the module is right, then: it has no such role
         return f"did you mean {ends[close[0]]!r}?"
+    return _there_is(modules)
+
+
+def _there_is(modules: list[str]) -> str:
     more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
     return f"there is: {', '.join(map(repr, modules[:5]))}{more}."
