@@ -87,7 +87,7 @@ def check(tmp_path, device):
         assert not words
     run = open_run(tmp_path / "watched" / "out")
     assert run.scalars("loss")["loss"].tolist() == pytest.approx(told["losses"], rel=1e-6)
-    table = run.tensors(["amax", "numel", "sqnr_db"], sites=[":input"], steps=[8])
+    table = run.tensors(["amax", "numel", "sqnr_db"], sites=["(model):input"], steps=[8])
     x = torch.load(tmp_path / "watched" / "last.pt")
     want = ng.measure(x, ng.quantize(x, ng.formats.E4M3FN))
     assert (table.rows, table["numel"][0], table["amax"][0]) == (1, x.numel(), want["amax"])

@@ -329,12 +329,12 @@ def test_a_generator_is_recorded_whoever_s_turn_the_cadence_meets(tmp_path):
             second.step()
     rows = {(step, site): columns["amax"][n] for step, sites, columns in writer.tensors for n, site in enumerate(sites)}
     both = {f"Linear1:{role}" for role in ("input", "weight", "grad_output")}  # the critic is called in every turn
-    called, learns = {":input", ":weight"} | both, {":grad_output"} | both
+    called, learns = {"(model):input", "(model):weight"} | both, {"(model):grad_output"} | both
     assert set(rows) == {
         (first + n, site) for first in (10, 20) for n, sites in enumerate((both, called, learns)) for site in sites
     }
-    assert [rows[n, ":grad_output"] for n in (12, 22)] == pytest.approx([seen[11], seen[21]], rel=1e-6)
-    assert rows[11, ":input"] == pytest.approx(X.abs().max().item())
+    assert [rows[n, "(model):grad_output"] for n in (12, 22)] == pytest.approx([seen[11], seen[21]], rel=1e-6)
+    assert rows[11, "(model):input"] == pytest.approx(X.abs().max().item())
 
 
 def test_what_an_optimizer_tries_with_its_closure_is_one_step(tmp_path):

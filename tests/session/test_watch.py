@@ -164,7 +164,7 @@ def test_processes_that_a_program_spawns_are_its_ranks(tmp_path, free_port):
     found = open_run(tmp_path / "out")
     assert (found.status, found.meta["ranks"]["merged_steps"]) == ("complete", 3)
     assert found.scalars("microbatches")["microbatches"].tolist() == [2, 2, 2]
-    table = found.tensors(["numel", "amax", "ranks"], sites=[":input"])
+    table = found.tensors(["numel", "amax", "ranks"], sites=["(model):input"])
     assert table["step"].tolist() == [1, 2, 3]
     assert set(table["numel"].tolist()) == {2 * 2 * 4 * 32}  # two ranks, two microbatches
     assert set(table["amax"].tolist()) == {4.0}

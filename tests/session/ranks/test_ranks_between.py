@@ -46,7 +46,7 @@ def test_a_rank_that_leaves_between_promise_and_gather(warm_python, tmp_path, ho
         os.kill(ranks[1].pid, signal.SIGCONT)  # it comes back to ranks that have gone on without it
     assert ranks[1].wait(120) == (0 if how == "SIGSTOP" else -9)
     run = open_run(tmp_path / "out", recover=True)
-    table = run.tensors(["numel"], sites=[":input"])
+    table = run.tensors(["numel"], sites=["(model):input"])
     rows = zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True)
     mine = {step: numel for step, rank, numel in rows if rank == 0}
     assert mine == {step: 128.0 if step < 3 else 64.0 for step in range(1, 41)}  # merged, then its own

@@ -45,7 +45,7 @@ def test_a_rank_that_is_late_and_then_gone(warm_python, tmp_path, gone, free_por
     assert (tmp_path / f"said{1 - gone}").read_text() == "finished\n"
     assert time.monotonic() - began < 40  # of the half minute that nobody waits for a rank
     run = open_run(tmp_path / "out", recover=gone == 0)
-    table = run.tensors(["numel"], sites=[":input"])
+    table = run.tensors(["numel"], sites=["(model):input"])
     found = {}
     for step, rank, numel in zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True):
         found.setdefault(step, {})[rank] = numel

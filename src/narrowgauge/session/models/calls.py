@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.models.first_call import reroute
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
@@ -61,6 +62,7 @@ class Calls:
         self._depth = 0
         self._outermost: FrameType | None = None  # torch's, of the call that is running
         self._running: Root | None = None
+        self._rerouted: Callable[[], None] = _nothing
         self._compiled: dict[int, Root] = {}  # by the id of what was compiled
         self._tokens = 0  # of the last call with gradients
         self._eval_began = 0.0
@@ -83,10 +85,13 @@ class Calls:
 
     @heard
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        kind = type(module)
         root = self._take(module)
         root.follow(self.begins, self.ended)
         root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
         self.begins(root, args, {})
+        if type(module) is not kind:
+            self._rerouted = reroute(module)
 
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint begins what it will run again with gradients, or has ended it."""
@@ -146,9 +151,7 @@ class Calls:
         if self._depth:
             return
         raised = output is None and self._outermost is not None and _left_by_an_error(self._outermost)
-        self._outermost = self._running = None
-        self._deaf(False)
-        self.training = False
+        self._left()
         if raised:
             self._take_back()
         elif missed and self._learns() and not self._steps.paused:
@@ -179,9 +182,14 @@ class Calls:
             return
         if self._running is not None:
             self._running.exit_autocast()
-        self._depth, self._outermost, self._running = 0, None, None
+        self._depth = 0
+        self._left()
+
+    def _left(self) -> None:
+        self._outermost = self._running = None
         self._deaf(False)
         self.training = False
+        self._rerouted()
 
     @heard
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
@@ -230,6 +238,10 @@ class Calls:
         root = self._roots.take(module, self._optimizers)
         self._taken()
         return root
+
+
+def _nothing() -> None:
+    """Undo nothing."""
 
 
 def _call() -> FrameType | None:

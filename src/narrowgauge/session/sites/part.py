@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.nn.conversion.structure import WHOLE
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.quant import Granularity, Scaling
 from narrowgauge.compute.recipes import Operand
@@ -107,9 +108,11 @@ def output_of(output: Any) -> Tensor | None:
 
 
 def named(prefix: str, module: str) -> str:
-    """A module's name in the run; that of a model which is one layer is its prefix alone.
+    """A module's name in the run; that of a model which is one layer is its prefix, if it has one.
 
-    >>> named("Critic.", "layers.0"), named("Linear1.", "")
-    ('Critic.layers.0', 'Linear1')
+    >>> named("Critic.", "layers.0"), named("Linear1.", ""), named("", "")
+    ('Critic.layers.0', 'Linear1', '(model)')
     """
-    return prefix + module if module else prefix.removesuffix(".")
+    if module in ("", WHOLE):
+        return prefix.removesuffix(".") or WHOLE
+    return prefix + module

@@ -19,6 +19,7 @@ from torch import nn
 
 from narrowgauge.compute.nn.parallel.placements import gathered_modules, shape_in_use
 
+WHOLE = "(model)"  # the name of a model that is one layer
 # Path components that wrappers insert; a layer's name does not depend on how the model was wrapped.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Names under which models keep the layer that makes logits or scores.
@@ -79,11 +80,11 @@ class Layer:
 
 
 def clean(name: str, *, wrapped: bool = False) -> str:
-    """A module's name without what wrappers put into it; the root is called `(model)`."""
+    """A module's name without what wrappers put into it; the root is called `WHOLE`."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if wrapped and parts and parts[0] == "module":
         parts = parts[1:]
-    return ".".join(parts) or "(model)"
+    return ".".join(parts) or WHOLE
 
 
 def is_wrapper(model: nn.Module) -> bool:
