@@ -157,11 +157,14 @@ def on_gpu(stepper: Stepper, rounds: int) -> dict[str, Any]:
     stepper.collector.flush()
     spent, steps = stepper.collector.seconds - before[0], stepper.steps - before[1]
     row["own ms, by events"] = round(1e3 * spent / steps, 2)
-    row["session"], row["beside"] = [], []
+    row["session"], row["beside"], host = [], [], []
     for _ in range(rounds):
         row["beside"].append(interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""].median)
         with ng.watch(stepper.model, out=tempfile.mkdtemp(), every=1):
-            row["session"].append(interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""].median)
+            timing = interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""]
+        row["session"].append(timing.median)
+        host.append(timing.host or 0.0)
+    row["session host ms"] = round(statistics.median(host), 1)
     return row
 
 
