@@ -1,0 +1,140 @@
+"""Compiles every kernel for a Hopper GPU, on a machine that has none, and prints what each of them takes there.
+
+Triton's interpreter knows neither its compiler nor the PTX that the kernels hold. Here all their callers run with
+tensors on the CPU, and each launch is compiled, assembled by the `ptxas` that Triton brings, and not made.
+
+    python -m tests.compute.kernels.for_hopper [all]      prints a JSON line per kernel; `all`: in every dtype
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.kernels.fused import amax, launch, quantize, roll
+from narrowgauge.compute.kernels.fused.producers import norm, swiglu
+from narrowgauge.compute.kernels.fused.watched import result
+from narrowgauge.compute.kernels.fused.watched.looks import Looks
+from narrowgauge.compute.recipes import by_name
+
+M, K = 512, 768
+RECIPES = ("current", "delayed", "rowwise", "blockwise")
+CPU = torch.device("cpu")
+_COMPILED = {}  # by a hash of the binary: the kernel's name, its options, the binary
+
+
+class Unlaunched:
+    """A compiled kernel that is not there to be run."""
+
+    function = packed_metadata = 0
+
+    def run(self, *args):
+        pass
+
+
+def only_compile():
+    """A GPU for Triton to compile for; whatever is launched is kept, and does nothing."""
+    target = GPUTarget("cuda", 90, 32)
+    nothing = {"get_current_device": lambda: 0, "get_current_stream": lambda device=None: 0}
+    driver.set_active(SimpleNamespace(**nothing, get_current_target=lambda: target))
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    run = JITFunction.run
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        found = run(self, *args, grid=grid, warmup=True, **kwargs)
+        binary = found.asm["cubin"]
+        _COMPILED[hash(binary)] = self.fn.__name__, found.metadata.num_warps, binary
+        return Unlaunched()
+
+    JITFunction.run = compiled
+
+
+def casts(dtype, recipes):
+    """What quantizes, watched or not, both layouts or one; and what only counts."""
+    looks = Looks(CPU)
+    for name in recipes:
+        recipe = by_name(name)
+        for role in ("input", "weight", "grad_output"):
+            rule, turned = recipe.uses(role)
+            if role == "weight" and rule == recipe.uses("input")[0]:
+                continue
+            x = torch.randn(M, K).to(dtype)
+            given, counted = None, None
+            if name == "delayed":
+                one = torch.ones(())
+                given = Given(one, one, torch.zeros(1), torch.zeros(2, dtype=torch.int32))
+                counted = Given(one, one, None, given.scratch)
+            options = {"shared": recipe.shares(role), "given": given, "amax": None if given else torch.ones(())}
+            for wanted in ((rule, turned), (rule, None), (None, turned)):
+                quantize.quantize_both(x, *wanted, **options)
+            for wanted in ((rule, turned), (rule, None)):
+                look = looks.open(f"{name}:{role}", x, rule, 0, turned=wanted[1] is not None)
+                if look is not None:
+                    quantize.quantize_both(x, *wanted, **options, look=look)
+            look = looks.open(f"{name}:{role}", x, rule, 0, turned=False)
+            if look is not None:
+                quantize.count(x, rule, look, counted, None if given else torch.ones(()))
+    looks.pack()
+    amax.amax(torch.randn(M, K).to(dtype))
+    result.look_at_result(torch.randn(M, K).to(dtype), torch.zeros(100, dtype=torch.float64))
+
+
+def producers():
+    """What quantizes as it makes, and only makes."""
+    rule, one = by_name("delayed").uses("input")[0], torch.ones(())
+    given = Given(one, one, torch.zeros(1), torch.zeros(2, dtype=torch.int32))
+    x, wide, dy = (torch.randn(M, n).bfloat16() for n in (K, 2 * K, K))
+    weight = torch.ones(K, dtype=torch.bfloat16)
+    norm.rms_norm_given(x, weight, 1e-5, rule, given)
+    norm.rms_norm_amax(x, weight, 1e-5)
+    swiglu.swiglu_given(wide, rule, given)
+    swiglu.swiglu_amax(wide)
+    swiglu.swiglu_grad_given(wide, dy, rule, given)
+    swiglu.swiglu_grad_amax(wide, dy)
+
+
+def histories():
+    """The update of all delayed scales."""
+    S, H = 24, 16
+    numbers = {name: torch.ones(S) for name in ("goal", "floor")}
+    whole = {name: torch.ones(S, dtype=torch.int32) for name in ("window", "every", "pow2")}
+    roll.roll(torch.ones(S, H), torch.ones(S), torch.ones(S), torch.ones(S), SimpleNamespace(**numbers, **whole), 3)
+
+
+def resources(binary):
+    """Registers, bytes of stack and of shared memory of a program."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", told)}
+    return {"registers": found["REG"], "stack": found["STACK"] + found["LOCAL"], "shared": found["SHARED"]}
+
+
+def main():
+    assert not launch.INTERPRETED
+    only_compile()
+    casts(torch.bfloat16, RECIPES)
+    if sys.argv[1:] == ["all"]:
+        casts(torch.float32, RECIPES)
+        casts(torch.float16, RECIPES)
+    producers()
+    histories()
+    for name, warps, binary in _COMPILED.values():
+        print(json.dumps({"kernel": name, "warps": warps, **resources(binary)}))
+
+
+if __name__ == "__main__":
+    main()
