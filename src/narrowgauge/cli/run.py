@@ -76,10 +76,21 @@ def run_command(
 
 
 def not_found(folder: Path) -> list[str]:
-    """What a program that trains has and the run did not find, in the words of its first rank."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return list(json.loads((folder / "run.json").read_text())["meta"].get("not_found", ()))
-    return []
+    """What a program that trains has and no rank found, in the words of the first: the loss may be another stage's."""
+    first, *others = [_not_found(path) for path in (folder / "run.json", *sorted(folder.glob("run.rank*.json")))]
+    also = [{_what(missing) for missing in found} for found in others if found is not None]
+    return [missing for missing in first or () if all(_what(missing) in found for found in also)]
+
+
+def _not_found(manifest: Path) -> list[str] | None:
+    """What one rank says; None if it ended without a word."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+        return list(json.loads(manifest.read_text())["meta"]["not_found"])
+    return None
+
+
+def _what(missing: str) -> str:
+    return missing.partition(":")[0]
 
 
 def what_came_of_it(folder: Path, code: int) -> str:
