@@ -50,3 +50,15 @@ def test_a_batch_that_wants_a_gradient_is_counted_and_not_hashed():
     assert batches.see(((x * 2,), {})) == 0  # made of it
     assert batches.see(((nn.Parameter(torch.ones(7, 2)),), {})) == 0
     assert batches.notes == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_counted_and_not_hashed(layout):
+    batches = Batches()
+    pieces = torch.arange(3), torch.arange(5)
+    assert batches.see(((torch.nested.nested_tensor([x[:, None] * 1.0 for x in pieces], layout=layout),), {})) == 2
+    assert batches.see(((torch.nested.nested_tensor([*pieces], layout=layout),), {})) == 3 + 5
+    assert batches.digest is None
+    [note] = batches.notes
+    assert note.startswith("Some inputs are nested tensors, which are not hashed")

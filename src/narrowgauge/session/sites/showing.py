@@ -25,7 +25,7 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
-from narrowgauge.session.sites.part import Own, Part, Rule, Turn, named
+from narrowgauge.session.sites.part import Own, Part, Rule, Turn, named, rows
 from narrowgauge.session.tensors.sharded import Held, holders, is_distributed, local_of, used_of
 
 
@@ -124,8 +124,10 @@ class Showing:
         """The one place where tensors go in."""
         try:
             x = held.tensor
+            if x is not None and x.is_nested:
+                x, turn = _pieces(x), rows
             if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
-                self._passed_over[f"{role} {_kind(x)}"] += 1
+                self._passed_over[f"{role} {_kind(held.tensor)}"] += 1
                 return
             if not x.numel() or not selects(state.observer, state.name, role):
                 return
@@ -213,9 +215,19 @@ def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> 
         observer.operand(state.name, role, x_MK, q, amax_ratio=ratio)
 
 
+def _pieces(x: Tensor) -> Tensor | None:
+    """All pieces of a nested tensor as one matrix [M, K]; None if they do not lie side by side, or differ in K."""
+    try:
+        return x.detach().values().reshape(-1, x.size(-1)) if x.is_contiguous() else None
+    except RuntimeError:
+        return None
+
+
 def _kind(x: Tensor | None) -> str:
     if x is None:
         return "sum that is not yet summed over the ranks"
+    if x.is_nested:
+        return f"nested Tensor of {x.dtype}".replace("torch.", "")
     kind = f"{type(x).__name__} of {x.dtype}"
     return (kind if x.layout is torch.strided else f"{kind}, {x.layout}").replace("torch.", "")
 

@@ -58,8 +58,9 @@ class Batches:
             self._closed |= {type(x).__name__ for x in tree_leaves(inputs) if hasattr(x, "__dict__")}
         self._given = before | {a for x in found if (a := _address(x)) is not None}
         self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
-        tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made and _dense(x)]
-        self.digest = chain(tensors, self.digest)
+        tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made]
+        self.digest = chain([x for x in tensors if _dense(x)], self.digest)
+        tensors = [x for x in tensors if _dense(x) or (x.is_nested and not x.is_meta)]
         if any(x.dtype != torch.bool for x in found):  # or else a mask, which tells of no tokens of its own
             tensors = [x for x in tensors if x.dtype != torch.bool]
         if not tensors:
@@ -68,7 +69,7 @@ class Batches:
         if before:
             return 0
         ids = next((x for x in batched if not x.is_floating_point() and x.dtype != torch.bool), None)
-        return ids.numel() if ids is not None else batched[0].shape[0] if batched else len(tensors[:1])
+        return ids.numel() if ids is not None else batched[0].size(0) if batched else len(tensors[:1])
 
     def made(self, output: Any) -> None:
         """A model's call returned this. What it only passed through stays data."""

@@ -1,0 +1,44 @@
+"""Layers of nested tensors: their pieces are the rows."""
+
+import pytest
+import torch
+from tests.session.sites.recorded import recorded, same
+from torch import nn
+
+from narrowgauge.session.sites.showing import _pieces
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_all_pieces_are_one_matrix(layout):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 32)
+    pieces = [torch.randn(n, 16) * n for n in (3, 5)]
+
+    def step():
+        x = torch.nested.nested_tensor(pieces, layout=layout)
+        y = model(x)
+        y.values().backward(torch.cat(pieces).repeat(1, 2).reshape(y.values().shape))
+
+    rows, notes = recorded(model, step)
+    assert notes == ""
+    same(rows, "", [torch.cat(pieces)], "input")
+    same(rows, "", [model.weight], "weight")
+    same(rows, "", [torch.cat(pieces).repeat(1, 2)], "grad_output")
+
+
+def test_pieces_that_are_no_matrix_are_not_taken_for_one():
+    held = torch.randn(2, 8, 16)
+    loose = torch.nested.narrow(held, 1, torch.tensor([0, 2]), torch.tensor([3, 5]), layout=torch.jagged)
+    assert _pieces(loose) is None  # what lies between its pieces is none of it
+    assert _pieces(torch.nested.nested_tensor([*held], layout=torch.jagged).transpose(1, 2)) is None
+    assert _pieces(torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(3, 5)])) is None
+
+
+def test_what_cannot_be_taken_is_told():
+    model = nn.Linear(16, 32).double()
+    nested = torch.nested.nested_tensor([torch.ones(3, 16).double()], layout=torch.strided)
+    rows, notes = recorded(model, lambda: model(nested))
+    assert rows == {}
+    assert "no quantizer takes them: input nested Tensor of float64, weight Tensor of float64." in notes
