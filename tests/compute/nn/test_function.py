@@ -9,6 +9,8 @@ from tests.compute.nn.layers import Counting, Seen, adopt, calc_diff, sqnr_db
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import narrowgauge as ng
+from narrowgauge.compute.nn.gathered import gathered_linear
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.quant import quantize
 from narrowgauge.compute.recipes import BLOCKWISE, CATALOG, CURRENT, DELAYED, MXFP8, ROWWISE, fake
@@ -325,3 +327,27 @@ def test_vmap_is_an_error():
     layer = small()
     with pytest.raises(ConversionError, match=r"inside a transform of torch\.func"):
         torch.func.vmap(layer)(torch.randn(2, 8, 64))
+
+
+WAYS = {
+    "plain": lambda layer: layer,
+    "compiled": lambda layer: torch.compile(layer, backend="aot_eager"),
+    "gathered": lambda layer: lambda x: gathered_linear(x, layer.weight, layer.bias, layer._fp8),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("high", [(), [{"gemms": ["wgrad"]}]], ids=["", "switched"])
+def test_a_result_may_be_changed_in_place(way, high):
+    torch.manual_seed(0)
+    layer = ng.convert(nn.Sequential(nn.Linear(32, 48)), "current", high=high)[0][0]
+    multiply = WAYS[way](layer)
+    for shape in ((16, 32), (3, 32), (2, 5, 32)):
+        x, dy, found = torch.randn(shape), torch.randn(*shape[:-1], 48), []
+        for activation in torch.relu, torch.relu_:  # nn.ReLU(inplace=True)
+            layer.zero_grad()
+            y = activation(multiply(x))
+            y.backward(dy)
+            found.append((y, layer.weight.grad, layer.bias.grad))
+        for plain, changed in zip(*found, strict=True):
+            assert torch.equal(plain, changed)

@@ -123,7 +123,7 @@ def linear_forward(
         if captured:
             state.clock.captured()
         _keep_samples(call, scale, gemms.keep_samples(call, x_MK, weight))
-    y = y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], weight.shape[0])
+    y = gemms.leading(y_MN, x)
     codes, scale, inv_scale, amax_w = (  # each of its own memory
         x.new_empty(0) if found is None else found for found in (codes, scale, inv_scale, amax_w)
     )

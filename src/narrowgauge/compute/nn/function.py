@@ -84,7 +84,7 @@ class _Fp8Linear(torch.autograd.Function):
             ctx.save_for_backward(*_unpack(q_xT), *_unpack(q_wT))
             ctx.kept = (_rule(q_xT), _rule(q_wT))
             ctx.samples = gemms.keep_samples(call, x_MK, w_NK)
-        return y_MN.reshape(*x.shape[:-1], weight.shape[0])
+        return gemms.leading(y_MN, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -39,6 +39,13 @@ def matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def leading(y_MN: Tensor, x: Tensor) -> Tensor:
+    """y [M, N] as [..., N], of x [..., K]; no view, which autograd lets nobody change in place."""
+    shape = (*x.shape[:-1], y_MN.shape[-1])
+    y: Tensor = torch.ops.aten._unsafe_view.default(y_MN.reshape(shape), shape)  # as F.linear does
+    return y
+
+
 def product(call: Call, gemm: Gemm, a: Factor, b: Factor, out: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [P, C] times b [Q, C] transposed, plus bias [Q]: in FP8, or as an unconverted layer would if `gemm` says so."""
     state = call.state

@@ -154,7 +154,7 @@ def _forward(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         a = q_x if q_x is not None and quantizes(recipe, "fprop", "input") else x_MK
         b = q_w if q_w is not None and quantizes(recipe, "fprop", "weight") else weight
         y_MN = gemms.fprop(call, a, b, bias, (x_MK, weight))
-    return y_MN.reshape(*x.shape[:-1], weight.shape[0])
+    return gemms.leading(y_MN, x)
 
 
 def _quantized(call: Call, role: OperandRole, x: Tensor, later: str) -> QTensor | None:
