@@ -32,6 +32,7 @@ from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes.recipe import Gemm
 
 Factor = QTensor | Tensor  # a tensor where the recipe keeps it high
+_AS = torch.ops.aten._unsafe_view.default
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -41,8 +42,9 @@ def matrix(x: Tensor) -> Tensor:
 
 def leading(y_MN: Tensor, x: Tensor) -> Tensor:
     """y [M, N] as [..., N], of x [..., K]; no view, which autograd lets nobody change in place."""
-    shape = (*x.shape[:-1], y_MN.shape[-1])
-    y: Tensor = torch.ops.aten._unsafe_view.default(y_MN.reshape(shape), shape)  # as F.linear does
+    if x.dim() == 2 and not y_MN._is_view():
+        return y_MN
+    y: Tensor = _AS(y_MN.contiguous(), (*x.shape[:-1], y_MN.shape[-1]))  # as F.linear does
     return y
 
 
