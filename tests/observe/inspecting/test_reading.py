@@ -6,7 +6,9 @@ import pickle
 import re
 import struct
 import warnings
+import zipfile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -360,3 +362,71 @@ def test_only_that_matches_nothing_names_what_is_near(tmp_path):
     save_file({}, path)
     with pytest.raises(UsageError, match="it holds no tensors"):
         inspect(open_checkpoint(path), only=["w"])
+
+
+SCALARS = [
+    *(np.float64(1.5), np.float32(1.5), np.float16(1.5), np.int64(3), np.uint8(3), np.bool_(True), np.complex64(1j)),
+    *(np.str_("best"), np.bytes_(b"best"), np.datetime64("2020-01-01"), np.timedelta64(3, "s")),
+    *(np.array(1.5, ">f8")[()], np.dtype("f4")),
+]
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: f"{type(value).__name__} {value}")
+def test_numpy_scalars_are_harmless(tmp_path, value, old):
+    before = set(torch.serialization.get_safe_globals())
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(2, 2), "best": value}, path, _use_new_zipfile_serialization=not old)
+    assert kinds(path) == {"w": "matrix"}
+    assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+
+
+def test_numpy_scalars_are_named_alike_by_numpy_1(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(2, 2), "b": np.float64(1.5)}, path)
+    with zipfile.ZipFile(path) as found, zipfile.ZipFile(tmp_path / "b.pt", "w") as changed:
+        for name in found.namelist():
+            changed.writestr(name, found.read(name).replace(b"numpy._core.", b"numpy.core."))
+    assert kinds(tmp_path / "b.pt") == {"w": "matrix"}
+
+
+def test_numpy_scalars_are_keys_by_their_values(tmp_path):
+    keys = [np.int64(0), np.int64(1), np.array(2, ">i4")[()], np.str_("head")]
+    torch.save({"w": {key: torch.ones(2, 2) for key in keys}}, tmp_path / "a.pt")
+    assert set(kinds(tmp_path / "a.pt")) == {"w.0", "w.1", "w.2", "w.head"}
+
+
+class Made:
+    """What is made when it is unpickled: by a function, of arguments and a state."""
+
+    def __init__(self, *how):
+        self.how = how
+
+    def __reduce__(self):
+        return self.how
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.ones(2), "numpy._core.multiarray._reconstruct"),
+        (np.dtype("O"), "numpy.dtype"),
+        (np.void(b"abc"), "numpy.dtype"),
+        (np.zeros(1, [("a", "f4")])[0], "numpy.dtype"),
+        (Made(np.dtype, (np.ndarray,)), "numpy.ndarray"),
+        (Made(np.dtype, ("f8", False, False), (3, "?", None, None, None, 1 << 40, -1, 63)), "numpy.dtype"),
+        (Made(np.dtype, ("f8",), {"code": "O"}), "numpy.dtype"),
+        (Made(np.float64(1).__reduce__()[0], ("f8", "1.5")), "numpy.core.multiarray.scalar"),
+    ],
+)
+def test_more_of_numpy_than_its_scalars_is_refused(tmp_path, value, name):
+    torch.save({"w": torch.ones(2, 2), "v": value}, tmp_path / "a.pt")
+    assert f"(it names `{name}`), and nothing of a file is run here" in refused(tmp_path / "a.pt")
+
+
+def test_a_scalar_that_is_cut_is_damage(tmp_path):
+    of_numpy = np.float64(1).__reduce__()[0]
+    torch.save({"v": Made(of_numpy, (np.dtype("f8"), b"abc"))}, tmp_path / "a.pt")
+    assert "is no whole torch checkpoint" in refused(tmp_path / "a.pt")

@@ -1,7 +1,7 @@
 """A file of tensors, looked at offline: what each tensor holds, and what every FP8 recipe would make of it.
 
-Read in this order: entry (what is in a file), safetensors_file, torch_file, opening, scales, walk, ranking, inspection,
-page.
+Read in this order: entry (what is in a file), safetensors_file, numpy_scalars, torch_file, opening, scales, walk,
+ranking, inspection, page.
 """
 
 from narrowgauge.observe.inspect.inspection import Inspection, inspect

@@ -1,6 +1,7 @@
 """A torch checkpoint: nested dicts of tensors, read without running anything that the file says.
 
-    torch.load(weights_only=True)    rebuilds tensors and plain containers; any other name in the pickle is refused
+    torch.load(weights_only=True)    rebuilds tensors and plain containers; any other name in the pickle is refused,
+                                     but those of numpy's scalars (numpy_scalars.py)
     mmap=True                        storages are views of the mapped file: reading a tensor reads only its own bytes
 
 An optimizer is known by its form, a dict with `state` and `param_groups`, whatever it is called, or by its name.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.inspect.entry import Entry, names_an_optimizer, word
+from narrowgauge.observe.inspect.numpy_scalars import STAND_INS
 
 DEPTH = 64  # a file may refer to itself, and no checkpoint nests like this
 VALUES = 2_000_000  # and a few containers that hold each other twice unfold into any number of them
@@ -69,7 +71,7 @@ class TorchFile:
 
 def _load(path: Path, mapped: bool) -> Any:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals(STAND_INS):
             warnings.simplefilter("ignore")  # what is wrong is said once, below
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # a damaged file fails in any way: IndexError, KeyError, OSError, RuntimeError, ...
