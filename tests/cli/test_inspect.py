@@ -82,20 +82,21 @@ def test_the_page_fits_a_pipe_of_100_columns(capsys, model):
 def test_json_is_everything(capsys, model):
     text = said(capsys, model, "--json")
     found = strict(text)
-    assert {name: found[name] for name in ("schema", "file", "tensors", "looked_at", "parameters", "role")} == {
-        "schema": 1, "file": "model.safetensors", "tensors": 7, "looked_at": 7, "role": "weight",
+    assert {name: found[name] for name in ("schema", "file", "tensors", "looked_at", "parameters", "roles")} == {
+        "schema": 2, "file": "model.safetensors", "tensors": 7, "looked_at": 7, "roles": ["weight"],
         "parameters": 64 * 32 * 2 + 64 + 3 * 16 * 16,
     }  # fmt: skip
     assert found["bytes"] == Path(model).stat().st_size
     assert found["dtypes"] == {"float32": 6, "float8_e4m3fn": 1}
     assert found["recipes"]["current"] == {
-        "same": ["delayed", "static"], "format": "E4M3FN", "one_per": "tensor", "scaling": "current",
+        "same": ["delayed", "static"],
+        "operands": {"weight": {"format": "E4M3FN", "one_per": "tensor", "scaling": "current"}},
     }  # fmt: skip
     assert found["not_finite"] == ["down.weight"]
     assert set(found["worst"]) == set(found["recipes"])
     rows = {row["name"]: row for row in found["rows"]}
     up = rows["up.weight"]
-    assert (up["kind"], up["shape"], up["dtype"]) == ("matrix", [64, 32], "float32")
+    assert (up["kind"], up["role"], up["shape"], up["dtype"]) == ("matrix", "weight", [64, 32], "float32")
     assert up["best"] in up["recipes"]
     for recipe in found["recipes"]:
         assert {*up["metrics"], *up["recipes"][recipe]} - {"badness", "sign", "why"} == {*OPERAND_COLUMNS} - {
@@ -107,7 +108,7 @@ def test_json_is_everything(capsys, model):
     }  # fmt: skip
     assert rows["exact"]["recipes"]["mxfp8"]["sqnr_db"] == "Infinity"
     assert rows["zeros"]["recipes"]["mxfp8"]["sqnr_db"] is None
-    assert "recipes" not in rows["up.bias"]
+    assert not {"recipes", "role"} & rows["up.bias"].keys()
     # One tensor per line, so that a line-wise tool can read a large one.
     assert sum(line.startswith("  {") for line in text.splitlines()) == 7
 
@@ -127,9 +128,22 @@ def test_recipes_are_chosen_by_name(capsys, model):
 
 def test_a_role_and_a_glob(capsys, model):
     found = strict(said(capsys, model, "--role", "grad_output", "--only", "up", "--only", "ex*", "--json"))
-    assert found["recipes"]["current"]["format"] == "E5M2"
+    assert found["recipes"]["current"]["operands"]["grad_output"]["format"] == "E5M2"
+    assert found["roles"] == ["grad_output"]
     assert [row["name"] for row in found["rows"]] == ["exact", "up.bias", "up.weight"]
     assert (found["tensors"], found["looked_at"]) == (7, 3)
+
+
+def test_a_role_goes_before_what_the_names_of_a_dump_say(capsys, model):
+    save_file({f"0:{role}.x": torch.randn(16, 16) for role in ROLES}, "dump.safetensors")
+    found = strict(said(capsys, "dump.safetensors", "--json"))
+    assert found["roles"] == ["input", "weight", "grad_output"]
+    assert {row["name"]: row["role"] for row in found["rows"]} == {f"0:{role}.x": role for role in ROLES}
+    assert {role: about["format"] for role, about in found["recipes"]["current"]["operands"].items()} == {
+        "input": "E4M3FN", "weight": "E4M3FN", "grad_output": "E5M2",
+    }  # fmt: skip
+    found = strict(said(capsys, "dump.safetensors", "--role", "weight", "--json"))
+    assert {row["role"] for row in found["rows"]} == {*found["roles"]} == {"weight"}
 
 
 def test_top(capsys, model):

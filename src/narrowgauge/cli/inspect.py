@@ -23,9 +23,7 @@ ROLES = ("weight", "input", "grad_output")
 @click.option(
     "--role",
     type=click.Choice(ROLES),
-    default=ROLES[0],
-    show_default=True,
-    help="As which operand of a linear layer the matrices are looked at.",
+    help="As which operand of a linear layer the matrices are looked at (default: as a dump's names say, else weight).",
 )
 @click.option("--only", multiple=True, metavar="GLOB", help="Tensors to look at; may be given several times.")
 @click.option(
@@ -34,7 +32,7 @@ ROLES = ("weight", "input", "grad_output")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, and nothing else.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON to FILE.")
 def inspect_command(
-    file: Path, recipes: str | None, role: str, only: tuple[str, ...], top: int, as_json: bool, out: Path | None
+    file: Path, recipes: str | None, role: str | None, only: tuple[str, ...], top: int, as_json: bool, out: Path | None
 ) -> None:
     """Look at every tensor of FILE, and at what each FP8 recipe would make of it.
 
@@ -74,7 +72,7 @@ def _try(out: Path, file: Path) -> None:
     check_writable(out)
 
 
-def _look(file: Path, recipes: tuple[Recipe, ...] | None, role: str, only: tuple[str, ...]) -> Inspection:
+def _look(file: Path, recipes: tuple[Recipe, ...] | None, role: str | None, only: tuple[str, ...]) -> Inspection:
     """Look, with a bar on a terminal that goes away when all is seen."""
     from rich.console import Console
     from rich.progress import Progress

@@ -117,6 +117,34 @@ def test_one_recipe_shows_every_number(tmp_path):
     assert line.split()[:2] == ["w", "64x64"]
 
 
+def test_each_tensor_of_a_dump_is_looked_at_as_the_role_in_its_name(tmp_path):
+    names = ("0:weight.x", "0:input.x", "0:input@1.x", "0:grad_output.x", "0:output.x", "grad_output.x")
+    text = page({name: random(256, 256, seed=i) for i, name in enumerate(names)}, tmp_path / "a.safetensors")
+    titles = [line for line in text.splitlines() if line.startswith("What each recipe would do to")]
+    assert titles == [
+        "What each recipe would do to 2 matrices as input",
+        "What each recipe would do to 3 matrices as weight",
+        "What each recipe would do to 1 matrix as grad_output",
+    ]
+    per = [next(line for line in section(text, title) if line.startswith("blockwise")).split()[1] for title in titles]
+    assert per == ["1x128", "128x128", "1x128"]
+    titles, *lines = section(text, "Matrices, the worst under current first: SQNR in dB")
+    assert titles.split()[:3] == ["tensor", "as", "shape"]
+    assert {line.split()[1] for line in lines[:1]} == {"grad_output"}  # E5M2 has a bit less
+    assert sorted(line.split()[1] for line in lines) == ["grad_output", "input", "input"] + ["weight"] * 3
+    asked = page({names[0]: random(16, 16)}, tmp_path / "b.safetensors", role="grad_output", recipes=[CURRENT])
+    assert "What each recipe would do to 1 matrix as grad_output" in asked
+    assert section(asked, "Matrices")[0].split()[:2] == ["tensor", "shape"]
+
+
+def test_of_one_recipe_the_role_is_shown_as_well(tmp_path):
+    tensors = {"0:weight.x": random(16, 16), "0:grad_output.x": random(16, 16)}
+    text = page(tensors, tmp_path / "a.safetensors", recipes=[BLOCKWISE])
+    titles, *lines = section(text, "Matrices, the worst under blockwise first")
+    assert titles.split()[:5] == ["tensor", "as", "shape", "SQNR", "dB"]
+    assert {line.split()[1] for line in lines} == {"weight", "grad_output"}
+
+
 def test_top_is_how_many_rows_a_table_has(tmp_path):
     tensors = {f"w{i}": random(16, 16, seed=i) for i in range(9)} | {f"v{i}": random(16) for i in range(9)}
     tensors |= {f"n{i}": torch.full((2,), math.nan) for i in range(9)}

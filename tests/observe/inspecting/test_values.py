@@ -156,7 +156,7 @@ def test_recipes_with_the_same_rule_are_tried_once(tmp_path):
             ("current", ("delayed", "static")), ("rowwise", ()), ("blockwise", ()), ("mxfp8", ()), ("mxfp8-ocp", ()),
         ]  # fmt: skip
         assert {name for rule in found for name in (rule.name, *rule.same)} == set(CATALOG)
-    assert rules["grad_output"][0].operand.fmt.name == "E5M2"
+    assert rules["grad_output"][0].operands["grad_output"].fmt.name == "E5M2"
     [rule] = inspect(open_checkpoint(path), recipes=[ROWWISE]).rules
     assert rule.name == "rowwise"
 

@@ -186,10 +186,26 @@ def test_a_dump_says_what_it_is_and_inspect_tells(tmp_path):
     said = (
         "A dump of narrowgauge: step 1 of rank 0, plain layers by current. Of each of 2 sites it has the tensor (.x), "
         "its codes (.codes) and their scale (.scale): 1 in E4M3FN, one scale per tensor; 1 in E5M2, one scale per "
-        "tensor. `--role`"
+        "tensor. The recipes see each .x as the operand that its name says, unless `--role` says another."
     )
-    assert seen.checkpoint.notes[0].startswith(said)
+    assert seen.checkpoint.notes[0] == said
     assert "A dump of narrowgauge" in plain(seen)
+
+
+def test_inspect_looks_at_a_dump_as_it_was_quantized(tmp_path):
+    follow(tmp_path, table(["4"]), judge="current")
+    dumped = read(tmp_path, 1)
+    seen = inspect(open_checkpoint(tmp_path / "out" / "dumps" / "step00000001-rank0.safetensors"))
+    rows = {row.entry.name.removesuffix(".x"): row for row in seen.of("matrix")}
+    assert {name: row.role for name, row in rows.items()} == {
+        "4:input": "input", "4:input@1": "input", "4:weight": "weight",
+        "4:grad_output": "grad_output", "4:grad_output@1": "grad_output",
+    }  # fmt: skip
+    for name, row in rows.items():
+        x = dumped[f"{name}.x"].double()
+        error = x - dumped[f"{name}.codes"].double() * dumped[f"{name}.scale"].double()
+        sqnr = 10 * torch.log10(x.square().sum() / error.square().sum())
+        assert row.became["current"]["sqnr_db"] == pytest.approx(sqnr.item(), abs=1e-4), name
 
 
 @pytest.mark.parametrize(

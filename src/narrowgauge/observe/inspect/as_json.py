@@ -13,7 +13,7 @@ from typing import Any
 from narrowgauge.observe.inspect.inspection import Inspection, Looked
 from narrowgauge.observe.inspect.scales import one_per
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def as_json(seen: Inspection) -> str:
@@ -26,13 +26,18 @@ def as_json(seen: Inspection) -> str:
         "looked_at": len(seen.rows),
         "parameters": seen.parameters,
         "dtypes": seen.dtypes,
-        "role": seen.role,
+        "roles": list(seen.roles),
         "recipes": {
             rule.name: {
                 "same": list(rule.same),
-                "format": rule.operand.fmt.name,
-                "one_per": one_per(rule.operand.granularity),
-                "scaling": rule.operand.scaling.name,
+                "operands": {
+                    role: {
+                        "format": operand.fmt.name,
+                        "one_per": one_per(operand.granularity),
+                        "scaling": operand.scaling.name,
+                    }
+                    for role, operand in rule.operands.items()
+                },
             }
             for rule in seen.rules
         },
@@ -49,6 +54,7 @@ def _row(row: Looked) -> dict[str, Any]:
     entry = row.entry
     about = {"name": entry.name, "kind": row.kind, "shape": list(entry.shape), "dtype": entry.dtype}
     optional = {
+        "role": row.role,
         "optimizer": entry.optimizer,
         "note": row.note,
         "metrics": row.own,

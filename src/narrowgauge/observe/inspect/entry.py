@@ -6,6 +6,7 @@ open -> entries (from headers)    read(name) -> one tensor    the tensor is drop
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+# `SITE.x` of a dump, and `SITE@1.x` of a further microbatch; a site is `module:role`.
+_DUMPED = re.compile(r":(input|weight|grad_output)(?:@\d+)?\.x")
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,17 @@ class Checkpoint(Protocol):
 def word(dtype: torch.dtype) -> str:
     """A dtype without its package: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def role_in(name: str) -> str:
+    """As which operand a tensor was dumped, by its name; "" if the name does not say.
+
+    >>> role_in("blocks.3.up:grad_output@1.x"), role_in("blocks.3.up.weight")
+    ('grad_output', '')
+    """
+    _, colon, rest = name.rpartition(":")
+    found = _DUMPED.fullmatch(colon + rest)
+    return found[1] if found else ""
 
 
 def names_an_optimizer(name: str) -> bool:

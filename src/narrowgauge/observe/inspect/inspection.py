@@ -10,7 +10,7 @@ tied, empty, skipped    the memory of another name; no elements; integers and wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -22,20 +22,21 @@ from narrowgauge.compute.quant.dtypes import TORCH_DTYPES
 from narrowgauge.compute.recipes import CATALOG, ROLES, Operand, Recipe
 from narrowgauge.errors import UsageError, nearest
 from narrowgauge.observe.inspect import scales, walk
-from narrowgauge.observe.inspect.entry import Checkpoint, Entry, word
+from narrowgauge.observe.inspect.entry import Checkpoint, Entry, role_in, word
 from narrowgauge.observe.inspect.ranking import Judgement, best, judge, order
 
 MEASURED = ("float64", "float32", "float16", "bfloat16")
 CODES = tuple(word(dtype) for dtype in TORCH_DTYPES.values())
+USUAL = "weight"  # what a file of a model holds
 Progress = Callable[[Entry], None]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a recipe does to a role, and the recipes that do the same to it."""
+    """What a recipe does to each role that a file has, and the recipes that do the same to all of them."""
 
     name: str
-    operand: Operand
+    operands: Mapping[str, Operand]
     same: tuple[str, ...] = ()
 
 
@@ -46,6 +47,7 @@ class Looked:
     Args:
         entry: what it is called, and what the file says of it.
         kind: see above.
+        role: as which operand a matrix was looked at.
         own: its own metrics; of codes, those of the numbers that they stand for.
         became: recipe -> what it would make of the tensor.
         judged: recipe -> how well.
@@ -56,6 +58,7 @@ class Looked:
 
     entry: Entry
     kind: str
+    role: str = ""
     own: dict[str, Any] = field(default_factory=dict)
     became: dict[str, dict[str, Any]] = field(default_factory=dict)
     judged: dict[str, Judgement] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class Inspection:
 
     Args:
         checkpoint: the file.
-        role: as which operand its matrices were looked at.
+        roles: as which operands its matrices were looked at; without matrices, as which they would have been.
         rules: the recipes, each rule once.
         rows: the tensors that were looked at, in the file's order.
         parameters: elements of the model's floating-point tensors in the whole file, tied ones once; no scales, no
@@ -83,7 +86,7 @@ class Inspection:
     """
 
     checkpoint: Checkpoint
-    role: str
+    roles: tuple[str, ...]
     rules: tuple[Rule, ...]
     rows: tuple[Looked, ...]
     parameters: int
@@ -97,11 +100,10 @@ class Inspection:
         """How many tensors of each dtype the file has, the most frequent first."""
         return dict(Counter(entry.dtype for entry in self.checkpoint.entries).most_common())
 
-    def worst(self, rule: str) -> tuple[Looked, ...]:
-        """The matrices, those that a recipe hurts most first."""
-        return tuple(
-            sorted(self.of("matrix"), key=lambda row: order(row.judged[rule], row.became[rule], row.entry.name))
-        )
+    def worst(self, rule: str, role: str = "") -> tuple[Looked, ...]:
+        """The matrices, or those that were looked at as one role; those that a recipe hurts most first."""
+        rows = [row for row in self.of("matrix") if role in ("", row.role)]
+        return tuple(sorted(rows, key=lambda row: order(row.judged[rule], row.became[rule], row.entry.name)))
 
     def not_finite(self) -> tuple[Looked, ...]:
         """The tensors with NaN or Inf, those with most first."""
@@ -112,7 +114,7 @@ def inspect(
     checkpoint: Checkpoint,
     *,
     recipes: Sequence[Recipe] = tuple(CATALOG.values()),
-    role: str = "weight",
+    role: str | None = None,
     only: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Inspection:
@@ -120,41 +122,51 @@ def inspect(
 
     Args:
         checkpoint: from `open_checkpoint`.
-        recipes: what to try; those that treat the role alike are tried once.
-        role: as which operand: "weight", "input" or "grad_output".
+        recipes: what to try; those that treat the roles alike are tried once.
+        role: as which operand: "weight", "input" or "grad_output". Without it, what the name of a dumped tensor says,
+            and of every other "weight".
         only: globs on names, or on what a name begins with up to a dot; none for all.
         progress: called before each tensor.
 
     Raises:
         UsageError: no such role, no recipe, a glob that matches nothing.
     """
-    rules = distinct(recipes, role)
     scale_for = _scales(checkpoint.entries)
     scale_names = set(scale_for.values())
     chosen = _chosen(checkpoint, only)
     names = {entry.name for entry in chosen}
+    kind = {entry.name: _kind(entry, names, scale_names) for entry in chosen}
+    role_of = {entry.name: role or role_in(entry.name) or USUAL for entry in chosen if kind[entry.name] == "matrix"}
+    found = {*role_of.values()} or {role or USUAL}
+    roles = tuple(sorted(found, key=lambda role: (*ROLES, role).index(role)))
+    rules = distinct(recipes, roles)
     rows = []
     for entry in chosen:
         if progress is not None:
             progress(entry)
-        rows.append(_look(checkpoint, entry, _kind(entry, names, scale_names), rules, scale_for.get(entry.name, "")))
+        scale, of_role = scale_for.get(entry.name, ""), role_of.get(entry.name, "")
+        rows.append(_look(checkpoint, entry, kind[entry.name], of_role, rules, scale))
     everything = {entry.name for entry in checkpoint.entries}
     kinds = [(entry, _kind(entry, everything, scale_names)) for entry in checkpoint.entries]
     parameters = sum(e.numel for e, kind in kinds if kind in ("matrix", "vector", "codes") and not e.optimizer)
-    return Inspection(checkpoint, role, rules, tuple(rows), parameters)
+    return Inspection(checkpoint, roles, rules, tuple(rows), parameters)
 
 
-def distinct(recipes: Sequence[Recipe], role: str) -> tuple[Rule, ...]:
-    """Each rule for a role once, under the name of the first recipe that has it."""
-    if role not in ROLES:
-        raise UsageError(f"there is no role {role!r} that a recipe quantizes; {nearest(role, ROLES)}")
+def distinct(recipes: Sequence[Recipe], roles: Collection[str]) -> tuple[Rule, ...]:
+    """Each rule for these roles once, under the name of the first recipe that has it."""
+    for role in roles:
+        if role not in ROLES:
+            raise UsageError(f"there is no role {role!r} that a recipe quantizes; {nearest(role, ROLES)}")
     if not recipes:
         raise UsageError("no recipe was given; expected at least one, such as recipes.CURRENT.")
-    found: dict[Operand, list[str]] = {}
+    known = [role for role in ROLES if role in roles]
+    found: dict[tuple[Operand, ...], list[str]] = {}
     for recipe in recipes:
         # A tensor is seen along its last axis; what the transposed copy of it loses is another number.
-        found.setdefault(recipe.uses(role)[0], []).append(recipe.name)
-    return tuple(Rule(first, operand, tuple(same)) for operand, (first, *same) in found.items())
+        found.setdefault(tuple(recipe.uses(role)[0] for role in known), []).append(recipe.name)
+    return tuple(
+        Rule(first, dict(zip(known, operands, strict=True)), tuple(same)) for operands, (first, *same) in found.items()
+    )
 
 
 def _chosen(checkpoint: Checkpoint, only: Sequence[str]) -> list[Entry]:
@@ -195,7 +207,7 @@ def _kind(entry: Entry, chosen: set[str], scale_names: set[str]) -> str:
     return "matrix" if len(entry.shape) > 1 and not entry.optimizer else "vector"
 
 
-def _look(checkpoint: Checkpoint, entry: Entry, kind: str, rules: Sequence[Rule], scale: str) -> Looked:
+def _look(checkpoint: Checkpoint, entry: Entry, kind: str, role: str, rules: Sequence[Rule], scale: str) -> Looked:
     if kind in ("tied", "empty", "skipped"):
         note = {"tied": f"it is {entry.tied_to}", "empty": "", "skipped": entry.why_not or f"it is {entry.dtype}"}
         return Looked(entry, kind, note=note[kind])
@@ -203,12 +215,12 @@ def _look(checkpoint: Checkpoint, entry: Entry, kind: str, rules: Sequence[Rule]
     if kind == "codes":
         return _decoded(entry, x, checkpoint.read(scale) if scale else None, scale)
     if kind != "matrix":
-        return Looked(entry, kind, walk.plainly(scales.as_float(x) if kind == "scale" else x))
-    own, became = walk.what_if(x, {rule.name: rule.operand for rule in rules})
+        return Looked(entry, kind, own=walk.plainly(scales.as_float(x) if kind == "scale" else x))
+    own, became = walk.what_if(x, {rule.name: rule.operands[role] for rule in rules})
     judged = {name: judge(numbers) for name, numbers in became.items()}
     # A granule that holds a NaN is poisoned by every recipe, and what the others keep is no recommendation.
     broken = own["nan_count"] or own["inf_count"]
-    return Looked(entry, kind, own, became, judged, "" if broken else best(judged, became))
+    return Looked(entry, kind, role, own, became, judged, "" if broken else best(judged, became))
 
 
 def _decoded(entry: Entry, x: Tensor, scale: Tensor | None, name: str) -> Looked:
@@ -220,7 +232,7 @@ def _decoded(entry: Entry, x: Tensor, scale: Tensor | None, name: str) -> Looked
     assert q is not None  # one scale for all always fits
     own, facts = walk.decoded(q)
     about = {"format": q.fmt.name, "scale": name, "one_per": scales.one_per(q.granularity) if name else ""}
-    return Looked(entry, "codes", own, codes=about | facts, note=note)
+    return Looked(entry, "codes", own=own, codes=about | facts, note=note)
 
 
 def _shape(x: Tensor | None) -> list[int]:

@@ -44,7 +44,7 @@ def page(seen: Inspection, top: int = 20) -> RenderableType:
     parts: list[RenderableType] = [Text(first_line(seen), style="bold")]
     for title, table in (
         _not_finite(seen, top),
-        _recipes(seen),
+        *(_recipes(seen, role) for role in seen.roles),
         _matrices(seen, top),
         _codes(seen, top),
         _vectors(seen, top),
@@ -83,35 +83,39 @@ def _not_finite(seen: Inspection, top: int) -> tuple[str, Names]:
     return title, Names(("tensor", "shape", "NaN", "Inf", "of"), cells)
 
 
-def _recipes(seen: Inspection) -> tuple[str, Names]:
-    """One line per rule, with the numbers of its worst tensor."""
+def _recipes(seen: Inspection, role: str) -> tuple[str, Names]:
+    """One line per rule, with the numbers of its worst tensor of a role."""
     cells = []
     for rule in seen.rules:
-        rows = seen.worst(rule.name)
+        rows = seen.worst(rule.name, role)
         if not rows:
             continue
         trouble = sum(row.judged[rule.name].sign is not None for row in rows)
         median = db(_median([row.became[rule.name]["sqnr_db"] for row in rows]))
-        per = one_per(rule.operand.granularity)
+        per = one_per(rule.operands[role].granularity)
         worst = [_cell(rows[0], rule.name, title) for title in WORST]
         cells.append([rule.name, per, median, f"{trouble}!" if trouble else "0", *worst])
     titles = ("recipe", "scale per", "median dB", "trouble", *(f"{WORST_OF} {WORST[0]}", *WORST[1:]))
-    matrices = many(len(seen.of("matrix")), "matrix", "matrices")
-    return f"What each recipe would do to {matrices} as {seen.role}", Names(titles, cells)
+    matrices = many(sum(row.role == role for row in seen.of("matrix")), "matrix", "matrices")
+    return f"What each recipe would do to {matrices} as {role}", Names(titles, cells)
 
 
 def _matrices(seen: Inspection, top: int) -> tuple[str, Names]:
     names = [rule.name for rule in seen.rules]
-    rows = seen.worst(names[0])
-    title = f"Matrices, the worst under {names[0]} first{_of(len(rows), top)}"
+    every = seen.worst(names[0])
+    rows = every[:top]
+    title = f"Matrices, the worst under {names[0]} first{_of(len(every), top)}"
+    several = len(seen.roles) > 1
+    about = [[_name(row), *([row.role] if several else []), _shape(row)] for row in rows]
+    titles = ("tensor", *(["as"] if several else []), "shape")
     if len(names) == 1:
-        cells = [[_name(row), _shape(row), *(_cell(row, names[0], t) for t in NUMBERS)] for row in rows[:top]]
-        return title, Names(("tensor", "shape", *NUMBERS), cells)
+        cells = [[*front, *(_cell(row, names[0], t) for t in NUMBERS)] for front, row in zip(about, rows, strict=True)]
+        return title, Names((*titles, *NUMBERS), cells)
     cells = [
-        [_name(row), _shape(row), *(_cell(row, name, "SQNR dB") for name in names), row.best or words.NONE]
-        for row in rows[:top]
+        [*front, *(_cell(row, name, "SQNR dB") for name in names), row.best or words.NONE]
+        for front, row in zip(about, rows, strict=True)
     ]
-    return f"{title}: SQNR in dB", Names(("tensor", "shape", *names, "best"), cells)
+    return f"{title}: SQNR in dB", Names((*titles, *names, "best"), cells)
 
 
 def _codes(seen: Inspection, top: int) -> tuple[str, Names]:
@@ -157,7 +161,7 @@ def _notes(seen: Inspection) -> Iterator[str]:
     if left := len(seen.checkpoint.entries) - len(seen.rows):
         yield f"Looked at {many(len(seen.rows), 'tensor')}, as --only says; {left} more are in the file."
     yield from seen.checkpoint.notes
-    matrices = [row for row in seen.of("matrix") if len(row.entry.shape) == 2 and seen.role == "weight"]
+    matrices = [row for row in seen.of("matrix") if len(row.entry.shape) == 2 and row.role == "weight"]
     if odd := [row for row in matrices if any(side % SIDE for side in row.entry.shape)]:
         yield f"A side is no multiple of {SIDE}, so no FP8 unit takes it: {_some(odd)}."
     for kind, said in (

@@ -100,5 +100,5 @@ def said_of_dump(metadata: Mapping[str, str]) -> tuple[str, ...]:
     return (
         f"A dump of narrowgauge: step {metadata.get('step')} of rank {metadata.get('rank')}{''.join(how)}. Of each of "
         f"{len(sites)} sites it has the tensor (.x), its codes (.codes) and their scale (.scale): {codes}. "
-        "`--role` says as which operand the recipes see .x.",
+        "The recipes see each .x as the operand that its name says, unless `--role` says another.",
     )

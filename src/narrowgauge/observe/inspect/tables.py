@@ -19,7 +19,7 @@ from narrowgauge.observe.report import words
 
 GAP = 2
 LEAST = 12  # columns that a name keeps however little room there is
-LEFT = ("shape", "best", "recipe", "format", "scale per")  # columns of words; numbers stand to the right
+LEFT = ("as", "shape", "best", "recipe", "format", "scale per")  # columns of words; numbers stand to the right
 
 
 @dataclass(frozen=True)
