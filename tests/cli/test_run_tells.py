@@ -2,12 +2,19 @@
 
 import json
 
-from narrowgauge.cli.run import not_found, what_came_of_it
+from narrowgauge.cli.run import not_found, unrecorded, what_came_of_it
 
 
 def test_what_was_not_found_is_told_as_the_run_says_it(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"meta": {"not_found": ["No loss was found."]}}))
     assert not_found(tmp_path) == ["No loss was found."]
+
+
+def test_that_no_step_was_recorded_is_told_as_the_run_says_it(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"meta": {"unrecorded": "No tensor was recorded."}}))
+    assert unrecorded(tmp_path) == ["No tensor was recorded."]
+    (tmp_path / "run.json").write_text(json.dumps({"meta": {"unrecorded": ""}}))
+    assert unrecorded(tmp_path) == []
 
 
 def test_without_facts_nothing_is_told(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,7 +65,7 @@ def run_command(
         raise
     for told in unmet(folder):
         click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
-    for missing in not_found(folder):
+    for missing in (*not_found(folder), *unrecorded(folder)):
         click.echo(f"narrowgauge: {missing}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)
     if code:
@@ -77,20 +78,27 @@ def run_command(
 
 def not_found(folder: Path) -> list[str]:
     """What a program that trains has and no rank found, in the words of the first: the loss may be another stage's."""
-    first, *others = [_not_found(path) for path in (folder / "run.json", *sorted(folder.glob("run.rank*.json")))]
-    also = [{_what(missing) for missing in found} for found in others if found is not None]
+    first, *others = [_facts(path).get("not_found") for path in (folder / "run.json", *folder.glob("run.rank*.json"))]
+    also = [
+        {_what(missing) for missing in found} for found in others if found is not None
+    ]  # or it ended without a word
     return [missing for missing in first or () if all(_what(missing) in found for found in also)]
 
 
-def _not_found(manifest: Path) -> list[str] | None:
-    """What one rank says; None if it ended without a word."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
-        return list(json.loads(manifest.read_text())["meta"]["not_found"])
-    return None
-
-
 def _what(missing: str) -> str:
-    return missing.partition(":")[0]
+    return str(missing).partition(":")[0]
+
+
+def unrecorded(folder: Path) -> list[str]:
+    """That a program ended before its first recorded step, in one sentence; none if it did not."""
+    return list(filter(None, [_facts(folder / "run.json").get("unrecorded")]))
+
+
+def _facts(manifest: Path) -> dict[str, Any]:
+    """What one rank's session learned; nothing without."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+        return dict(json.loads(manifest.read_text())["meta"])
+    return {}
 
 
 def what_came_of_it(folder: Path, code: int) -> str:

@@ -37,6 +37,7 @@ from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.selection.too_few import too_few
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
@@ -195,6 +196,9 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
+        few = self.roots.taken and too_few(
+            self._plan, self.recorder.selection, steps.ledger.steps, conversions.observed
+        )
         return {
             **self.roots.facts(),
             "steps": steps.ledger.steps,
@@ -218,9 +222,10 @@ class Session:
                 *self.plain.notes,
                 *self.ranks.notes,
                 *self.recorder.notes,
-                *filter(None, [host.why_not()]),
+                *filter(None, [few, host.why_not()]),
             ],
             "judged_by": self._plan.judge,
+            "unrecorded": few or "",
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),

@@ -39,6 +39,7 @@ class Conversions:
         self._kept: list[foreign.Kept] = []
         self._idle: list[str] = []  # switches that did nothing
         self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
+        self.observed = False  # layers that are converted are looked at
         self.notes: list[str] = []
 
     def convert(self, model: nn.Module, prefix: str, *, shares: bool, whole: Callable[[], bool]) -> None:
@@ -102,6 +103,7 @@ class Conversions:
         for state in states:
             if state.observer is None:  # or else it is a layer of another model, too, and has its name from there
                 state.observer = self._recorder.under(prefix)
+                self.observed = True
                 self._layers[named(prefix, state.name)] = state
 
     def _converted(self, model: nn.Module, *, beside: bool) -> ConversionReport:

@@ -58,6 +58,11 @@ class SiteGlobs:
             known = self._modules[module] = any(self._chosen(module, role) for role in ROLES)
         return known
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be selected, whatever a program has."""
+        return "*" in self._out
+
     def unmatched(self) -> list[str]:
         """One sentence for each glob that matched nothing that was asked for, or that all leave nothing; if any was."""
         seen = list(dict.fromkeys([*self._modules, *(module for module, _ in self._asked)]))

@@ -32,6 +32,9 @@ class Selection:
     Args:
         watch: the `[watch]` table as plain data; an empty one selects everything.
         every: the cadence, in steps.
+
+    Attributes:
+        first: the first step that was recorded, or was to be if it did not end; None without one.
     """
 
     def __init__(self, watch: Mapping[str, Any], every: int) -> None:
@@ -43,6 +46,7 @@ class Selection:
         self.metrics = frozenset(name for name in COLUMNS if any(fnmatchcase(name, glob) for glob in globs))
         self._named = [name for name in globs if name in COLUMNS]
         self.turns = Turns()
+        self.first: int | None = None
         self.paused = False  # an optimizer tries something: nothing is looked at
         self._found: set[str] = set()
         self._recorded = self._steps = 0
@@ -54,6 +58,8 @@ class Selection:
         regular = step % self._every == 0 and step in self._ranges
         due = alone or (self.turns.recorded(step, regular) and step in self._ranges)
         self._steps, self._recorded = step, self._recorded + due
+        if due and self.first is None:
+            self.first = step
         return due
 
     def columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
