@@ -126,6 +126,8 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[watch]\nsteps = '9-5'", "FILE:2: watch.steps[0]: '9-5' ends before it begins; expected \"5-9\"."),
         ("[watch]\nsteps = ['1', 'x']", 'FILE:2: watch.steps[1]: \'x\' is no range of steps; expected "7", "0-100" or'),
         ("[watch]\nsteps = -3", "FILE:2: watch.steps[0]: -3 is no range of steps"),
+        ("[watch]\nsteps = ['1', 0]", "FILE:2: watch.steps[1]: 0 has no step: they are counted from 1."),
+        ("[[dump]]\nsites = ['a']\nsteps = '0-0'", "FILE:3: dump[0].steps[0]: '0-0' has no step"),
         ("[watch]\nsteps = true", "FILE:2: watch.steps[0]: True is no range of steps"),
         ("[convert]\nbackend = 'fuse'", "FILE:2: convert.backend: no backend is called 'fuse'; did you mean 'fused'?"),
         ("[convert]\nskip = 'x'", "FILE:2: convert.skip is 'x'; expected a list: [\"x\"]."),

@@ -18,6 +18,12 @@ def test_what_is_no_range(text):
         parse(text)
 
 
+@pytest.mark.parametrize("text", [0, "0", "0-0"])
+def test_steps_are_counted_from_1(text):
+    with pytest.raises(ValueError, match=f"^{text!r} has no step: they are counted from 1$"):
+        parse(text)
+
+
 def test_steps_of_ranges():
     steps = StepRanges([[0, 2], [5, 5], [8, None]])
     assert [step for step in range(12) if step in steps] == [0, 1, 2, 5, 8, 9, 10, 11]

@@ -62,7 +62,7 @@ everything. An empty list that would choose everything in `[[high]]` or `[[dump]
 metrics a program has is known only when it runs: what matched nothing is told on stderr when it ends, and stands in
 the run's notes. A glob of `[convert]` or `[[high]]` that matches nothing ends the program before its first step.
 
-**Steps** are counted from 1. A range takes both its ends. Of a range those steps are recorded that `every` divides;
+**Steps** are counted from 1; a range may begin with 0. It takes both its ends. Of a range those steps are recorded that `every` divides;
 a step that is named alone is recorded whatever `every` says. Dumps are of every step of their ranges.
 """
 _AFTER = {

@@ -29,6 +29,8 @@ def parse(text: int | str) -> Span:
     last = first if match[2] is None else int(match[3]) if match[3] else None
     if last is not None and last < first:
         raise ValueError(f'{text!r} ends before it begins; expected "{last}-{first}"')
+    if last == 0:
+        raise ValueError(f"{text!r} has no step: they are counted from 1")
     return first, last
 
 
