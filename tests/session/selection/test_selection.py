@@ -1,12 +1,17 @@
 """The `[watch]` table at work: what is selected is recorded, the rest costs nothing, what is not found is told."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.session import programs
+from tests.session.inline import Writer
 from tests.session.test_attach import follow
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.metrics import OPERAND_COLUMNS, finalize
+from narrowgauge.session.attach import Session
+from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection import selection
 from narrowgauge.session.selection.selection import Selection
 from narrowgauge.session.sites import showing
@@ -126,3 +131,24 @@ def test_a_result_of_a_converted_layer_that_is_not_selected_is_not_recomputed(tm
     _, writer = follow(tmp_path, programs.BASIC, every=1, recipe="current", watch={"sites": ["2:output"]})
     assert checked
     assert {site for _, site in rows(writer)} == {"2:output"}
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("train.py",), "`--convert RECIPE` was not given"),
+        (("ng.watch",), "ng.watch converts nothing; call ng.convert"),
+    ],
+)
+def test_a_table_of_what_to_convert_is_told_where_nothing_is_converted(tmp_path, command, why):
+    plan = Plan("x", str(tmp_path), command, compiling=True, judge="current", convert={"skip": ["0"]})
+    told = [f"convert: the table was not used: {why}."]
+    session = Session(plan, Writer())
+    session.finish()
+    facts = session.facts()
+    assert facts["unmet"] == told
+    assert told[0] in facts["notes"]
+    for more in ({"recipe": "current"}, {"convert": {}}, {"convert": {"high": []}}, {"compiling": False}):
+        session = Session(replace(plan, **more), Writer())
+        session.finish()
+        assert session.facts()["unmet"] == []

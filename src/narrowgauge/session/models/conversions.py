@@ -82,10 +82,17 @@ class Conversions:
     @property
     def unmet(self) -> list[str]:
         """What the settings ask of layers and no layer takes."""
-        if not self._asked or self._switched or self._plan.recipe is not None:
+        if self._plan.recipe is not None:
             return self._idle
+        idle = []
+        if self._plan.compiling and self._plan.convert.keys() - {"high"}:
+            live = self._plan.command == ("ng.watch",)
+            why = "ng.watch converts nothing; call ng.convert" if live else "`--convert RECIPE` was not given"
+            idle.append(f"convert: the table was not used: {why}.")
+        if not self._asked or self._switched:
+            return [*idle, *self._idle]
         whose = "layers that --convert takes to FP8, torchao's and TransformerEngine's"
-        return [f"high matched nothing in this program; it is for {whose}."]
+        return [*idle, f"high matched nothing in this program; it is for {whose}."]
 
     def _hear(self, model: nn.Module, prefix: str) -> None:
         """Look at the layers that the program itself converted, unless somebody does already."""
