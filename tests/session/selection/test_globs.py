@@ -67,3 +67,23 @@ def test_what_was_not_chosen_at_all_is_not_told():
     globs = SiteGlobs("watch.sites")
     globs.reaches("a")
     assert globs.unmatched() == []
+
+
+def test_a_role_that_never_came_is_told_beside_others_that_did():
+    globs = SiteGlobs("watch.sites", ["a"], roles=["input", "grad_output", "output"])
+    assert globs.unmatched() == []  # nobody asked
+    for site in (("a", "input"), ("b", "grad_output"), ("a", "weight")):
+        globs.selects(*site)
+    assert globs.unmatched() == [
+        "watch.roles: 'grad_output' matched nothing in this program.",
+        "watch.roles: 'output' matched nothing in this program; only converted layers have results.",
+    ]
+    globs.selects("a", "output")
+    assert globs.unmatched() == ["watch.roles: 'grad_output' matched nothing in this program."]
+
+
+@pytest.mark.parametrize("roles", [[], ["input", "weight", "grad_output"]])
+def test_roles_that_nobody_chose_are_not_told(roles):
+    globs = SiteGlobs("dump[0].sites", ["a"], roles=roles)
+    globs.selects("a", "input")
+    assert globs.unmatched() == []

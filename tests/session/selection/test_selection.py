@@ -121,6 +121,16 @@ def test_a_selection_that_leaves_nothing_is_told(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("convert", [{"recipe": "current"}, {"judge": "current"}])
+def test_one_of_several_roles_that_cannot_be_is_told(tmp_path, convert):
+    watch = {"roles": ["input", "output"]}
+    session, writer = follow(tmp_path, programs.BASIC, every=4, watch=watch, **convert)
+    plain = "recipe" not in convert
+    assert {site.partition(":")[2] for _, site in rows(writer)} == ({"input"} if plain else {"input", "output"})
+    said = "watch.roles: 'output' matched nothing in this program; only converted layers have results."
+    assert session.facts()["unmet"] == ([said] if plain else [])
+
+
 def test_a_result_of_a_converted_layer_that_is_not_selected_is_not_recomputed(tmp_path, monkeypatch):
     checked = []
     for name in ("sample_rows", "GemmSample"):

@@ -79,7 +79,19 @@ class SiteGlobs:
             told.append(
                 f"{self._table}: its sites and roles together matched nothing in this program; {_there_is(seen)}{only}"
             )
-        return told
+        return [*told, *self._roles_that_never_came()]
+
+    def _roles_that_never_came(self) -> list[str]:
+        """One sentence for each role that was chosen, if others of the choice came and it did not."""
+        came = {role for (_, role), chosen in self._asked.items() if chosen}
+        if not came or self._roles == frozenset(ROLES) or self._roles == frozenset(OPERAND_ROLES):
+            return []  # what a table has that names none
+        return [
+            f"{self._table}.roles: {role!r} matched nothing in this program"
+            + ("." if role in OPERAND_ROLES else "; only converted layers have results.")
+            for role in ROLES
+            if role in self._roles and role not in came
+        ]
 
     def _chosen(self, module: str, role: str) -> bool:
         chosen = not self._in or any(_matches(glob, module, role) for glob in self._in)
