@@ -79,9 +79,8 @@ def run_command(
 def not_found(folder: Path) -> list[str]:
     """What a program that trains has and no rank found, in the words of the first: the loss may be another stage's."""
     first, *others = [_facts(path).get("not_found") for path in (folder / "run.json", *folder.glob("run.rank*.json"))]
-    also = [
-        {_what(missing) for missing in found} for found in others if found is not None
-    ]  # or it ended without a word
+    # A rank that ended without a word says nothing.
+    also = [{_what(missing) for missing in found} for found in others if found is not None]
     return [missing for missing in first or () if all(_what(missing) in found for found in also)]
 
 
