@@ -91,7 +91,10 @@ class Session:
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken, self._deaf)
-        self.updates = Updates(self.steps, probe, self.hearing, self._follows, self.optimizers.in_parts)
+        self.updates = Updates(
+            *(self.steps, probe, self.hearing),
+            *(self._follows, self.optimizers.in_parts, self.optimizers.parameters),
+        )
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
         self.graphs = Graphs(self.steps, self.updates, self.hearing, graphed)
         self.seams = Seams()

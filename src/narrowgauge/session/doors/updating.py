@@ -2,6 +2,7 @@
 
 scaled    torch.amp.GradScaler.scale / .step     the loss before scaling; steps that were skipped
 backward  torch.autograd.backward                the loss (Tensor.backward goes through it)
+zeroed    Optimizer.zero_grad, Module.zero_grad  gradients, before a step was made of them
 clipped   torch.nn.utils.clip_grad_norm_         the gradient norm before clipping, for nothing; what it calls tells,
                                                  as many programs have taken it by name before
 stepped   torch's global optimizer step hooks    the end of a step; a closure is followed as it is called; compiled
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
@@ -37,6 +39,9 @@ class HearsUpdates(Protocol):
 
     def backward_failed(self) -> None:
         """It raised."""
+
+    def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
+        """Those of an optimizer's or a module's parameters were set to zero, or to nothing."""
 
     def gradients_clipped(self, norm: Any, order: float) -> None:
         """Gradients were clipped; `norm`, of that order, is theirs from before."""
@@ -122,7 +127,17 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 
         return run
 
+    def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                updates.gradients_zeroed(self)
+
+        return run
+
     seams.replace(torch.autograd, "backward", backward)
+    seams.replace(Optimizer, "zero_grad", zero_grad)
+    seams.replace(nn.Module, "zero_grad", zero_grad)
     seams.replace(torch.amp.GradScaler, "scale", scale)
     seams.replace(torch.amp.GradScaler, "step", scaler_step)
 

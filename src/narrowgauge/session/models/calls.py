@@ -131,7 +131,7 @@ class Calls:
             raise
         self.training = True
         root.enter_autocast()
-        tokens = 0 if self._steps.paused else self._steps.batches.see((args, kwargs))
+        tokens = 0 if self._steps.paused else self._steps.feed((args, kwargs))
         self._tokens = tokens
         if self._steps.line is not None:
             self._steps.line.tokens += tokens

@@ -88,6 +88,12 @@ class Ledger:
             self.line.tokens = self.line.learned
             self.line.loss, self.line.microbatches = self.line.before
 
+    def begin_anew(self) -> None:
+        """What the open step's microbatches left was thrown away."""
+        if self.line is not None:
+            self.line.loss, self.line.microbatches, self.line.before = None, 0, (None, 0)
+            self.line.tokens = self.line.learned = 0
+
     def stepped(self) -> None:
         """The optimizer stepped (or the gradient scaler chose not to)."""
         if self.line is not None:

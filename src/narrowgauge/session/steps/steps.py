@@ -7,6 +7,8 @@ an optimizer's step (or a gradient scaler that skips it)                        
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from narrowgauge.observe.store import RunWriter
@@ -50,6 +52,8 @@ class Steps:
         self._room = Room()
         self.moved_share = 1.0  # of the weights, that update ratios were measured on
         self.made = True  # an optimizer has stepped: the next forward opens a step
+        self.zeroed = False  # all gradients of the open step's microbatches were set to zero
+        self.thrown_away = 0  # microbatches that no step was made of
 
     @property
     def paused(self) -> bool:
@@ -73,12 +77,20 @@ class Steps:
         if self.made or self.line is None:
             self._open()
 
+    def feed(self, inputs: Any) -> int:
+        """A model is called with gradients and these inputs; returns their tokens."""
+        if self.zeroed and self.line is not None and not self.batches.again(inputs):
+            self.thrown_away += self.line.microbatches
+            self.ledger.begin_anew()
+        self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
+        return self.batches.see(inputs)
+
     def end(self) -> None:
         """An optimizer stepped, or a gradient scaler chose not to."""
         self._moved()
         self._plain.end()
         self.ledger.stepped()
-        self.made = True
+        self.made, self.zeroed = True, False
 
     def settle(self) -> None:
         """A compiled function returned, or must have: weights that an optimizer moved in it are in their place."""

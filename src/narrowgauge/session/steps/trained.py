@@ -47,7 +47,7 @@ class Trained:
 
     def add(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
         """An optimizer was made, `made_with` these parameters if it does not have them any more."""
-        made = _parameters(optimizer) if made_with is None else made_with
+        made = parameters(optimizer) if made_with is None else made_with
         number = id(optimizer)
 
         def gone(known: ReferenceType[Optimizer]) -> None:
@@ -59,9 +59,13 @@ class Trained:
         self._known[number] = ref(optimizer, gone)
         self._asked.clear()
 
+    def parameters(self) -> list[Tensor]:
+        """All that optimizers hold now."""
+        return [p for optimizer in self for p in parameters(optimizer)]
+
     def ids(self) -> set[int]:
         """The ids of all parameters that optimizers hold, or held when they were made."""
-        found = {id(p) for optimizer in self for p in _parameters(optimizer)}
+        found = {id(p) for optimizer in self for p in parameters(optimizer)}
         known = [self._copied, *self._made.values()]
         return found | {at for made in known for at, p in made.items() if p() is not None}
 
@@ -73,13 +77,13 @@ class Trained:
         if module in self._asked:
             return False
         self._asked.add(module)
-        copied = copies_of(module, (p for optimizer in self for p in _parameters(optimizer)))
+        copied = copies_of(module, (p for optimizer in self for p in parameters(optimizer)))
         self._copied.update((id(p), ref(p)) for p in copied)
         return bool(copied)
 
     def mesh(self) -> int | None:
         """The lowest rank of the largest mesh that anything of it lies on; None if nothing lies on one."""
-        spread = [p for optimizer in self for p in _parameters(optimizer) if is_distributed(p)]
+        spread = [p for optimizer in self for p in parameters(optimizer) if is_distributed(p)]
         largest = max(spread, key=mesh_size, default=None)
         return None if largest is None else lowest(largest.device_mesh)  # type: ignore[attr-defined]
 
@@ -88,11 +92,12 @@ class Trained:
         made = self._made.get(id(optimizer))
         if not made or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return False
-        now = _parameters(optimizer)
+        now = parameters(optimizer)
         if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
             return False
         return sum(p.numel() for p in now) < self._elements[id(optimizer)]
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Those that it holds now."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -2,6 +2,7 @@
 
 scale(loss)          a gradient scaler's loss is known before it was scaled
 backward(loss)       one microbatch; if it raises, it was none
+zero_grad()          of all gradients, before a step was made of them: if a call with other data follows, they were none
 clip_grad_norm_      the program's own norm, from before clipping; of several clips since the last step, of all
 optimizer.step       learning rates, norms; the step is made
 scaler.step          made, or skipped
@@ -17,12 +18,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
@@ -30,6 +31,7 @@ from narrowgauge.session.doors.hearing import Hearing, heard
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.ledger import Line
 from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.steps.trained import parameters
 from narrowgauge.session.tensors.norms import Parts, Squares, named, of_norm
 
 MOST_RATES = 16  # parameter groups whose learning rates are told apart
@@ -42,6 +44,7 @@ class Updates:
         steps, probe, hearing: the session's.
         follows: whether an optimizer is one of those that train.
         in_parts: whether other ranks hold more of what it trains.
+        trained: the parameters of all of them.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class Updates:
         hearing: Hearing,
         follows: Callable[[Optimizer], bool] = lambda optimizer: True,
         in_parts: Callable[[Optimizer], bool] = lambda optimizer: False,
+        trained: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
-        self._in_parts = in_parts
+        self._in_parts, self._trained = in_parts, trained
         self._clips: Squares | None = None
         self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
         self._stepping: ReferenceType[Optimizer] | None = None
@@ -119,13 +123,19 @@ class Updates:
 
     @property
     def notes(self) -> list[str]:
-        """What has no loss; empty if everything has, or nothing."""
-        if not self.losses or not self._vectors:
-            return []
-        return [
-            f"Backward was called {self._vectors} of {self.backwards} times on something else than numbers, which has "
-            "no loss: the losses of these steps lack it."
-        ]
+        """What has no loss, or is in no step's; empty if everything has, or nothing."""
+        notes = []
+        if self.losses and self._vectors:
+            notes.append(
+                f"Backward was called {self._vectors} of {self.backwards} times on something else than numbers, which "
+                "has no loss: the losses of these steps lack it."
+            )
+        if thrown := self._steps.thrown_away:
+            notes.append(
+                f"Gradients of {thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero before a "
+                "step was made of them; their losses and tokens are in no step."
+            )
+        return notes
 
     @heard
     def backward_ended(self, loss: Any) -> None:
@@ -152,6 +162,16 @@ class Updates:
         self._scaled, self.hearing.waits = {}, False
         if not self._closure_again:
             self._steps.ledger.take_back()
+
+    @heard
+    def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
+        """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
+        line = self._steps.line
+        if line is None or self._steps.made or not line.microbatches or self._in_closure or inside_backward():
+            return
+        zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
+        if all(p.grad is None or id(p) in zeroed for p in self._trained()):
+            self._clips, self._steps.zeroed = None, True
 
     @heard
     def gradients_clipped(self, norm: Any, order: float) -> None:

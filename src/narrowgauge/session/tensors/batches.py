@@ -28,6 +28,7 @@ class Batches:
         # A storage's address is not used again while somebody holds a weak reference to it.
         self._made: dict[int, StorageWeakRef] = {}
         self._given: set[int] = set()
+        self._last: dict[int, StorageWeakRef] = {}  # what was given last, as far as somebody still has it
         self._unread: set[str] = set()
         self._closed: set[str] = set()
 
@@ -56,7 +57,9 @@ class Batches:
         found = _tensors(inputs)
         if not found:
             self._closed |= {type(x).__name__ for x in tree_leaves(inputs) if hasattr(x, "__dict__")}
-        self._given = before | {a for x in found if (a := _address(x)) is not None}
+        known = {a: x for x in found if (a := _address(x)) is not None}
+        self._last = {a: StorageWeakRef(x.untyped_storage()) for a, x in known.items()}
+        self._given = before | known.keys()
         self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
         tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made]
         self.digest = chain([x for x in tensors if _dense(x)], self.digest)
@@ -70,6 +73,10 @@ class Batches:
             return 0
         ids = next((x for x in batched if not x.is_floating_point() and x.dtype != torch.bool), None)
         return ids.numel() if ids is not None else batched[0].size(0) if batched else len(tensors[:1])
+
+    def again(self, inputs: Any) -> bool:
+        """Whether any of these was among the inputs of the last call."""
+        return any((kept := self._last.get(_address(x) or 0)) and not kept.expired() for x in _tensors(inputs))
 
     def made(self, output: Any) -> None:
         """A model's call returned this. What it only passed through stays data."""

@@ -1,0 +1,128 @@
+"""Gradients that a program throws away are none of the next step's; those that it takes twice are."""
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+from torch.nn import functional as F
+
+
+def batch(step, scale=1.0):
+    return scale * torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+
+def made(seed=0, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, **options)
+
+
+def loss_of(model, x):
+    return F.mse_loss(model(x), x)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "module"])
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_batch_that_is_skipped_is_in_no_step(tmp_path, to_none, whose, clips):
+    """Its gradients are too large, say; several in a row, and one after a microbatch that was good."""
+    wanted = []
+    with followed(tmp_path) as (session, writer):
+        model, optimizer = made()
+        zero = (optimizer if whose == "optimizer" else model).zero_grad
+        for number in range(9):
+            loss = loss_of(model, batch(number, 100.0 if number in (3, 4, 7) else 1.0))
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if norm > 10:
+                zero(set_to_none=to_none)
+                continue
+            wanted.append((loss.item(), norm))
+            optimizer.step()
+            zero(set_to_none=to_none)
+    assert list(writer.column("loss").values()) == pytest.approx([loss for loss, _ in wanted])
+    assert list(writer.column("grad_norm").values()) == pytest.approx([norm for _, norm in wanted])
+    assert set(writer.column("tokens").values()) == {8}
+    assert set(writer.column("microbatches").values()) == {1}
+    (note,) = [note for note in session.facts()["notes"] if "set to zero" in note]
+    assert note.startswith("Gradients of 3 microbatches were")
+
+
+def test_a_second_look_at_the_same_data_is_the_steps_as_well(tmp_path):
+    """As sharpness-aware minimization takes it."""
+    x, losses = batch(0), []
+    with followed(tmp_path) as (session, writer):
+        model, optimizer = made()
+        for again in (False, True):
+            loss = loss_of(model, x)
+            loss.backward()
+            losses.append(loss.item())
+            if not again:
+                optimizer.zero_grad()
+        optimizer.step()
+    assert writer.column("loss") == {1: pytest.approx(sum(losses))}
+    assert session.facts()["notes"] == []
+
+
+def test_gradients_of_one_graph_that_are_taken_one_by_one_are_all_the_steps(tmp_path):
+    """As methods against conflicting gradients take them."""
+    with followed(tmp_path) as (session, writer):
+        model, optimizer = made()
+        y, kept = model(batch(0)), []
+        losses = [y.square().mean(), (y - 1).abs().mean()]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            kept.append([p.grad.clone() for p in model.parameters()])
+        for p, *grads in zip(model.parameters(), *kept, strict=True):
+            p.grad = sum(grads)
+        optimizer.step()
+    assert writer.column("loss") == {1: pytest.approx(sum(loss.item() for loss in losses))}
+    assert writer.column("microbatches") == {1: 2}
+    assert session.facts()["notes"] == []
+
+
+def test_gradients_that_another_optimizer_does_not_set_to_zero_stay(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        critic, first = made(1)
+        actor, second = made(2)
+        a = loss_of(critic, batch(0))
+        a.backward()
+        second.zero_grad()
+        b = loss_of(actor, batch(1))
+        b.backward()
+        first.step()
+        second.step()
+    assert next(iter(writer.column("loss").values())) == pytest.approx((a + b).item())
+    assert session.facts()["notes"] == []
+
+
+def test_an_accumulated_step_and_a_closure_are_as_they_were(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model, optimizer = made()
+        losses = []
+        for number in range(6):
+            if number % 3 == 0:
+                optimizer.zero_grad()
+            loss = loss_of(model, batch(number))
+            loss.backward()
+            losses.append(loss.item())
+            if number % 3 == 2:
+                optimizer.step()
+        slow = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure():
+            slow.zero_grad()
+            loss = loss_of(model, batch(9))
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        slow.step(closure)
+    found = writer.column("loss")
+    assert found[1] == pytest.approx(sum(losses[:3]))
+    assert found[2] == pytest.approx(sum(losses[3:6]))
+    assert found[3] == pytest.approx(losses[6])
+    assert session.facts()["notes"] == []
