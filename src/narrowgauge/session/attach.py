@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, updating
+from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, updating
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.leaving import leave_models_clean
@@ -105,7 +105,7 @@ class Session:
         cuda_graphs.follow(self.seams, self.graphs)
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
-            *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers),
+            *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers, pipelining.follow),
             lambda seams, _: cuda_graphs.follow_transformer_engine(seams, self.graphs),
         ]
         self._open_doors()

@@ -192,3 +192,11 @@ def test_weights_and_their_norms_are_whole(run):
     for before, _, _ in KINDS.values():
         at = scalars["step"].tolist().index(before + 1)
         assert scalars["param_norm"][at] == pytest.approx(norm, rel=0.05)
+
+
+def test_the_runs_in_which_a_pipeline_learns_its_shapes_are_no_training(run):
+    scalars = run.scalars()
+    chosen = scalars["step"] > 3 * STEPS
+    tokens = scalars["tokens"][chosen].tolist()
+    assert len(tokens) == STEPS
+    assert len(set(tokens)) == 1
