@@ -4,7 +4,7 @@ Its graphs are counted by dynamo, with us and without. What layers see is measur
 """
 
 import pytest
-from tests.integrations.watched import Case, Seen, check_logged, check_unharmed, differences
+from tests.integrations.watched import DEVICE, TOLERANCES, Case, Seen, check_logged, check_unharmed, differences
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -16,6 +16,16 @@ WORKS = WorksWith(
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 STEPS, RECORDED = 5, {2, 4}
+# Recorded steps are not compiled. On a CPU they come to the same bits; a GPU's kernels round otherwise in a graph, and
+# where that makes another code of a number, FP8 moves it by a step of its grid.
+SAME = {"logged": 0.0, "rows": TOLERANCES, "converted": TOLERANCES, "losses": 1e-6}
+if DEVICE != "cpu":
+    SAME = {
+        "logged": 1e-3,
+        "rows": {name: min(100 * tolerance, 0.1) for name, tolerance in TOLERANCES.items()},
+        "converted": {"numel": 0.0, "amax": 0.25, "l2": 0.05, "sqnr_db": 0.05},
+        "losses": 1e-2,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +55,7 @@ def recorded(rows):
 
 def test_the_program_is_as_without_us_and_has_as_many_graphs(seen):
     assert seen.plain.code == 0, seen.plain.err
-    check_unharmed(seen)
+    check_unharmed(seen, SAME["logged"])
     assert (seen.watched.said["graphs"], seen.watched.said["breaks"]) == (1, {})
     assert len(seen.watched.said["logged"]) == STEPS
 
@@ -54,11 +64,11 @@ def test_every_tensor_of_a_recorded_step_is_what_it_is_by_hand_without_graphs(se
     want = recorded(seen.case.rows_by_hand())
     assert {step for step, _ in want} == RECORDED
     assert "model.layers.1.mlp.down_proj:grad_output" in {site for _, site in want}
-    assert differences(seen.case.rows(), want) == []
+    assert differences(seen.case.rows(), want, SAME["rows"]) == []
 
 
 def test_loss_norm_and_rate_are_those_that_the_trainer_logs_in_compiled_steps_too(seen):
-    check_logged(seen, seen.watched.said["logged"])
+    check_logged(seen, seen.watched.said["logged"], within=max(SAME["logged"], 1e-5))
 
 
 def test_converted_layers_stay_in_one_graph_and_tell_there_what_they_tell_without(seen, converted):
@@ -71,8 +81,8 @@ def test_converted_layers_stay_in_one_graph_and_tell_there_what_they_tell_withou
     hand, found = recorded(case.rows_by_hand("converted")), case.rows("graphs")
     want = {key: row for key, row in hand.items() if key[1].rpartition(":")[0] in names}
     assert len(want) == len(RECORDED) * len(names) * 3
-    assert differences({key: found[key] for key in found.keys() & want.keys()}, want) == []
+    assert differences({key: found[key] for key in found.keys() & want.keys()}, want, SAME["converted"]) == []
     losses = [[row["loss"] for row in ended.said["logged"]] for ended in (graphs, eager, seen.plain)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=SAME["losses"])
     assert losses[0] == pytest.approx(losses[2], rel=0.02)
     assert losses[0] != losses[2]
