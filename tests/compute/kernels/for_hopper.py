@@ -70,11 +70,11 @@ def casts(dtype, recipes):
             if role == "weight" and rule == recipe.uses("input")[0]:
                 continue
             x = torch.randn(M, K).to(dtype)
-            given, counted = None, None
+            given, counted = None, [None]
             if name == "delayed":
                 one = torch.ones(())
                 given = Given(one, one, torch.zeros(1), torch.zeros(2, dtype=torch.int32))
-                counted = Given(one, one, None, given.scratch)
+                counted = [given, Given(None, one)]
             options = {"shared": recipe.shares(role), "given": given, "amax": None if given else torch.ones(())}
             for wanted in ((rule, turned), (rule, None), (None, turned)):
                 quantize.quantize_both(x, *wanted, **options)
@@ -82,9 +82,10 @@ def casts(dtype, recipes):
                 look = looks.open(f"{name}:{role}", x, rule, 0, turned=wanted[1] is not None)
                 if look is not None:
                     quantize.quantize_both(x, *wanted, **options, look=look)
-            look = looks.open(f"{name}:{role}", x, rule, 0, turned=False)
-            if look is not None:
-                quantize.count(x, rule, look, counted, None if given else torch.ones(()))
+            for scale in counted:
+                look = looks.open(f"{name}:{role}", x, rule, 0, turned=False)
+                if look is not None:
+                    quantize.count(x, rule, look, scale)
     looks.pack()
     amax.amax(torch.randn(M, K).to(dtype))
     result.look_at_result(torch.randn(M, K).to(dtype), torch.zeros(100, dtype=torch.float64))

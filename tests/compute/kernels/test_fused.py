@@ -126,6 +126,18 @@ def test_one_amax_knows_nothing_of_the_one_before():
         assert found == largest or (math.isnan(largest) and found.isnan())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_amaxes_that_share_a_scratch_leave_it_as_it_was(dtype):
+    out, scratch = torch.full((), 7.0, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for n, largest in ((40_000, 3.0), (70_001, math.nan), (1, 0.5), (8192, math.inf), (40_000, 1.0), (0, 0.0)):
+        x = torch.zeros(n, device=DEVICE, dtype=dtype)
+        x[-1:] = -largest
+        found = amax.amax(x, out, scratch)
+        assert found is out
+        assert found == largest or (math.isnan(largest) and found.isnan())
+        assert scratch.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda fmt: fmt.name)
 def test_powers_of_two_beside_every_binade(fmt, margin):

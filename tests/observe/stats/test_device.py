@@ -78,6 +78,27 @@ def test_a_given_scale_is_used_and_its_history_left_alone():
     assert slot.item() == -1
 
 
+@pytest.mark.parametrize("scale", [0.002, 0.0123, float("inf"), 0.0, float("nan")])
+def test_a_scale_that_is_not_stored_is_one_over_its_inverse(scale):
+    x, rule = hard("normal", 35, 131), RULES["tensor"]
+    inverse = torch.tensor(1 / scale if scale else float("inf"), device=DEVICE)
+    want = packed(x, rule, lambda look: count(x, rule, look, Given(inverse.reciprocal(), inverse)))
+    found = packed(x, rule, lambda look: count(x, rule, look, Given(None, inverse)))
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("given", [None, Given(None, torch.tensor(500.0, device=DEVICE))], ids=["own", "given"])
+def test_a_look_is_counted_into_again_and_knows_nothing_of_the_step_before(given):
+    looks, rule = Looks(DEVICE), RULES["tensor"]
+    for step in range(3):
+        x = 10.0**-step * hard("normal", 35, 131)  # ever smaller
+        look = looks.open("m:input", x, rule, 1)
+        count(x, rule, look, given)
+        assert look.scratch.tolist() == [0, 0]
+        torch.testing.assert_close(looks.pack()[1], packed(x, rule, lambda look: count(x, rule, look, given)))  # noqa: B023
+        looks.clear()
+
+
 def test_a_matrix_that_lies_the_other_way_is_not_copied_for_its_amax(monkeypatch):
     x, rule = hard("normal", 131, 35).t(), RULES["tensor"]
     want = packed(x.contiguous(), rule, lambda look: count(x.contiguous(), rule, look))

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from narrowgauge.compute.kernels.fused.watched import looks as room
 from narrowgauge.compute.recipes import CURRENT, ROWWISE
 from narrowgauge.metrics import MOMENTS
-from narrowgauge.observe.stats.held import Held
+from narrowgauge.observe.stats.held import TIMED, Held
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,3 +65,15 @@ def test_without_room_somebody_else_has_to_look(monkeypatch):
     assert not there.judge_there("b:input", "input", x, rule, None)
     assert there.operands(looks)[0] == ["a:input"]
     assert there.results() == ([], None)
+
+
+def test_one_tensor_of_some_is_timed_for_all_of_them_and_in_every_step_another():
+    n = 4 * TIMED
+    timed = []
+    for turn in range(TIMED):
+        there = Held(turn, 0, looks=lambda: pytest.fail("not asked"))
+        found = [at for at in range(n) if there.is_timed()]
+        assert len(found) * TIMED == n
+        timed += found
+    assert timed[0] == 0
+    assert sorted(timed) == list(range(n))

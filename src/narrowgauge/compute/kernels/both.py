@@ -24,15 +24,21 @@ from narrowgauge.compute.recipes import Operand
 class Given:
     """A scale that was not made from the tensor that it is used for: delayed, static.
 
-    `scale` and `inv_scale` are float32 []. `slot`, float32 [1] and negative before it has seen data, takes the largest
-    amax of what is quantized with this scale; a tensor without elements or with a non-finite amax leaves it alone.
+    `scale` and `inv_scale` are float32 []; where no scale is `stored`, it is 1 / inv_scale. `slot`, float32 [1] and
+    negative before it has seen data, takes the largest amax of what is quantized with this scale; a tensor without
+    elements or with a non-finite amax leaves it alone.
     `scratch`, int32 [2], zeros before and after: where the programs of a kernel count themselves.
     """
 
-    scale: Tensor
+    stored: Tensor | None
     inv_scale: Tensor
     slot: Tensor | None = None
     scratch: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """The stored one, or made now."""
+        return self.inv_scale.reciprocal() if self.stored is None else self.stored
 
 
 class Both(NamedTuple):

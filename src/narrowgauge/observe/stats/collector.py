@@ -31,8 +31,8 @@ from narrowgauge.metrics import Site
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.arriving import Arriving, Writer
 from narrowgauge.observe.stats.device import ready
-from narrowgauge.observe.stats.guard import Guard, Marks
-from narrowgauge.observe.stats.held import Held, Table
+from narrowgauge.observe.stats.guard import Guard, Marks, milliseconds
+from narrowgauge.observe.stats.held import TIMED, Held, Table
 from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ _NOTHING = nullcontext()
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels of ours are launched on the current device; a program's layers may lie on several."""
-    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 class Collector:
@@ -69,7 +71,8 @@ class Collector:
 
     Attributes:
         seconds: what watching cost so far. On the CPU the host's time in here; on a GPU, which the host runs ahead of
-            and then waits for, the GPU's own time for what is launched here, known once a step's numbers have arrived.
+            and then waits for, the GPU's own time for what is launched here, known once a step's numbers have arrived;
+            of every eighth tensor, in turn, since asking for the time costs the host as much as launching a kernel.
             What kernels count while they quantize is in their time and not in this.
         failures: how often something went wrong and numbers are missing for it.
         outlet: asked at the end of every watched step with the step and what it left on each device, whether it sees to
@@ -135,7 +138,7 @@ class Collector:
         if x.is_cpu:
             self._here(held.operand, module, role, x, q, moments, amax_ratio)
             return
-        with self._guarded(f"{module}:{role}", x.device, held):
+        with self._sampled(f"{module}:{role}", x.device, held):
             held.operand(_address(module, role), role, x, q, moments, amax_ratio)
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
@@ -152,7 +155,7 @@ class Collector:
         held = self._held_on(x.device)
         if here:
             return self._here(held.judge, module, role, x, rule)
-        with self._guarded(f"{module}:{role}", x.device, held), _current(x.device):
+        with self._sampled(f"{module}:{role}", x.device, held), _current(x.device):
             return held.judge_there(_address(module, role), role, x, rule, given)
         return True  # it went wrong, which is told: nobody else is to look
 
@@ -164,7 +167,7 @@ class Collector:
         if y.is_cpu:
             self._here(held.result, module, role, y, check)
             return
-        with self._guarded(f"{module}:{role}", y.device, held), _current(y.device):
+        with self._sampled(f"{module}:{role}", y.device, held), _current(y.device):
             held.result(_address(module, role), role, y, check)
 
     def _here(
@@ -206,7 +209,7 @@ class Collector:
 
     def account(self, marks: Marks) -> None:
         """Count the time of a device between marks that it has passed."""
-        self.seconds += float(sum(begin.elapsed_time(end) for begin, end in marks)) / 1e3
+        self.seconds += milliseconds(marks) / 1e3
 
     def flush(self) -> None:
         """End the open step and wait until everything watched is with the writer."""
@@ -242,6 +245,11 @@ class Collector:
 
     def _guarded(self, site: str | None, device: torch.device | None = None, held: Held | None = None) -> Guard:
         return Guard(self._spent, partial(self._failed, site), device, held.marks if held else None)
+
+    def _sampled(self, site: str, device: torch.device, held: Held) -> Guard:
+        """For one of many, of which some tell the GPU's time for all."""
+        failed = partial(self._failed, site)
+        return Guard(self._spent, failed, device, held.marks, TIMED) if held.is_timed() else Guard(self._spent, failed)
 
     def _spent(self, seconds: float) -> None:
         with self._lock:

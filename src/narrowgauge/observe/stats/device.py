@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.quant import PerTensor
-
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
     from narrowgauge.compute.kernels.fused.watched.looks import Look
@@ -35,7 +33,6 @@ def ready(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@torch.no_grad()
 def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -> None:
     """Fill `look` with what `rule` would make of x_MK, by a scale of its own or by a given one.
 
@@ -46,14 +43,6 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
         given: for one scale per tensor; its `slot` is left alone.
     """
     # Triton is slow to import, and not everywhere.
-    from narrowgauge.compute.kernels.fused import amax, quantize
+    from narrowgauge.compute.kernels.fused import quantize
 
-    own = rule.granularity == PerTensor() and given is None
-    quantize.count(x_MK, rule, look, given, amax.amax(_whole(x_MK)) if own else None)
-
-
-def _whole(x_MK: Tensor) -> Tensor:
-    """The same numbers without gaps, in any order."""
-    if x_MK.is_contiguous():
-        return x_MK
-    return x_MK.t() if x_MK.t().is_contiguous() else x_MK.contiguous()
+    quantize.count(x_MK, rule, look, given)

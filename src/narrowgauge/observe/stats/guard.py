@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-Marks = list[tuple[Any, Any]]  # (begin, end) pairs of CUDA events around the watch's own work
+# CUDA events around the watch's own work, begin and end, and how many times as much they stand for.
+Marks = list[tuple[Any, Any, int]]
+
+
+def milliseconds(marks: Marks) -> float:
+    """What lies between events that the device has passed."""
+    return float(sum(times * begin.elapsed_time(end) for begin, end, times in marks))
 
 
 class Guard:
@@ -22,9 +28,10 @@ class Guard:
         spent: told the host's seconds.
         failed: told an exception.
         device, marks: on a GPU, where events around the work done inside are left.
+        times: how many times as much this work stands for.
     """
 
-    __slots__ = ("_began", "_device", "_event", "_failed", "_marks", "_spent")
+    __slots__ = ("_began", "_device", "_event", "_failed", "_marks", "_spent", "_times")
 
     def __init__(
         self,
@@ -32,10 +39,11 @@ class Guard:
         failed: Callable[[Exception], None],
         device: torch.device | None = None,
         marks: Marks | None = None,
+        times: int = 1,
     ) -> None:
         self._spent, self._failed = spent, failed
         self._device = device if device is not None and device.type == "cuda" else None
-        self._marks = marks
+        self._marks, self._times = marks, times
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
@@ -43,7 +51,7 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         if self._event is not None and self._marks is not None and error is None:
-            self._marks.append((self._event, self._record()))
+            self._marks.append((self._event, self._record(), self._times))
         ours = isinstance(error, Exception)  # not what asks the program to stop
         if ours:
             self._failed(error)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
+TIMED = 8  # tensors, of which one tells how long a GPU works on all
 Table = tuple[list[str], Tensor | None]  # sites and their rows, none if there are none
 
 
@@ -49,7 +49,13 @@ class Held:
         self._results: dict[str, list[Tensor]] = {}
         self._weights: set[str] = set()
         self._turn, self._looks = turn, looks
+        self._met = turn  # so that in every step others are timed
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
+
+    def is_timed(self) -> bool:
+        """Whether the next tensor is; of the first step, the first."""
+        self._met += 1
+        return self._met % TIMED == 1
 
     def look(self, site: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
@@ -93,9 +99,11 @@ class Held:
         """The same on a GPU, whose current device it is."""
         if self._seen(site, role):
             return True
-        look = None
-        with self._lock, suppress(UsageError):  # of more looks than there is room for, the rest is shown
-            look = self._looks().open(site, x, rule, self._turn, turned=False)
+        try:
+            with self._lock:
+                look = self._looks().open(site, x, rule, self._turn, turned=False)
+        except UsageError:  # of more looks than there is room for, the rest is shown
+            return False
         if look is None:
             return False
         try:

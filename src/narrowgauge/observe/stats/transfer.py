@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.metrics import MOMENTS
-from narrowgauge.observe.stats.guard import Marks
+from narrowgauge.observe.stats.guard import Marks, milliseconds
 
 
 @dataclass(frozen=True)
@@ -101,4 +101,4 @@ class Transfer:
 
     def device_seconds(self) -> float:
         """How long the device worked for the watch, as far as events tell; 0 on the CPU. Only once arrived."""
-        return float(sum(begin.elapsed_time(end) for begin, end in self.marks)) / 1e3
+        return milliseconds(self.marks) / 1e3

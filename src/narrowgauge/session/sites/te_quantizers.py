@@ -16,11 +16,12 @@ Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, E8M0_UP, Block, PerTensor, Scaling
-from narrowgauge.formats import E4M3FN, E5M2
+from narrowgauge.formats import E4M3FN, E5M2, Format
 from narrowgauge.session.sites.part import Rule, operand
 
 
@@ -35,10 +36,9 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
         return left_high(role)
     if getattr(quantizer, "with_amax_reduction", False):
         return "TransformerEngine's scales that are reduced over ranks within a step are not known here; not recorded."
-    fmt = E5M2 if "E5M2" in getattr(quantizer.dtype, "name", str(quantizer.dtype)) else E4M3FN
+    fmt = _format(quantizer.dtype)
     if kind == "Float8Quantizer":
-        inv_scale = quantizer.scale.detach().reshape(()).float()
-        return Rule(operand(fmt, PerTensor(), CURRENT, margin), Given(inv_scale.reciprocal(), inv_scale))
+        return Rule(operand(fmt, PerTensor(), CURRENT, margin), Given(None, quantizer.scale.detach().view(()).float()))
     if kind == "Float8CurrentScalingQuantizer":
         return Rule(operand(fmt, PerTensor(), _scaling(quantizer)))
     if kind == "Float8BlockQuantizer":
@@ -64,8 +64,19 @@ def _of_two(by_rows: Any, by_columns: Any, role: str, margin: int) -> Rule | str
 
 
 def _is_high(quantizer: Any) -> bool:
-    held = any(kind.__name__ == "IdentityQuantizer" for kind in type(quantizer).__mro__)
-    return quantizer is None or (held and not hasattr(quantizer, "of"))
+    cls: Any = type(quantizer)
+    return quantizer is None or (_leaves_it(cls) and not hasattr(quantizer, "of"))
+
+
+@lru_cache(64)
+def _leaves_it(cls: Any) -> bool:
+    return any(kind.__name__ == "IdentityQuantizer" for kind in cls.__mro__)
+
+
+@lru_cache(64)
+def _format(dtype: Any) -> Format:
+    """Of a member of TransformerEngine's enumeration, whose names take long to ask for."""
+    return E5M2 if "E5M2" in getattr(dtype, "name", str(dtype)) else E4M3FN
 
 
 def _scaling(quantizer: Any) -> Scaling:

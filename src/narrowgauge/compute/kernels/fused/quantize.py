@@ -89,7 +89,7 @@ def quantize_both(
         return by_reference(x_MK, plain, turned, shared=shared, given=given, amax=amax)
     if kind == TENSOR:
         if amax is None:
-            amax = tensor_amax.amax(x_MK if x_MK.is_contiguous() else x_MK.contiguous())
+            amax = tensor_amax.amax(_whole(x_MK))
         codes, codes_T, scale = cast(x_MK, *looks, amax)
         scale_T = scale
     elif kind == GIVEN:
@@ -104,11 +104,8 @@ def quantize_both(
     return Both(_wrap(codes, scale, rule), _wrap(codes_T, scale_T, rule), amax)
 
 
-def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None, amax: Tensor | None = None) -> None:
-    """Fill `look` with what `rule` would make of x_MK, and make nothing; a given scale's slot is left alone.
-
-    `amax` [] float32 is x's own, for one scale per tensor that is not given.
-    """
+def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -> None:
+    """Fill `look` with what `rule` would make of x_MK, and make nothing; a given scale's slot is left alone."""
     slot = None if given is None else False
     key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(rule), slot, id(look.plan))
     known = _PREPARED.get(key)
@@ -116,11 +113,21 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None, a
         known = _remember(key, _prepare(x_MK, rule, (rule, None), (False, False), slot, look.plan))
     if known.kind == GIVEN:
         assert given is not None  # or it would be of another kind
-        known.cast(x_MK, look, given.scale, given.inv_scale, None, given.scratch)
+        known.cast(x_MK, look, given.stored, given.inv_scale, None, look.scratch)
     elif known.kind == TENSOR:
-        known.cast(x_MK, look, amax)
+        known.cast(x_MK, look, tensor_amax.amax(_whole(x_MK), look.amax, look.scratch))
     else:
         known.cast(x_MK, look)
+
+
+@torch.no_grad()
+def _copied(x_MK: Tensor) -> Tensor:
+    return x_MK.t() if x_MK.t().is_contiguous() else x_MK.contiguous()
+
+
+def _whole(x_MK: Tensor) -> Tensor:
+    """The same numbers without gaps, in any order."""
+    return x_MK if x_MK.is_contiguous() else _copied(x_MK)
 
 
 def _prepare(

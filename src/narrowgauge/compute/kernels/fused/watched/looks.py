@@ -47,7 +47,11 @@ LOOKS = 4096  # headers
 
 @dataclass
 class Look:
-    """One call's place in the room. `sizes` and `choice` are numbers for the kernel, in its order."""
+    """One call's place in the room.
+
+    `own` and `amax`, float32 [], are for the scale and the amax of what is counted and not made. `scratch`, int32 [2],
+    is zeros before and after a kernel that uses it.
+    """
 
     site: str
     plan: Plan
@@ -57,6 +61,9 @@ class Look:
     columns: Tensor
     counts: Tensor
     ratio: Tensor
+    own: Tensor
+    amax: Tensor
+    scratch: Tensor
     words: list[int]
     end: tuple[int, int]  # chunk, and where in it the next look begins
     whole: bool  # one scale for the whole tensor
@@ -146,7 +153,7 @@ class Looks:
         del self._known[order:]
         self._place = self._known[-1].end if self._known else (0, 0)
         at = FIELDS * plan.programs + ERRORS * plan.errors + GROUP * plan.samples
-        doubles = (at + 2) // 2 * 2  # one more for the ratio
+        doubles = (at + 4) // 2 * 2  # three more: the ratio, two numbers, the scratch
         sizes = (2 * plan.segments * plan.lines, 2 * plan.bands * plan.K, COUNTS * plan.samples)
         halves = [pieces(size, 4) * 2 for size in sizes]
         room = self._take(doubles + sum(halves))
@@ -154,12 +161,15 @@ class Looks:
         rows, columns, counts = parts[0].view(torch.float32), parts[1].view(torch.float32), parts[2].view(torch.int32)
         if self._headers is None:
             self._headers = torch.zeros(LOOKS, packing.WORDS, dtype=torch.int64, device=self.device)
+        own, amax = room[at + 1 : at + 2].view(torch.float32).unbind()
+        scratch = room[at + 2 : at + 3].view(torch.int32).zero_()  # somebody else's may have been there
         words = [plan.programs, plan.errors, plan.samples, plan.lines, plan.segments, plan.bands, plan.K, int(whole), 0]
         words += [part.data_ptr() for part in (room, rows, columns, counts)]
         words += [0] * (packing.WORDS - len(words))
         look = Look(
-            "", plan, self._headers[order], room, rows, columns, counts, room[at : at + 1], words, self._place, whole
-        )
+            "", plan, self._headers[order], room, rows, columns, counts, room[at : at + 1], own, amax, scratch, words,
+            self._place, whole,
+        )  # fmt: skip
         self._write(look)
         self._known.append(look)
         return look

@@ -76,9 +76,13 @@ def _watched(
     if SLOT:
         slot_ptr = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if GIVEN:
-        given = tl.load(given_ptr)
+        wanted = tl.load(inv_scale_ptr)
+        if given_ptr is None:
+            given = tl.math.div_rn(1.0, wanted)
+        else:
+            given = tl.load(given_ptr)
         usable = (given > 0) & (given < float("inf"))
-        inv_scale = tl.where(usable, tl.load(inv_scale_ptr), 1.0)
+        inv_scale = tl.where(usable, wanted, 1.0)
         scale = tl.where(usable, given, float("nan"))
     else:
         known = tl.load(amax_ptr + tl.arange(0, 1))
@@ -190,6 +194,10 @@ class _Watched:
             constants, num_warps=4, maxnreg=registers(kind, REGISTERS),
         )  # fmt: skip
 
+    def _number(self, x_MK: Tensor, own: Tensor) -> Tensor:
+        """Where a number [] goes: into the look's own room where there are no codes that it is to go with."""
+        return number(x_MK) if self._plain or self._turned else own
+
 
 class WatchedCast(_Watched):
     """`cast` of all matrices that lie in memory as `x_MK` does."""
@@ -200,7 +208,7 @@ class WatchedCast(_Watched):
     def __call__(self, x_MK: Tensor, look: Look, amax: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """As `tensorwise.cast`, filling `look`."""
         codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
-        scale = number(x_MK)
+        scale = self._number(x_MK, look.own)
         tensors = (x_MK, amax, None, None, codes_MK, codes_KM, scale, None, None, *look.pointers)
         self._launch(tensors, look.numbers)
         return codes_MK, codes_KM, scale
@@ -213,11 +221,17 @@ class WatchedGiven(_Watched):
         super().__init__(x_MK, rule, plan, plain, turned, given=True, seen=seen)
 
     def __call__(
-        self, x_MK: Tensor, look: Look, scale: Tensor, inv_scale: Tensor, slot: Tensor | None, scratch: Tensor | None
+        self,
+        x_MK: Tensor,
+        look: Look,
+        scale: Tensor | None,
+        inv_scale: Tensor,
+        slot: Tensor | None,
+        scratch: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-        """As `tensorwise.cast_given`, filling `look`."""
+        """As `tensorwise.cast_given`, filling `look`; a scale of None is 1 / inv_scale."""
         codes_MK, codes_KM = room(x_MK, self._fmt, self._plain, self._turned)
-        own, amax = number(x_MK), number(x_MK)
+        own, amax = self._number(x_MK, look.own), self._number(x_MK, look.amax)
         if scratch is None:
             scratch = torch.zeros(2, dtype=torch.int32, device=x_MK.device)
         tensors = (x_MK, amax, scale, inv_scale, codes_MK, codes_KM, own, slot, scratch, *look.pointers)
