@@ -3,6 +3,7 @@
 The real ones need a GPU: `benchmarks/gpu_check_transformer_engine.py` holds the same against them.
 """
 
+from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,13 +21,14 @@ from narrowgauge.session.sites.te_quantizers import rule_of
 from narrowgauge.session.sites.transformer_engine import TransformerEngine
 
 MAX = {"kFloat8E4M3": (448.0, torch.float8_e4m3fn, E4M3FN), "kFloat8E5M2": (57344.0, torch.float8_e5m2, E5M2)}
+DType = Enum("DType", [*MAX, "kFloat4E2M1"])
 
 
 class Float8Quantizer:
     """A slot of a delayed scale and of the row of amaxes that is being filled."""
 
     def __init__(self, scale, amax, dtype):
-        self.scale, self.amax, self.dtype = scale, amax, SimpleNamespace(name=dtype)
+        self.scale, self.amax, self.dtype = scale, amax, DType[dtype]
         self.made = []
 
     def __call__(self, x):
@@ -281,7 +283,7 @@ def test_each_expert_has_its_own_scales_and_its_own_rows(splits):
 
 def test_quantizers_without_a_history_are_rules_of_ours():
     def quantizer(kind, **held):
-        return type(kind, (), {"dtype": SimpleNamespace(name="kFloat8E4M3"), **held})()
+        return type(kind, (), {"dtype": DType.kFloat8E4M3, **held})()
 
     current = rule_of(quantizer("Float8CurrentScalingQuantizer", force_pow_2_scales=False), "input", 0)
     assert current.operand == ng.recipes.CURRENT.fprop.a
@@ -300,7 +302,7 @@ def test_quantizers_without_a_history_are_rules_of_ours():
 
 
 def test_what_cannot_be_known_is_named():
-    fp4 = type("NVFP4Quantizer", (), {"dtype": SimpleNamespace(name="kFloat4E2M1")})()
+    fp4 = type("NVFP4Quantizer", (), {"dtype": DType.kFloat4E2M1})()
     assert rule_of(fp4, "input", 0) == (
         "TransformerEngine quantizes the input of some layers by a NVFP4Quantizer, which is not known here; not "
         "recorded."
