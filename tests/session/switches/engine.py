@@ -8,6 +8,7 @@ input by columns. The real one is run by `benchmarks/gpu_check_te_switches.py`.
 
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 ROOT = "transformer_engine.pytorch"
 MAX = 448.0
+DType = Enum("DType", ["kFloat8E4M3"])
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Quantizer(Bottom):
 
 
 class PerTensor(Quantizer):
-    dtype, force_pow_2_scales, amax_epsilon = SimpleNamespace(name="kFloat8E4M3"), False, 0.0
+    dtype, force_pow_2_scales, amax_epsilon = DType.kFloat8E4M3, False, 0.0
 
     def quantize_impl(self, x):
         if not self.rowwise_usage:
