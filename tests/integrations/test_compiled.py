@@ -16,13 +16,13 @@ WORKS = WorksWith(
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 STEPS, RECORDED = 5, {2, 4}
-# Recorded steps are not compiled. On a CPU they come to the same bits; a GPU's kernels round otherwise in a graph, and
-# where that makes another code of a number, FP8 moves it by a step of its grid.
+# Recorded steps are not compiled. On a CPU they come to the same bits; a GPU's kernels round otherwise in a graph. Adam
+# moves a weight as far for a gradient near zero as for any, and FP8 moves by a step of its grid: so rounding grows.
 SAME = {"logged": 0.0, "rows": TOLERANCES, "converted": TOLERANCES, "losses": 1e-6}
 if DEVICE != "cpu":
     SAME = {
         "logged": 1e-3,
-        "rows": {name: min(100 * tolerance, 0.1) for name, tolerance in TOLERANCES.items()},
+        "rows": {"numel": 0.0, "amax": 0.05, "l2": 0.05, "sqnr_db": 0.05},
         "converted": {"numel": 0.0, "amax": 0.25, "l2": 0.25, "sqnr_db": 0.1},
         "losses": 1e-2,
     }

@@ -136,10 +136,11 @@ def test_a_graphed_function_is_called_as_it_was_in_recorded_steps(graphing, tmp_
         for _ in range(4):
             graphed(model(torch.ones(8, 32))).square().mean().backward()
             optimizer.step()
+    assert session.hearing.notes == []
+    assert session.facts()["steps"] == 4
     assert CALLS == ["replay"] * 2
     assert {s for s, _, _ in writer.tensors} == {2, 4}
     assert any(":grad_output" in site and "first" in site for _, sites, _ in writer.tensors for site in sites)
-    assert session.hearing.notes == []
 
 
 def test_an_error_while_graphing_is_the_program_s_and_hooks_come_back(graphing, tmp_path):
