@@ -50,7 +50,8 @@ class Look:
     """One call's place in the room.
 
     `own` and `amax`, float32 [], are for the scale and the amax of what is counted and not made. `scratch`, int32 [2],
-    is zeros before and after a kernel that uses it.
+    is zeros before and after a kernel that uses it; should two streams of a program have met in it, it is so again in
+    the next step.
     """
 
     site: str
@@ -99,6 +100,7 @@ class Looks:
     _place: tuple[int, int] = (0, 0)  # chunk, and how much of it is taken
     _headers: Tensor | None = None
     _neutral: Tensor | None = None
+    _numbers: Tensor | None = None  # own, amax, scratch of each look
     _kept: list[Tensor] = field(default_factory=list)
 
     def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int, turned: bool = True) -> Look | None:
@@ -138,6 +140,8 @@ class Looks:
 
     def clear(self) -> None:
         """Begin the next step."""
+        if self._open and self._numbers is not None:
+            self._numbers.zero_()
         self._open = []
 
     def reserve(self, numbers: int) -> None:
@@ -153,7 +157,7 @@ class Looks:
         del self._known[order:]
         self._place = self._known[-1].end if self._known else (0, 0)
         at = FIELDS * plan.programs + ERRORS * plan.errors + GROUP * plan.samples
-        doubles = (at + 4) // 2 * 2  # three more: the ratio, two numbers, the scratch
+        doubles = (at + 2) // 2 * 2  # one more for the ratio
         sizes = (2 * plan.segments * plan.lines, 2 * plan.bands * plan.K, COUNTS * plan.samples)
         halves = [pieces(size, 4) * 2 for size in sizes]
         room = self._take(doubles + sum(halves))
@@ -161,8 +165,10 @@ class Looks:
         rows, columns, counts = parts[0].view(torch.float32), parts[1].view(torch.float32), parts[2].view(torch.int32)
         if self._headers is None:
             self._headers = torch.zeros(LOOKS, packing.WORDS, dtype=torch.int64, device=self.device)
-        own, amax = room[at + 1 : at + 2].view(torch.float32).unbind()
-        scratch = room[at + 2 : at + 3].view(torch.int32).zero_()  # somebody else's may have been there
+        if self._numbers is None:
+            self._numbers = torch.zeros(LOOKS, 4, device=self.device)
+        own, amax = self._numbers[order, :2].unbind()
+        scratch = self._numbers[order, 2:].view(torch.int32)
         words = [plan.programs, plan.errors, plan.samples, plan.lines, plan.segments, plan.bands, plan.K, int(whole), 0]
         words += [part.data_ptr() for part in (room, rows, columns, counts)]
         words += [0] * (packing.WORDS - len(words))
