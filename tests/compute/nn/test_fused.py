@@ -22,7 +22,7 @@ from narrowgauge.compute.kernels.fused.backend import Fused
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 RECIPES = pytest.mark.parametrize("recipe", [CURRENT, DELAYED, ROWWISE, BLOCKWISE], ids=lambda recipe: recipe.name)
 GPU = DEVICE == "cuda"
-IN, BETWEEN, OUT = 128, 256, 144
+IN, BETWEEN, OUT = 128, 256, 384
 
 
 class Interpreted(Fused):
