@@ -115,10 +115,42 @@ def test_a_backward_of_no_number_beside_losses_is_told(tmp_path):
             y.sum().backward()
             optimizer.step()
     assert list(writer.column("loss")) == [1, 2]
+    assert writer.column("microbatches") == {1: 2, 2: 2}
     assert (
         "Backward was called 2 of 4 times on something else than numbers, which has no loss: the losses of these steps "
         "lack it." in session.facts()["notes"]
     )
+
+
+def test_a_backward_from_a_given_gradient_is_a_microbatch_without_a_loss(tmp_path):
+    """Several before a step, one that fails, and some that are thrown away."""
+
+    def fails(gradient):
+        raise ValueError("a hook of the program's")
+
+    with followed(tmp_path) as (session, writer):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for microbatches in (1, 3):
+            for number in range(microbatches):
+                y = model(torch.full((4, 8), 1.0 + number))
+                y.backward(torch.ones_like(y))
+            y = model(torch.ones(4, 8))
+            y.register_hook(fails)
+            with pytest.raises(ValueError, match="a hook"):
+                y.backward(torch.ones_like(y))
+            optimizer.step()
+        for number in (9, 10):
+            optimizer.zero_grad()
+            y = model(torch.full((4, 8), float(number)))
+            y.backward(torch.ones_like(y))
+        optimizer.step()
+    assert writer.column("microbatches") == {1: 1, 2: 3, 3: 1}
+    assert writer.column("tokens") == {1: 4, 2: 12, 3: 4}
+    assert writer.column("loss") == {}
+    assert session.facts()["not_found"] == ["No loss was found: backward was called on no scalar."]
+    (note,) = session.facts()["notes"]
+    assert note.startswith("Gradients of 1 microbatch were set to zero")
 
 
 def test_the_norm_of_a_clipping_program_is_its_own_from_before(tmp_path):

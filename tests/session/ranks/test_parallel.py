@@ -200,3 +200,4 @@ def test_the_runs_in_which_a_pipeline_learns_its_shapes_are_no_training(run):
     tokens = scalars["tokens"][chosen].tolist()
     assert len(tokens) == STEPS
     assert len(set(tokens)) == 1
+    assert set(scalars["microbatches"][chosen].tolist()) == {2}

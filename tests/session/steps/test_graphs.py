@@ -134,6 +134,24 @@ def test_a_replay_of_a_whole_step_is_a_step(graph, tmp_path, clip):
     assert [note for note in session.facts()["notes"] if note.startswith("The program replays its steps")]
 
 
+def test_a_replay_of_a_backward_from_a_given_gradient_is_a_microbatch(graph, tmp_path):
+    model, _, x, kept = parts()
+
+    def work():
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        optimizer.step()
+
+    with followed(tmp_path) as (session, writer):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        step(model, optimizer, x, kept)
+        g, _ = capture(graph, work)
+        g.replay()
+    assert writer.column("microbatches") == {1: 1, 2: 1}
+    assert list(writer.column("loss")) == [1]
+    assert session.hearing.notes == []
+
+
 def test_a_graph_without_an_optimizer_is_no_step(graph, tmp_path):
     model, _, x, kept = parts()
     with followed(tmp_path) as (session, _):

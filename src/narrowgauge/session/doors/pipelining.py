@@ -1,5 +1,5 @@
 """torch's pipelines: to learn what a stage receives and gives, each is run once, forward and backward, on what happens
-to lie in memory. That is no training.
+to lie in memory. That is no training. And a microbatch goes backward through all stages: it is the last one's.
 
 Source: torch 2.13, torch/distributed/pipelining/stage.py.
 """
@@ -18,14 +18,16 @@ TRIES = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_
 
 
 class Hears(Protocol):
-    """Who hears, and is to hear nothing meanwhile."""
+    """Who hears, and is to hear nothing meanwhile; or to know that a gradient comes from another stage."""
 
     hearing: Hearing
+    staged: int
 
 
 def follow(seams: Seams, updates: Hears) -> bool:
     """Hear nothing of such runs from now on; False if the program has not loaded pipelines yet."""
-    stage = getattr(sys.modules.get(STAGES), "PipelineStage", None)
+    module = sys.modules.get(STAGES)
+    stage = getattr(module, "PipelineStage", None)
     if stage is None:
         return False
 
@@ -36,7 +38,19 @@ def follow(seams: Seams, updates: Hears) -> bool:
 
         return run
 
+    def staged(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            updates.staged += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                updates.staged -= 1
+
+        return run
+
     for name in TRIES:
         if hasattr(stage, name):
             seams.replace(stage, name, tried)
+    if hasattr(module, "stage_backward"):
+        seams.replace(module, "stage_backward", staged)
     return True

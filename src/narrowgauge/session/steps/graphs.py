@@ -31,7 +31,7 @@ class Captured:
     """What a graph does when it is replayed."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []  # held: CUDA would use their room again within the graph
+        self.losses: list[Tensor | None] = []  # held: CUDA would use their room again within the graph
         self.norms: list[Tensor] = []
         self.optimizers: list[ref[Optimizer]] = []
 
@@ -79,8 +79,8 @@ class Graphs:
     def backward_captured(self, loss: Any) -> None:
         """`backward` was called in a capture."""
         loss = loss[0] if isinstance(loss, tuple | list) and len(loss) == 1 else loss
-        if self._open is not None and isinstance(loss, Tensor) and loss.numel() == 1:
-            self._open.losses.append(loss.detach())
+        if self._open is not None:
+            self._open.losses.append(loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None)
 
     def clip_captured(self, norm: Any, order: float) -> None:
         """Gradients were clipped in a capture."""
@@ -113,8 +113,8 @@ class Graphs:
             return
         for loss in captured.losses:
             self._updates.backwards += 1
-            self._updates.losses += 1
-            self._steps.ledger.add_loss(loss)
+            self._updates.losses += loss is not None
+            self._steps.ledger.add_microbatch(loss)
         for norm in captured.norms:
             self._updates.gradients_clipped(norm, 2.0)
         for optimizer in captured.trained():

@@ -38,7 +38,7 @@ class Line:
     recorded: bool = False  # tensors are looked at in this step
     disturbed: bool = False
     away: float = 0.0  # seconds spent on evaluation, probes and watching
-    before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last loss was added
+    before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last one was added
     learned: int = 0  # tokens of those whose backward pass went through
     rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
     rated: set[int] = field(default_factory=set)  # ids of these groups
@@ -73,17 +73,18 @@ class Ledger:
         self.line = Line(self.steps + 1)
         return self.line
 
-    def add_loss(self, loss: Tensor) -> None:
-        """A microbatch's loss, as `backward` got it (unscaled)."""
+    def add_microbatch(self, loss: Tensor | None) -> None:
+        """A microbatch, and its loss as `backward` got it (unscaled), if it has one."""
         if self.line is None:
             return
         self.line.before = self.line.loss, self.line.microbatches
-        loss = loss.detach().to(torch.float32, copy=True).reshape(())
-        self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
         self.line.microbatches += 1
+        if loss is not None:
+            loss = loss.detach().to(torch.float32, copy=True).reshape(())
+            self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
 
     def take_back(self) -> None:
-        """The last loss's backward failed: it was none of the step's, nor was what it was computed from."""
+        """The last microbatch's backward failed: it was none of the step's, nor was what it was computed from."""
         if self.line is not None:
             self.line.tokens = self.line.learned
             self.line.loss, self.line.microbatches = self.line.before

@@ -65,6 +65,7 @@ class Updates:
         self._closure_again = False
         self._stepped_in_backward = False
         self.prepares = 0  # above 0: what steps now only makes its state
+        self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
         self.losses = self._vectors = 0
         self.skipped = 0
@@ -117,9 +118,10 @@ class Updates:
                 first = first.detach().float().reshape(())
             for other in others:
                 first = first + other.detach().to(first).reshape(())
-            self._steps.ledger.add_loss(first)
-        elif tensors:
+            self._steps.ledger.add_microbatch(first)
+        elif tensors and not self.staged:
             self._vectors += 1
+            self._steps.ledger.add_microbatch(None)
 
     @property
     def notes(self) -> list[str]:
