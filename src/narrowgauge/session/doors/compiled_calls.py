@@ -27,6 +27,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.doors.unseen import unseen
+
 _LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
@@ -49,6 +51,7 @@ class CompiledCalls:
         self._lasting: ExitStack = ExitStack()  # undone when they have
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
+        @unseen
         @functools.wraps(self._compile)
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
             if model is None:
@@ -62,6 +65,7 @@ class CompiledCalls:
                 return self._updating(optimizer, compiled)
             return compiled if isinstance(model, nn.Module) else self._followed(model, compiled)
 
+        @unseen
         @functools.wraps(self._compile_in_place)
         def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             self._heard = True
@@ -122,6 +126,7 @@ class CompiledCalls:
         return self if self.listener is not None or self._latest is None else self._latest
 
     def _as_ever(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @unseen
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -140,6 +145,7 @@ class CompiledCalls:
     def _updating(self, optimizer: ref[Optimizer], compiled: Callable[..., Any]) -> Callable[..., Any]:
         """A method of an optimizer's, whose hooks tell the rest of it."""
 
+        @unseen
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
@@ -169,6 +175,7 @@ class CompiledCalls:
                 self.listener.compiled_ended(*told)
 
     def _followed(self, owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @unseen
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             # Traced, it is a part of what is compiled around it.

@@ -19,6 +19,8 @@ from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from narrowgauge.session.doors.unseen import unseen
+
 
 class Seams:
     """What stands in the places of torch's own functions; `close()` leaves torch as it was found."""
@@ -40,8 +42,9 @@ class Seams:
     def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `make(original)` in the place of `owner.name` until closed."""
         original, own = getattr(owner, name), name in vars(owner)
-        ours = make(original)
+        ours = unseen(make(original))
 
+        @unseen
         @functools.wraps(original)
         def seam(*args: Any, **kwargs: Any) -> Any:
             return (ours if self.telling else original)(*args, **kwargs)

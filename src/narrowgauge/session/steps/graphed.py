@@ -18,6 +18,7 @@ from weakref import WeakSet
 from torch import nn
 
 from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.steps.steps import Steps
 
 
@@ -68,6 +69,7 @@ class Graphed:
         return new
 
     def _either(self, old: Callable[..., Any], replay: Callable[..., Any]) -> Callable[..., Any]:
+        @unseen
         @functools.wraps(replay)
         def call(*args: Any, **kwargs: Any) -> Any:
             return (old if self._recording() else replay)(*args, **kwargs)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.ledger import Line
 from narrowgauge.session.steps.steps import Steps
@@ -258,6 +259,7 @@ class Updates:
         self._steps.end()
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        @unseen
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             self._in_closure += 1
