@@ -47,6 +47,18 @@ print("finished")
 dist.destroy_process_group()
 """
 
+WARNS = """
+import warnings, torch
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, category, file, line, *_: print(file, line)
+class Own(torch.optim.SGD):
+    def add_param_group(self, group):
+        warnings.warn("mine", stacklevel=3)
+        super().add_param_group(group)
+for _ in range(2):
+    Own(torch.nn.Linear(2, 2).parameters())
+"""
+
 # Processes that know their ranks from nowhere but their process group.
 SPAWNS = """
 import sys, torch
@@ -235,6 +247,15 @@ def test_an_error_looks_as_without_us(warm_python, tmp_path):
     assert quiet(done.stderr) == plain.stderr + "narrowgauge: the run is in out\n"
     found = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (found["status"], found["meta"]["error"]) == ("failed", "ValueError: the loader is empty")
+
+
+def test_a_warning_names_the_line_that_it_names_without_us(warm_python, tmp_path):
+    """Whichever optimizer it is: the first one is met before there is a session, the second in it."""
+    (tmp_path / "train.py").write_text(WARNS)
+    plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN)
+    done = run(tmp_path, "train.py", warm=warm_python)
+    assert done.stdout == plain.stdout
+    assert plain.stdout.count("sgd.py") == 2
 
 
 def test_a_conversion_that_cannot_be_done_ends_it_in_words(warm_python, tmp_path):

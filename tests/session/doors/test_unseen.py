@@ -56,6 +56,37 @@ def test_warnings_name_the_same_lines(tmp_path):
     assert session.hearing.notes == []
 
 
+def test_a_product_of_the_programs_own_names_who_called_it(tmp_path, monkeypatch):
+    original = F.linear
+
+    def own(x, weight, bias=None):
+        warnings.warn("my own", stacklevel=2)
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", own)
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        weight = nn.Parameter(torch.ones(16, 16))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = weight
+
+            def forward(self, x):
+                return F.linear(x, self.weight)
+
+        model = Model()
+
+        def program():
+            model(torch.ones(8, 16)).sum().backward()
+            optimizer.step()
+
+        told = [told_by(program) for _ in range(2)]
+    assert [name for each in told for _, name, _ in each] == [__file__] * 2
+    assert "(model):input" in writer.tensors[-1][1]
+
+
 def test_a_log_names_the_line_that_called(tmp_path, caplog, monkeypatch):
     def told(x, target):
         logging.getLogger("program").warning("a loss", stacklevel=2)

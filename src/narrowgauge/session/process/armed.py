@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.models.family import Family
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -40,6 +41,7 @@ def arm(plan_path: str) -> None:
     )
 
     def first(original: Callable[..., None]) -> Callable[..., None]:
+        @unseen
         @functools.wraps(original)
         def run(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)

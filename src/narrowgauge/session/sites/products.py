@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.session.doors.hearing import unreal
+from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.convolution import pixels, taps, transposed_taps
 from narrowgauge.session.sites.einsum import turns_of
 from narrowgauge.session.sites.origin import origin
@@ -190,6 +191,7 @@ class Products:
     def _replacement(
         self, original: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
     ) -> Callable[..., Any]:
+        @unseen
         @functools.wraps(original)
         def product(*args: Any, **kwargs: Any) -> Any:
             if not self._listening or getattr(self._mine, "busy", False) or self._told():
