@@ -220,6 +220,7 @@ class Session:
                 *self.updates.notes,
                 *conversions.notes,
                 *conversions.unmet,
+                *steps.notes,
                 *steps.batches.notes,
                 *self._loader_notes(),
                 *self.plain.notes,

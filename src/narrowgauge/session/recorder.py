@@ -70,6 +70,12 @@ class Recorder:
         if self.dumper is not None:
             self.dumper.end_step()
 
+    def drop_step(self) -> None:
+        """The open step will never be one: it leaves no rows. A dump is of tensors, not of a step, and is written."""
+        self.collector.drop_step()
+        if self.what_if is not None:
+            self.what_if.drop_step()
+
     def flush(self) -> None:
         """The program ended: wait until everything is with the writer."""
         self.collector.flush()

@@ -145,6 +145,11 @@ class WhatIf:
         for judge in self._judges:
             judge.end_step()
 
+    def drop_step(self) -> None:
+        """The open step is none."""
+        for judge in self._judges:
+            judge.collector.drop_step()
+
     def close(self) -> None:
         """The program ended: write everything."""
         self.end_step()

@@ -199,6 +199,11 @@ class Collector:
                 self.keep(packed)
             self.seconds += self._arriving.hand_over(wait=False)
 
+    def drop_step(self) -> None:
+        """Forget what the open step left: it was none."""
+        self._open = False
+        self._held, self._looks = {}, {}
+
     def keep(self, packed: Sequence[Packed], writer: Writer | None = None) -> None:
         """Start the way to the host of what a step left, and write it there (to another writer, if one is given)."""
         self._arriving.start(packed, writer or self._writer)

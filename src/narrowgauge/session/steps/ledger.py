@@ -95,6 +95,11 @@ class Ledger:
             self.line.loss, self.line.microbatches, self.line.before = None, 0, (None, 0)
             self.line.tokens = self.line.learned = 0
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the open step's optimizer has not stepped."""
+        return self.line is not None and self.line.step > self.steps
+
     def stepped(self) -> None:
         """The optimizer stepped (or the gradient scaler chose not to)."""
         if self.line is not None:
@@ -106,8 +111,8 @@ class Ledger:
 
     def close(self) -> None:
         """Hand the finished line to the writer."""
-        line, self.line = self.line, None
-        if line is None or line.step > self.steps:
+        unfinished, line, self.line = self.unfinished, self.line, None
+        if line is None or unfinished:
             return  # an unfinished step has no update to be paired with
         scalars: dict[str, float | Tensor] = dict(line.scalars)
         if line.loss is not None:

@@ -3,6 +3,7 @@
 first forward with gradients, or first backward, after an optimizer's step      the next step opens
 an optimizer's step (or a gradient scaler that skips it)                        it is done, and stays open for what
                                                                                 still belongs to it: an evaluation
+the program's end before one                                                    it was none, and leaves no rows
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Steps:
         self.made = True  # an optimizer has stepped: the next forward opens a step
         self.zeroed = False  # all gradients of the open step's microbatches were set to zero
         self.thrown_away = 0  # microbatches that no step was made of
+        self.notes: list[str] = []
 
     @property
     def paused(self) -> bool:
@@ -119,6 +121,13 @@ class Steps:
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
+        if self.line is not None and self.ledger.unfinished:
+            self._recorder.drop_step()
+            if self.ledger.steps:
+                self.notes.append(
+                    f"What the program called with gradients on after step {self.ledger.steps} led to no optimizer "
+                    f"step (backward: {self.line.microbatches} times); it is in no row."
+                )
         self._close()
         self.memory.sample()
         self.ledger.finish()
@@ -163,7 +172,7 @@ class Steps:
         loss: Tensor | None = self.evals.take()
         if loss is None:
             return
-        if self.line is not None:
+        if self.line is not None and not self.ledger.unfinished:
             self.line.scalars["eval_loss"] = loss
-        else:
-            self._writer.add_scalars(0, eval_loss=float(loss))
+        else:  # before the first step, or after the last one
+            self._writer.add_scalars(self.ledger.steps, eval_loss=float(loss))
