@@ -3,7 +3,8 @@
 first forward with gradients, or first backward, after an optimizer's step      the next step opens
 an optimizer's step (or a gradient scaler that skips it)                        it is done, and stays open for what
                                                                                 still belongs to it: an evaluation
-the program's end before one                                                    it was none, and leaves no rows
+the program's end before one                                                    it was none, and leaves no rows, unless
+                                                                                the program failed in it
 """
 
 from __future__ import annotations
@@ -122,11 +123,15 @@ class Steps:
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
         if self.line is not None and self.ledger.unfinished:
-            self._recorder.drop_step()
+            rows = "it is in no row"
+            if failed:  # where it died is what somebody will look for
+                rows = "its layers have rows, as far as they came"
+            else:
+                self._recorder.drop_step()
             if self.ledger.steps:
                 self.notes.append(
                     f"What the program called with gradients on after step {self.ledger.steps} led to no optimizer "
-                    f"step (backward: {self.line.microbatches} times); it is in no row."
+                    f"step (backward: {self.line.microbatches} times); {rows}."
                 )
         self._close()
         self.memory.sample()
