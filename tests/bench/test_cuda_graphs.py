@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.bench import overhead
+from narrowgauge.bench import watched
 from narrowgauge.bench.shapes import sized
 from narrowgauge.bench.variants import Stepper, Variant
 
@@ -43,15 +43,15 @@ def test_a_recorded_step_replays_nothing(tmp_path, monkeypatch):
         told.append("launched")
         yield
 
-    monkeypatch.setattr(overhead, "launched", launched)
+    monkeypatch.setattr(watched, "launched", launched)
     model, _ = ng.convert(nn.Sequential(nn.Linear(32, 32)), "current")
 
     def step():
         told.append("step")
 
-    step.model = model
-    watched = overhead.Watched(step, every=2, folder=tmp_path / "run")
+    step.model, step.variant = model, Variant("current", recipe="current")
+    call = watched.Watched(step, every=2, folder=tmp_path / "run")
     for _ in range(4):
-        watched()
-    watched.close()
+        call()
+    call.close()
     assert told == ["step", "launched", "step", "step", "launched", "step"]

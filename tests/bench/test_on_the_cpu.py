@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.bench import timing
+from narrowgauge.bench import overhead, timing
 from narrowgauge.bench.gemm import bench_gemm
 from narrowgauge.bench.operands import Tensors, quantizer, reads, written_bytes
 from narrowgauge.bench.overhead import bench_overhead
@@ -115,3 +115,15 @@ def test_timing_leaves_the_matmul_precision_alone():
     bench_gemm(CPU, shapes={"x": (16, 16, 16)}, rounds=1)
     assert torch.get_float32_matmul_precision() == before
     assert timing.summarize([1.0]).samples == 1
+
+
+def test_what_is_compiled_in_the_first_recorded_steps_is_not_what_watching_costs(monkeypatch):
+    def call(self):
+        original(self)
+        if self.steps == 12 and self.collector.every == 1:
+            self.collector.seconds += 1e6
+
+    original = overhead.Watched.__call__
+    monkeypatch.setattr(overhead.Watched, "__call__", call)
+    [row] = bench_overhead("tiny", CPU, recipes=("current",), mode="eager", rounds=1).rows
+    assert 0 < row["own_pct"] < 1000

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import types
+from dataclasses import dataclass
 
 import pytest
 from torch import nn
@@ -30,6 +31,12 @@ def test_a_peer_that_cannot_be_imported_says_why(monkeypatch):
         peers.check_peer("torchao")
 
 
+@dataclass(frozen=True)
+class Config:
+    recipe: str
+    emulate: bool = False
+
+
 def test_torchao_is_asked_by_recipe_name_and_keeps_the_head(monkeypatch):
     asked = {}
 
@@ -38,13 +45,13 @@ def test_torchao_is_asked_by_recipe_name_and_keeps_the_head(monkeypatch):
         return model
 
     fake = types.ModuleType("torchao.float8")
-    fake.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=lambda name: f"config of {name}")
+    fake.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=Config)
     fake.convert_to_float8_training = convert
     monkeypatch.setitem(sys.modules, "torchao.float8", fake)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     model = nn.Linear(2, 2)
     assert peers.apply_peer(model, "torchao", "rowwise", "lm_head") is model
-    assert asked == {"config": "config of rowwise", "kept": ["lm_head"]}
+    assert asked == {"config": Config("rowwise", emulate=True), "kept": ["lm_head"]}
 
 
 def test_bf16_comes_first_and_nothing_twice():

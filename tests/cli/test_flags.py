@@ -13,14 +13,14 @@ FLAGS = {
     "run": {"--convert", "--steps", "--every", "--config", "--out"},
     "report": {"-o", "--out", "--text"},
     "inspect": {"--recipes", "--role", "--only", "--top", "--json", "--out"},
-    "bench quantize": {"--recipes", "--shape", "--rounds", "--device", "--json", "--out"},
-    "bench gemm": {"--shape", "--sweep", "--recipes", "--rounds", "--device", "--json", "--out"},
+    "bench quantize": {"--recipes", "--shape", "--peer", "--rounds", "--device", "--json", "--out"},
+    "bench gemm": {"--shape", "--sweep", "--recipes", "--peer", "--rounds", "--device", "--json", "--out"},
     "bench step": {
         "--size", "--recipes", "--precisions", "--peer", "--brief", "--eager", "--cuda-graphs", "--rounds",
         "--device", "--json", "--out",
     },
     "bench overhead": {
-        "--size", "--recipes", "--eager", "--cuda-graphs", "--rounds", "--device", "--json", "--out",
+        "--size", "--recipes", "--peer", "--eager", "--cuda-graphs", "--rounds", "--device", "--json", "--out",
     },
     "doctor": set(),
 }  # fmt: skip

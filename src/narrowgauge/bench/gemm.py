@@ -4,7 +4,7 @@
 
 Operands are quantized beforehand, in the layout that the product wants; so this is what FP8 could gain at most, and the
 sweep (`sweep`) says what is left of it when quantizing is paid for. `fast` is Hopper's short accumulator, which recipes
-allow in fprop only.
+allow in fprop only. With a peer there are two more rows per layer, of whole layers with their casts (`layers`).
 
 Legend: M = tokens, N = output features, K = input features.
 """
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.bench.ceilings import Ceilings, measure_ceilings
+from narrowgauge.bench.layers import PASSES, layer_calls, layers
 from narrowgauge.bench.operands import GEMMS, Tensors, gemm_call, native
+from narrowgauge.bench.peer_casts import check_casts
 from narrowgauge.bench.result import Result, Row, figures
 from narrowgauge.bench.shapes import COMPARED, products, sized
 from narrowgauge.bench.timing import interleave
@@ -25,6 +27,7 @@ from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, ROWWISE, Recipe
 
 Shape = tuple[int, int, int]  # M, N, K
 SMALL = {"small": (128, 256, 128)}
+HIGH = ("bf16", "fp16", "fp32", "tf32")
 FP8: Mapping[str, tuple[Recipe, bool]] = {
     "tensorwise fast": (CURRENT, True),
     "tensorwise": (CURRENT, False),
@@ -41,8 +44,19 @@ def default_shapes(device: torch.device) -> dict[str, Shape]:
     return {f"{size} {layer}": shape for size in COMPARED for layer, shape in products(sized(size)).items()}
 
 
-def bench_gemm(device: torch.device, *, shapes: Mapping[str, Shape] | None = None, rounds: int = 10) -> Result:
-    """Measure fprop, dgrad and wgrad of every named (M, N, K); one row per product."""
+def bench_gemm(
+    device: torch.device,
+    *,
+    shapes: Mapping[str, Shape] | None = None,
+    rounds: int = 10,
+    peer: str | None = None,
+) -> Result:
+    """Measure fprop, dgrad and wgrad of every named (M, N, K); one row per product.
+
+    With a peer also the whole layer's forward and its step. Raises UsageError for a peer that is not there.
+    """
+    if peer is not None:
+        check_casts("gemm", peer)
     chosen = shapes or default_shapes(device)
     ceilings = measure_ceilings(device)
     rows, notes = [], []
@@ -53,10 +67,12 @@ def bench_gemm(device: torch.device, *, shapes: Mapping[str, Shape] | None = Non
     try:
         for name, (M, N, K) in chosen.items():
             tensors = Tensors.random(M, N, K, device)
-            for gemm in GEMMS:
-                calls = kinds(gemm, tensors, device)
+            whole = layers(tensors, peer) if peer is not None else {}
+            for gemm in (*GEMMS, *(PASSES if whole else ())):
+                alone = gemm in GEMMS
+                calls = kinds(gemm, tensors, device) if alone else layer_calls(whole, tensors, gemm)
                 took = interleave(calls, device, rounds=rounds, lead=1, cold=device.type == "cuda")
-                flops = 2.0 * M * N * K
+                flops = 2.0 * M * N * K * (1 if alone else PASSES[gemm])
                 rows.append(
                     {"layer": name, "gemm": gemm, "M": M, "N": N, "K": K}
                     | _columns({kind: timing.median for kind, timing in took.items()}, flops, ceilings)
@@ -64,7 +80,12 @@ def bench_gemm(device: torch.device, *, shapes: Mapping[str, Shape] | None = Non
                 )
     finally:
         torch.set_float32_matmul_precision(before)
-    settings = {"rounds": rounds, "cold": device.type == "cuda", "out_dtype": "that of the operands, FP8: bfloat16"}
+    settings = {
+        "rounds": rounds,
+        "cold": device.type == "cuda",
+        "out_dtype": "that of the operands, FP8: bfloat16",
+        "peer": peer,
+    }
     return Result("gemm", settings, rows, ceilings.to_dict(), notes)
 
 
@@ -97,7 +118,7 @@ def _at(call: Callable[[], Tensor], precision: str) -> Callable[[], object]:
 
 def _columns(ms: Mapping[str, float], flops: float, ceilings: Ceilings) -> Row:
     def share(kind: str) -> float | None:
-        ideal = ceilings.seconds(flops, "fp8" if kind in FP8 else kind)
+        ideal = ceilings.seconds(flops, kind if kind in HIGH else "fp8")
         return None if ideal is None else figures(1e5 * ideal / ms[kind], 3)
 
     return {

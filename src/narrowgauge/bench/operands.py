@@ -108,5 +108,9 @@ def reads(recipe: Recipe, role: Role) -> int:
 
 def written_bytes(*made: QTensor | None) -> int:
     """Bytes of codes and scales, a buffer that two copies share counted once."""
-    buffers = {t.untyped_storage().data_ptr(): t.nbytes for q in made if q is not None for t in (q.codes, q.scale)}
-    return sum(buffers.values())
+    return bytes_of(*(t for q in made if q is not None for t in (q.codes, q.scale)))
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    """Bytes of the tensors, a buffer that two share counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())

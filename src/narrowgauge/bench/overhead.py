@@ -3,56 +3,32 @@
     overhead = watched / unwatched - 1          every step, and every 10 steps (a mean over 10, one of them recorded)
 
 The watched model hands its tensors to a Collector that writes a run into a temporary folder, as `narrowgauge run` does.
-All three are models of their own and take turns; a sample is ten steps. Of CUDA graphs a recorded step is launched
-kernel by kernel, as in a session.
+All three are models of their own and take turns; a sample is ten steps. A peer's layers are looked at as foreign ones
+(`watched`). own_pct is what the collector says it cost, over the step: read after so many steps that all kinds of
+recorded steps have been, because whatever is compiled while a GPU waits for it would be counted as its time.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from narrowgauge.bench.memory import allocated, peak_bytes
+from narrowgauge.bench.peers import check_peer
 from narrowgauge.bench.result import Result, Row
 from narrowgauge.bench.shapes import sized
 from narrowgauge.bench.timing import Timing, interleave
-from narrowgauge.bench.variants import Stepper, choose_variants, many_graphs
-from narrowgauge.compute.nn import set_observer
-from narrowgauge.observe.stats import Collector
-from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors.compiled_graphs import launched
+from narrowgauge.bench.variants import Stepper, Variant, choose_variants, many_graphs
+from narrowgauge.bench.watched import Watched
 
 BLOCK = 10
 EVERY = (1, 10)
+WARM = 2 * BLOCK - 2  # steps before memory and time are read; the next two hold a recorded one of every ten
 GIB = 2**30
-
-
-class Watched:
-    """A stepper whose every `every`-th step is recorded into `folder`."""
-
-    def __init__(self, stepper: Stepper, every: int, folder: Path) -> None:
-        self.stepper = stepper
-        self.writer = RunWriter(folder, {})
-        self.collector = Collector(self.writer, every=every)
-        self.steps = 0
-        set_observer(stepper.model, self.collector)
-
-    def __call__(self) -> None:
-        """One training step, watched."""
-        self.steps += 1
-        recorded = self.collector.begin_step(self.steps)
-        with launched() if recorded else nullcontext():
-            self.stepper()
-        self.collector.end_step()
-
-    def close(self) -> None:
-        """Write what is still held, and end the run."""
-        self.collector.flush()
-        self.writer.close()
 
 
 def bench_overhead(
@@ -62,28 +38,37 @@ def bench_overhead(
     recipes: Sequence[str] = ("current", "delayed", "rowwise", "blockwise"),
     mode: str = "compiled",
     rounds: int = 4,
+    peer: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
     keep: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Measure the watched step of every recipe; one row per recipe, `rounds` samples of ten steps per variant.
+    """Measure the watched step of every recipe, and of a peer's; one row each, of `rounds` samples of ten steps.
 
-    `tell` gets a line about each recipe, `keep` what there is after each.
+    `tell` gets a line about each recipe, `keep` what there is after each. Raises UsageError for a peer that
+    is not there.
     """
+    if peer is not None:
+        check_peer(peer)
+    _, *variants = choose_variants((), recipes, peer)
     rows: list[Row] = []
     size = sized(size_name)
     settings = {
         "size": size_name, "batch": size.batch, "seq": size.seq, "vocab": size.vocab, "layers": size.layers,
-        "mode": mode, "rounds": rounds, "block": BLOCK,
+        "mode": mode, "rounds": rounds, "block": BLOCK, "peer": peer,
     }  # fmt: skip
-    for number, name in enumerate(recipes, start=1):
-        tell(f"{name}: unwatched, and watched every step and every {BLOCK} ({number} of {len(recipes)})")
-        rows.append(_recipe(size_name, device, name, mode, rounds))
+    for number, variant in enumerate(variants, start=1):
+        tell(f"{variant.name}: unwatched, and watched every step and every {BLOCK} ({number} of {len(variants)})")
+        try:
+            rows.append(_variant(size_name, device, variant, mode, rounds))
+        except Exception as error:
+            if variant.peer is None:
+                raise
+            rows.append({"recipe": variant.name, "error": " ".join(f"{type(error).__name__}: {error}".split())})
         keep(Result("overhead", settings, list(rows)).so_far())
     return Result("overhead", settings, rows)
 
 
-def _recipe(size_name: str, device: torch.device, recipe: str, mode: str, rounds: int) -> Row:
-    _, variant = choose_variants((), (recipe,), None)
+def _variant(size_name: str, device: torch.device, variant: Variant, mode: str, rounds: int) -> Row:
     size = sized(size_name)
     with ExitStack() as stack, many_graphs():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -99,10 +84,10 @@ def _recipe(size_name: str, device: torch.device, recipe: str, mode: str, rounds
             if every is not None:
                 calls[name] = watched[every] = Watched(step, every, folder / str(every))
                 stack.callback(watched[every].close)
-            peaks[name] = _peak_gib(calls[name], device, before)
+            peaks[name] = _peak_gib(calls[name], device, before, 3 if every is None else WARM)
         every_step = watched[1]
         every_step.collector.flush()
-        before_seconds, before_steps = every_step.collector.seconds, every_step.steps  # kernels were compiled in these
+        before_seconds, before_steps = every_step.collector.seconds, every_step.steps
         took = interleave(calls, device, rounds=rounds, block=BLOCK, lead=2)
         row = _row(variant.name, took, peaks)
         for held in watched.values():
@@ -113,9 +98,9 @@ def _recipe(size_name: str, device: torch.device, recipe: str, mode: str, rounds
     return row
 
 
-def _peak_gib(call: Callable[[], None], device: torch.device, before: int) -> float | None:
+def _peak_gib(call: Callable[[], None], device: torch.device, before: int, warm: int) -> float | None:
     """Compile, warm up, and the most memory that a step then takes above `before` bytes, in GiB."""
-    for _ in range(3):
+    for _ in range(warm):
         call()
     peak = peak_bytes(call, device, before)
     return None if peak is None else peak / GIB

@@ -1,6 +1,6 @@
 """What users would pick instead, made ready to stand beside us in the same process.
 
-    torchao             tensorwise, rowwise        convert_to_float8_training, the recipe by its name
+    torchao             tensorwise, rowwise        convert_to_float8_training, the recipe by its name; on a CPU emulated
     transformerengine   current                    its Linear in the place of nn.Linear, only if it can be imported
 
 Both are optional. Asking for one that is not installed is an error that says how to get it, never a missing row.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def apply_peer(model: nn.Module, peer: str, recipe: str, keep: str) -> nn.Module
 def _torchao(model: nn.Module, recipe: str, keep: str) -> nn.Module:
     float8 = importlib.import_module("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    if not next(model.parameters()).is_cuda:  # where torch has not all of its products
+        config = replace(config, emulate=True)
     converted: nn.Module = float8.convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: not name.endswith(keep)
     )

@@ -5,6 +5,7 @@
 
 `reads` is 2 where a scale depends on numbers that are still to be read: one scale per tensor that is not given, or rows
 with columns. Caches are overwritten before every sample. `reference` is what the project's kernels are bit-equal to.
+A peer's casts take their turns between ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from itertools import product
 
 import torch
 
-from narrowgauge.bench.operands import native, quantizer, reads, written_bytes
+from narrowgauge.bench.operands import bytes_of, native, quantizer, reads, written_bytes
+from narrowgauge.bench.peer_casts import READS, check_casts, peer_casts
 from narrowgauge.bench.result import Result, Row, figures
 from narrowgauge.bench.timing import Timing, interleave
 from narrowgauge.compute.kernels import BACKENDS
@@ -32,17 +34,31 @@ def bench_quantize(
     recipes: Sequence[str] = ("current", "delayed", "rowwise", "blockwise"),
     shapes: Sequence[tuple[int, int]] = (),
     rounds: int = 20,
+    peer: str | None = None,
 ) -> Result:
-    """Measure amax and quantizing on BF16 matrices of the given (rows, columns); one row per shape, recipe and role."""
+    """Measure amax and quantizing on BF16 matrices of the given (rows, columns); one row per shape, recipe and role.
+
+    Raises UsageError for a peer that is not there or has no casts to show.
+    """
+    if peer is not None:
+        check_casts("quantize", peer)
     chosen = tuple(shapes) or (SHAPES if device.type == "cuda" else SMALL)
     rows: list[Row] = []
     for shape in chosen:
-        rows += _one_shape(device, shape, recipes, rounds)
-    settings = {"dtype": "bfloat16", "rounds": rounds, "recipes": list(recipes), "cold": device.type == "cuda"}
+        rows += _one_shape(device, shape, recipes, rounds, peer)
+    settings = {
+        "dtype": "bfloat16",
+        "rounds": rounds,
+        "recipes": list(recipes),
+        "cold": device.type == "cuda",
+        "peer": peer,
+    }
     return Result("quantize", settings, rows)
 
 
-def _one_shape(device: torch.device, shape: tuple[int, int], recipes: Sequence[str], rounds: int) -> list[Row]:
+def _one_shape(
+    device: torch.device, shape: tuple[int, int], recipes: Sequence[str], rounds: int, peer: str | None
+) -> list[Row]:
     x = torch.randn(shape, device=device).bfloat16()
     y = torch.empty_like(x)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: y.copy_(x)}
@@ -58,6 +74,10 @@ def _one_shape(device: torch.device, shape: tuple[int, int], recipes: Sequence[s
             calls[key] = quantizer(recipe, role, x, backend)
             size = written_bytes(*quantizer(recipe, role, x, backend)())
             facts[key] = (recipe.name, role, backend.name, reads(recipe, role), size)
+    for (name, role), cast in (peer_casts(x) if peer is not None else {}).items():
+        key = f"{peer} {name} {role}"
+        calls[key] = cast
+        facts[key] = (name, role, str(peer), READS, bytes_of(*cast()))
     took = interleave(calls, device, rounds=rounds, lead=2, cold=device.type == "cuda")
     copied = 2 * x.nbytes / took["copy"].median
     return [_row(shape, facts[key], took[key], x.nbytes, copied) for key in calls]

@@ -149,10 +149,17 @@ def bench_command() -> None:
 @bench_command.command("quantize")
 @recipes_option
 @click.option("--shape", "shapes", multiple=True, metavar="MxK", help="Rows x columns; may be given several times.")
+@peer_option
 @rounds_option
 @shared_options
 def quantize_command(
-    recipes: str, shapes: tuple[str, ...], rounds: int | None, device: str, as_json: bool, out: Path | None
+    recipes: str,
+    shapes: tuple[str, ...],
+    peer: str | None,
+    rounds: int | None,
+    device: str,
+    as_json: bool,
+    out: Path | None,
 ) -> None:
     """Measure amax and quantizing against a plain copy: bytes per second, for every operand of every recipe."""
     wanted = [sides(shape, "MK") for shape in shapes]
@@ -163,19 +170,22 @@ def quantize_command(
     from narrowgauge.bench.quantize import bench_quantize
 
     pairs = [(m, k) for m, k in wanted]
-    finish(bench_quantize(found, recipes=words(recipes), shapes=pairs, **rounds_of(rounds)), as_json, out)
+    result = bench_quantize(found, recipes=words(recipes), shapes=pairs, peer=peer, **rounds_of(rounds))
+    finish(result, as_json, out)
 
 
 @bench_command.command("gemm")
 @click.option("--shape", "shapes", multiple=True, metavar="MxKxN", help="Tokens x inputs x outputs; several times.")
 @click.option("--sweep", is_flag=True, help="Draw the map: where FP8 pays, over a grid of M, K and N.")
 @recipes_option
+@peer_option
 @rounds_option
 @shared_options
 def gemm_command(
     shapes: tuple[str, ...],
     sweep: bool,
     recipes: str,
+    peer: str | None,
     rounds: int | None,
     device: str,
     as_json: bool,
@@ -183,12 +193,15 @@ def gemm_command(
 ) -> None:
     """Measure a linear layer's three products in FP32, TF32, FP16, BF16 and FP8.
 
-    By default those of the two compared models. With --sweep, the speed-up of every recipe over BF16 on a grid of
-    shapes, forward and backward, with and without quantizing: what convert(skip_slow=...) reads.
+    By default those of the two compared models; with --peer also whole layers, casts included. With --sweep, the
+    speed-up of every recipe over BF16 on a grid of shapes, forward and backward, with and without quantizing: what
+    convert(skip_slow=...) reads.
     """
     wanted = {shape: sides(shape, "MKN") for shape in shapes}
     if sweep and wanted:
         raise UsageError("--sweep has a grid of its own; leave --shape out.")
+    if sweep and peer:
+        raise UsageError("--sweep draws the map of our own layers; leave --peer out.")
     found, reason = device_or_reason(device, "the speed map" if sweep else "the products of linear layers", out)
     if found is None:
         finish(nothing("map" if sweep else "gemm", reason), as_json, out)
@@ -200,7 +213,7 @@ def gemm_command(
         result = bench_sweep(found, recipes=words(recipes), **rounds_of(rounds))
     else:
         named = {name: (m, n, k) for name, (m, k, n) in wanted.items()}
-        result = bench_gemm(found, shapes=named or None, **rounds_of(rounds))
+        result = bench_gemm(found, shapes=named or None, peer=peer, **rounds_of(rounds))
     finish(result, as_json, out)
 
 
@@ -250,12 +263,14 @@ def step_command(
 @bench_command.command("overhead")
 @size_option
 @recipes_option
+@peer_option
 @mode_options
 @rounds_option
 @shared_options
 def overhead_command(
     size: str | None,
     recipes: str,
+    peer: str | None,
     mode: str | None,
     rounds: int | None,
     device: str,
@@ -271,5 +286,5 @@ def overhead_command(
 
     name = size or ("1b" if found.type == "cuda" else "tiny")
     ways: dict[str, Any] = {"mode": mode or "compiled", "tell": tell, "keep": keeper(out), **rounds_of(rounds)}
-    result = bench_overhead(name, found, recipes=words(recipes), **ways)
+    result = bench_overhead(name, found, recipes=words(recipes), peer=peer, **ways)
     finish(result, as_json, out)
