@@ -4,9 +4,11 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
 WATCHED := .venv/.watched
+PEER   := .venv/.peer
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# Those that need a GPU are run by hand; record.py is what the others share; the soak has a target of its own.
+# Of those that need a GPU bench.py runs three, and the rest is run by hand; record.py is what the others share; the soak has
+# a target of its own.
 BENCHMARKS := $(filter-out benchmarks/gpu_% benchmarks/record.py benchmarks/soak.py, $(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
@@ -29,7 +31,7 @@ lint: $(READY)  ## ruff, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## run the benchmarks, on the GPU if there is one, write benchmarks/results/
+bench: $(PEER)  ## run the benchmarks, on the GPU if there is one, write benchmarks/results/
 	for file in $(BENCHMARKS); do echo "== $$file"; PYTHONPATH=. $(BIN)/python "$$file" || exit 1; done
 
 soak: $(READY)  ## train 100 000 steps under the watch: does anything grow? A quarter of an hour
@@ -53,6 +55,12 @@ $(READY): pyproject.toml constraints.txt
 	$(INSTALL) torch==2.13.0
 	$(INSTALL) -e ".[dev]"
 	@touch $@
+
+# What only the benchmarks need: the energy counter, and the peer, which asks for no other package and no CUDA. If they
+# cannot be had, the benchmarks say what is missing, and the next `make bench` tries again.
+PEERED := $(INSTALL) -e '.[bench]' torchao
+$(PEER): $(READY)
+	@$(PEERED) && touch $@ || echo "make: the peer's rows and the energy will be missing; to have them: $(PEERED)"
 
 # What only tests/integrations needs, half a gigabyte.
 $(WATCHED): $(READY)
