@@ -17,10 +17,9 @@ import subprocess
 import sys
 
 import torch
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, machine
 
 from narrowgauge.cli.main import main as narrowgauge
-from narrowgauge.session.machine import hardware
 
 SIZES = ("8b-slice", "1b")
 # what has a file of its own: its name, and what it measures
@@ -67,14 +66,13 @@ def main() -> int:
     peer = ["--peer", "torchao"] if importlib.util.find_spec("torchao") else []
     if torch.cuda.is_available() and not peer:
         print("torchao is not installed, so its rows are missing: pip install torchao")
-    slug = "-".join(hardware().lower().split()[1:]) if torch.cuda.is_available() else "none"
     codes: list[int | str | None] = []
     for name, words in commands(peer).items():
         if not name.startswith(args.only):
             continue
         print(f"-- bench {' '.join(words)}", flush=True)
         try:
-            narrowgauge(["bench", *words, "--out", str(RESULTS / f"bench_{name}_{slug}.json")])
+            narrowgauge(["bench", *words, "--out", str(RESULTS / f"bench_{name}_{machine()}.json")])
         except SystemExit as stop:  # it has said why; the others can still be measured
             codes.append(stop.code)
     codes += [further(name) for name in FURTHER if name.startswith(args.only)]

@@ -15,10 +15,14 @@ SHOWN = ("python", "torch", "triton", "cuda")  # of a transcript's versions
 RESULTS = Path(__file__).parent / "results"
 
 
+def machine() -> str:
+    """As file names have it: "cpu", or the GPU's name without its maker, such as "h200"."""
+    return "-".join(hardware().lower().split()[1:]) if torch.cuda.is_available() else "cpu"
+
+
 def record(name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
     """Write `results/NAME_HARDWARE.json` and print the rows as a table."""
     device = hardware()
-    slug = "h200" if "H200" in device else "cpu"
     facts = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -27,7 +31,7 @@ def record(name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> P
         "settings": settings,
         "rows": rows,
     }
-    path = RESULTS / f"{name}_{slug}.json"
+    path = RESULTS / f"{name}_{machine()}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"{name} on {device}")
@@ -44,7 +48,7 @@ def transcript(name: str, command: str, lines: list[str], *, further: dict[str, 
     known = {name: version for name, version in versions().items() if name in SHOWN} | (further or {})
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     head = [f"{count} x {device}" if count > 1 else device, *(" ".join(pair) for pair in known.items()), date]
-    path = RESULTS / f"{name}_{'h200' if 'H200' in device else 'cpu'}.txt"
+    path = RESULTS / f"{name}_{machine()}.txt"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join([f"# {', '.join(head)}", f"# {command}", *lines]) + "\n")
     return path

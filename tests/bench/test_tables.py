@@ -39,7 +39,7 @@ def test_with_a_gpu_each_is_run_and_one_that_fails_costs_none_of_the_others(monk
         return SimpleNamespace(returncode=1 if command[-1].endswith("looks") else 0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "hardware", lambda: "NVIDIA H200")
+    monkeypatch.setattr(bench, "machine", lambda: "h200")
     monkeypatch.setattr(bench, "commands", lambda peer: {})
     monkeypatch.setattr(bench.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["bench.py"])
