@@ -10,13 +10,13 @@ On a GPU each pair is one compiled function, as torchao's users run it. Blockwis
 from __future__ import annotations
 
 import importlib
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.bench.own_code import own_code
 from narrowgauge.bench.peers import PEERS, check_peer
 from narrowgauge.compute.recipes import ROLES
 from narrowgauge.compute.recipes.recipe import Role
@@ -35,12 +35,10 @@ def check_casts(subject: str, peer: str) -> None:
 
 
 def compiled(function: Callable[..., Any], name: str, device: torch.device) -> Callable[..., Any]:
-    """`function`, compiled on a GPU as one of its own: torch.compile counts its graphs by code object."""
+    """`function`, compiled on a GPU as one of its own."""
     if device.type != "cuda":
         return function
-    code = function.__code__.replace(co_name="".join(letter if letter.isalnum() else "_" for letter in name))
-    own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    made: Callable[..., Any] = torch.compile(own, dynamic=False)
+    made: Callable[..., Any] = torch.compile(own_code(function, name), dynamic=False)
     return made
 
 

@@ -12,7 +12,6 @@ checked, and none of its compilations counted, in another one's steps.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge.bench.own_code import own_code
 from narrowgauge.bench.peers import PEERS, apply_peer
 from narrowgauge.bench.shapes import KEPT
 from narrowgauge.compute.nn import convert
@@ -152,12 +152,10 @@ def many_graphs() -> AbstractContextManager[Any]:
 
 
 def _compiled(name: str, mode: str) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
-    """The loss as a function of its own: torch.compile keeps its graphs by code object."""
+    """The loss as a function of its own."""
     if mode == "eager":
         return _loss
-    word = "".join(letter if letter.isalnum() else "_" for letter in name)
-    own: Any = types.FunctionType(_loss.__code__.replace(co_name=f"loss_of_{word}"), _loss.__globals__)
     compiled: Callable[[nn.Module, Tensor, Tensor], Tensor] = torch.compile(
-        own, mode="reduce-overhead" if mode == "cuda-graphs" else None
+        own_code(_loss, f"loss of {name}"), mode="reduce-overhead" if mode == "cuda-graphs" else None
     )
     return compiled
