@@ -6,12 +6,14 @@ The watched model hands its tensors to a Collector that writes a run into a temp
 All three are models of their own and take turns; a sample is ten steps. A peer's layers are looked at as foreign ones
 (`watched`). own_pct is what the collector says it cost, over the step: read after so many steps that all kinds of
 recorded steps have been, because whatever is compiled while a GPU waits for it would be counted as its time.
+gpu_pct compares the time in which the GPU ran anything, of ten profiled steps each: what is left of the overhead where
+the host is quick enough.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 
 from narrowgauge.bench.memory import allocated, peak_bytes
 from narrowgauge.bench.peers import check_peer
+from narrowgauge.bench.phases import busy_ms
 from narrowgauge.bench.result import Result, Row
 from narrowgauge.bench.shapes import sized
 from narrowgauge.bench.timing import Timing, interleave
@@ -94,6 +97,10 @@ def _variant(size_name: str, device: torch.device, variant: Variant, mode: str, 
             held.collector.flush()
         own_ms = 1e3 * (every_step.collector.seconds - before_seconds) / (every_step.steps - before_steps)
         row["own_pct"] = round(100 * own_ms / took["every_1"].median, 2)
+        if device.type == "cuda":
+            row |= _on_the_gpu(calls, device)
+            for held in watched.values():
+                held.collector.flush()
         row["failures"] = sum(held.collector.failures for held in watched.values())
     return row
 
@@ -104,6 +111,14 @@ def _peak_gib(call: Callable[[], None], device: torch.device, before: int, warm:
         call()
     peak = peak_bytes(call, device, before)
     return None if peak is None else peak / GIB
+
+
+def _on_the_gpu(calls: Mapping[str, Callable[[], None]], device: torch.device) -> Row:
+    """How long a step keeps the GPU busy, in milliseconds, and how much longer if it is watched, in percent."""
+    busy = {word: busy_ms(call, device, BLOCK) for word, call in calls.items()}
+    row: Row = {f"{word}_gpu_ms": round(ms, 3) for word, ms in busy.items()}
+    plain = busy["unwatched"]
+    return row | {f"{word}_gpu_pct": round(100 * (ms / plain - 1), 2) for word, ms in busy.items() if ms is not plain}
 
 
 def _row(recipe: str, took: dict[str, Timing], peaks: dict[str, float | None]) -> Row:

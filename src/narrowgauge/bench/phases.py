@@ -25,6 +25,7 @@ import torch
 from narrowgauge.bench.timing import wait
 from narrowgauge.compute.kernels import fused
 
+Kernel = tuple[str, float, float]  # name, begin, end in milliseconds
 PHASES = ("data", "quantize", "gemm", "attention", "rest", "optimizer", "idle")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|matmul|_mm_", re.IGNORECASE)
 _ATTENTION = re.compile(r"flash|fmha|attention|sdpa|cudnn.*(mha|attn)", re.IGNORECASE)
@@ -71,6 +72,16 @@ def profile(step: Callable[[], object], device: torch.device, steps: int = 3) ->
 
     They run one behind the other and profiled, so their sum may differ a little from what an unprofiled step takes.
     """
+    return split(_kernels(step, device, steps), steps)
+
+
+def busy_ms(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Milliseconds per step in which any kernel or copy ran: a step's time if no host kept the device waiting."""
+    return union(_kernels(step, device, steps)) / steps
+
+
+def _kernels(step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
+    """What ran on the device in so many steps, copies too."""
     wait(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Profiler clears events.*")
@@ -79,12 +90,11 @@ def profile(step: Callable[[], object], device: torch.device, steps: int = 3) ->
             for _ in range(steps):
                 step()
             wait(device)
-        kernels = [
+        return [
             (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
             for event in profiler.events()
             if str(event.device_type).endswith("CUDA") and not is_span(event.name)
         ]
-    return split(kernels, steps)
 
 
 def is_span(name: str) -> bool:
@@ -92,7 +102,20 @@ def is_span(name: str) -> bool:
     return "#" in name or name.startswith(("narrowgauge.", "ProfilerStep", "Torch-Compiled Region"))
 
 
-def split(kernels: Sequence[tuple[str, float, float]], steps: int) -> dict[str, Any]:
+def union(kernels: Sequence[Kernel]) -> float:
+    """Milliseconds in which at least one of them ran.
+
+    >>> union([("a", 0.0, 4.0), ("b", 3.0, 5.0), ("a", 9.0, 11.0)])
+    7.0
+    """
+    took, until = 0.0, float("-inf")
+    for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        took += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return took
+
+
+def split(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     """(name, begin, end) in ms of every kernel of so many steps, as `profile` returns it."""
     phases = dict.fromkeys(PHASES, 0.0)
     took: dict[str, tuple[float, int]] = {}

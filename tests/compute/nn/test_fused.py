@@ -48,9 +48,10 @@ class Book:
         pytest.fail(message)
 
 
-def model_of(recipe, backend, dtype):
+def model_of(recipe, backend, dtype, layers=2):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(IN, BETWEEN), nn.SiLU(), nn.Linear(BETWEEN, OUT, bias=False)).to(DEVICE, dtype)
+    last = nn.Linear(BETWEEN if layers == 2 else IN, OUT, bias=layers == 1)
+    model = nn.Sequential(*([nn.Linear(IN, BETWEEN), nn.SiLU()] if layers == 2 else []), last).to(DEVICE, dtype)
     adopt_all(model, recipe, backend=backend)
     return model
 
@@ -79,19 +80,24 @@ def fused():
     return BACKENDS["fused"] if GPU else Interpreted()
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("M", [64, 37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @RECIPES
-def test_gradients_of_some_steps_are_the_references(recipe, dtype, M):
-    want = steps_of(model_of(recipe, BACKENDS["reference"], dtype), M)
-    found = steps_of(model_of(recipe, fused(), dtype), M)
-    for step, (ours, theirs) in enumerate(zip(found, want, strict=True)):
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == b.dtype
-            if GPU:  # a code or two beside another, once what the first layer made is rounded to BF16 otherwise
-                assert calc_diff(a, b) < (1e-5 if step == 0 else 1e-3)
-            else:
-                assert torch.equal(a, b)
+def test_gradients_of_some_steps_are_the_references(recipe, dtype, M, layers):
+    want = steps_of(model_of(recipe, BACKENDS["reference"], dtype, layers), M)
+    found = steps_of(model_of(recipe, fused(), dtype, layers), M)
+    steps = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(found, want, strict=True)]
+    assert all(a.dtype == b.dtype for step in steps for a, b in step)
+    if not GPU:
+        assert all(torch.equal(a, b) for step in steps for a, b in step)
+        return
+    # One layer, before its weights move: the codes are the same, and only the order of sums is another. A tensor that
+    # is rounded to BF16 otherwise, by 0.2%, before it is cast has 2 to 3% of its codes one beside, 6 to 25% away.
+    off = [max(calc_diff(a, b) for a, b in step) for step in steps]
+    sums = 5e-6 if dtype is torch.bfloat16 else 1e-6
+    assert off[0] < (sums if layers == 1 else 1e-3), off
+    assert max(off) < 1e-3, off
 
 
 @RECIPES
