@@ -96,8 +96,8 @@ def test_gradients_of_some_steps_are_the_references(recipe, dtype, M, layers):
     # is rounded to BF16 otherwise, by 0.2%, before it is cast has 2 to 3% of its codes one beside, 6 to 25% away.
     off = [max(calc_diff(a, b) for a, b in step) for step in steps]
     sums = 5e-6 if dtype is torch.bfloat16 else 1e-6
-    assert off[0] < (sums if layers == 1 else 1e-3), off
-    assert max(off) < 1e-3, off
+    assert off[0] < (sums if layers == 1 else 5e-4), off
+    assert max(off) < (1e-3 if layers == 1 else 5e-3), off  # weights that moved are rounded otherwise, too
 
 
 @RECIPES
