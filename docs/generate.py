@@ -163,6 +163,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "../README.md": works_with,
     "images/speed_map.svg": speed_map,
     "images/phases_8b-slice.svg": partial(phases, "8b-slice"),
+    "images/phases_1b.svg": partial(phases, "1b"),
     "images/overhead.svg": overheads,
 }
 

@@ -129,7 +129,7 @@ class Looks:
         count = len(self._open)
         out = self._neutral.expand(count, MOMENTS.width).clone()
         if count:
-            packing.heads[(count,)](self._headers, out, MOMENTS.width, packing.WORDS, 256, 16, num_warps=4)
+            packing.heads[(count,)](self._headers, out, MOMENTS.width, packing.WORDS, 1024, 16, num_warps=8)
             packing.lines[(count, packing.LINE_PROGRAMS)](
                 self._headers, out, MOMENTS.width, packing.WORDS, 512, num_warps=4
             )

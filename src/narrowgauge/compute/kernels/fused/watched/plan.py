@@ -58,7 +58,7 @@ class Walk:
 TENSOR = Walk(32, 16, down=True, enough=2048)  # one scale for all
 TILES = Walk(128, 1, down=True)  # a tile is a block; a program of several keeps more than its registers hold
 PLAIN_TILES = Walk(128, 4, down=True, enough=1536)  # but where only plain codes are made, or none
-SQUARES = Walk(128, 1, down=True, compared=32)  # rows in a launch of their own, which needs more programs
+SQUARES = Walk(128, 1, down=True, compared=32)  # in a launch of their own, which needs more programs
 PLAIN_SQUARES = Walk(128, 2, down=True, enough=1024, compared=32)
 LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
 
@@ -69,7 +69,7 @@ def plain_lines(K: int) -> Walk:
     if K % 2 or K // 2 > LONGEST:
         return LINES
     rows = whole(K // 2, HELD, 512)[1]
-    return Walk(rows, max(1, TOGETHER // rows), down=True, enough=1024, whole=True)
+    return Walk(rows, max(1, TOGETHER // rows), down=True, enough=1024, compared=32, whole=True)
 
 
 @dataclass(frozen=True)
