@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from benchmarks.record import record
@@ -27,6 +28,7 @@ PROGRAM = """
 import os, sys, torch
 from torch import nn
 open("pid", "w").write(str(os.getpid()))
+told = open("step", "w")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
@@ -36,6 +38,9 @@ for step in range(int(sys.argv[1])):
     (model(x) - x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    if step % 200 == 199:
+        told.seek(0)
+        print(step + 1, file=told, flush=True)
     if step % 1000 == 999:
         with torch.no_grad():
             nn.functional.mse_loss(model(x), x)
@@ -81,7 +86,7 @@ def sampled(child: subprocess.Popen[bytes], folder: Path) -> list[dict[str, floa
         time.sleep(SAMPLE)
         try:
             trains = int((folder / "pid").read_text())
-            step = json.loads((folder / "out" / "status.json").read_text())["step"]
+            step = int((folder / "step").read_text())
             row = {"seconds": time.perf_counter() - began, "step": step, **facts(trains)}
             row["folder_files"] = sum(1 for path in (folder / "out").rglob("*") if path.is_file())
             other = exporter(child.pid)
@@ -108,6 +113,21 @@ def judged(samples: list[dict[str, float]], name: str) -> dict[str, float | str]
     }
 
 
+def watched(folder: Path, steps: int, every: int, export: bool) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Samples of a run of so many steps in `folder`, and what the run says of itself."""
+    (folder / "train.py").write_text(PROGRAM)
+    (folder / "narrowgauge.toml").write_text("[export]\ntensorboard = true\nprometheus = true\n" * export)
+    command = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()", "run", "--out", "out"]
+    command += ["--every", str(every), "--config", "narrowgauge.toml", "--", "train.py", str(steps)]
+    child = subprocess.Popen(command, cwd=folder)
+    samples = sampled(child, folder)
+    if child.returncode:
+        raise SystemExit(f"the command ended with {child.returncode}")
+    if not samples:
+        raise SystemExit("nothing was sampled: the program ended too soon, or never told its step")
+    return samples, json.loads((folder / "out" / "run.json").read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
@@ -115,16 +135,7 @@ def main() -> None:
     parser.add_argument("--export", action="store_true", help="TensorBoard and Prometheus beside it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "train.py").write_text(PROGRAM)
-        (folder / "narrowgauge.toml").write_text("[export]\ntensorboard = true\nprometheus = true\n" * args.export)
-        command = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()", "run", "--out", "out"]
-        command += ["--every", str(args.every), "--config", "narrowgauge.toml", "--", "train.py", str(args.steps)]
-        child = subprocess.Popen(command, cwd=folder)
-        samples = sampled(child, folder)
-        if child.returncode:
-            raise SystemExit(f"the command ended with {child.returncode}")
-        run = json.loads((folder / "out" / "run.json").read_text())
+        samples, run = watched(Path(name), args.steps, args.every, args.export)
     names = [name for name in samples[-1] if name not in ("seconds", "step")]
     settings = {
         "steps": args.steps,
