@@ -12,9 +12,11 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 def test_a_run_is_sampled_until_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "SAMPLE", 0.1)
     samples, run = soak.watched(tmp_path, 3000, 50, export=False)
-    assert run["status"] == "complete" and run["meta"]["steps"] == 3000
+    assert run["status"] == "complete"
+    assert run["meta"]["steps"] == 3000
     steps = [row["step"] for row in samples]
-    assert steps == sorted(steps) and 0 < steps[-1] <= 3000
+    assert steps == sorted(steps)
+    assert 0 < steps[-1] <= 3000
     assert all(row["rss_kib"] > 0 and row["files"] > 0 and row["threads"] > 0 for row in samples)
     assert soak.judged(samples, "threads")["last"] == samples[-1]["threads"]
 
