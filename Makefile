@@ -34,7 +34,7 @@ lint: $(READY)  ## ruff, mypy and the import contracts
 bench: $(PEER)  ## run the benchmarks, on the GPU if there is one, write benchmarks/results/
 	for file in $(BENCHMARKS); do echo "== $$file"; PYTHONPATH=. $(BIN)/python "$$file" || exit 1; done
 
-soak: $(READY)  ## train 100 000 steps under the watch: does anything grow? A quarter of an hour
+soak: $(READY)  ## train 100 000 steps under the watch: does anything grow? Some minutes
 	PYTHONPATH=. $(BIN)/python benchmarks/soak.py --export
 
 docs: $(READY)  ## write the pages that are generated from the code
