@@ -11,11 +11,13 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import duckdb
 import pytest
 import torch
 from torch import nn
 
-from narrowgauge.observe.store import RunWriter, open_run
+from narrowgauge.observe.store import RunWriter, open_run, segments
+from narrowgauge.observe.store.segments import SegmentWriter
 from narrowgauge.session.attach import Session
 from narrowgauge.session.plan import Plan
 
@@ -94,18 +96,20 @@ def test_nothing_grows(tmp_path):
     assert memory < 10_000 * segments  # a footer that is kept is some 30 kB
 
 
-def test_duckdb_is_opened_anew_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowgauge.observe.store.segments.RENEW", 3)
-    seen = set()
+def test_duckdb_is_opened_anew_for_what_is_written_at_once(tmp_path, monkeypatch):
+    opened, connect = [], segments.connect
+    monkeypatch.setattr(segments, "connect", lambda *args, **how: opened.append(connect(*args, **how)) or opened[-1])
     with RunWriter(tmp_path) as writer:
         for step in range(12):
             writer.add_tensors(step, ["a:input", f"b{step % 2}:input"], {"amax": torch.tensor([step, -step]).numpy()})
             writer.add_scalars(step, loss=float(step))
             assert writer.flush()
-            seen.add(str(writer._segments._since))
-            kept = writer._segments.db.execute("SELECT current_setting('parquet_metadata_cache')").fetchall()
-            assert kept == [(False,)]
-    assert seen == {"0", "1", "2"}
+            assert len(opened) == 2 + step  # the first of all shows that it can be
+            with pytest.raises(duckdb.ConnectionException, match="closed"):
+                opened[-1].execute("SELECT 1")
+    with contextlib.closing(SegmentWriter(tmp_path / "more", 0, 0, {})) as writing:
+        kept = writing.db.execute("SELECT current_setting('parquet_metadata_cache')").fetchall()
+    assert kept == [(False,)]
     run = open_run(tmp_path)
     assert run.series("a:input", "amax")[1].tolist() == list(range(12))
     assert run.series("b1:input", "amax")[1].tolist() == [-1, -3, -5, -7, -9, -11]

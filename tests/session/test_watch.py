@@ -213,6 +213,16 @@ def test_a_forked_child_trains_unwatched(warm_python, tmp_path, compiled):
     assert steps(tmp_path / "out") == 3
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_that_exits_says_nothing_of_ours(tmp_path):
+    script = FORKS.replace("os._exit(0)", "raise SystemExit(3)").replace("os.wait()", "print(os.wait()[1] >> 8)")
+    done = run(tmp_path, "train.py", options=("--every", "1"), script=script)
+    assert (done.returncode, quiet(done.stderr)) == (0, "narrowgauge: the run is in out\n")
+    assert done.stdout == "hooks in the child: 0\nthe child made 5 steps\n3\n"
+    assert steps(tmp_path / "out") == 3
+    assert open_run(tmp_path / "out").status == "complete"
+
+
 COMPILES_ELSEWHERE = """
 import os
 from torch._inductor.async_compile import AsyncCompile

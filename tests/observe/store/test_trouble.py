@@ -308,6 +308,24 @@ def test_a_forked_child_never_writes(tmp_path):
     assert (run.status, run.meta) == ("complete", {})
 
 
+def test_a_child_that_ends_by_itself_says_nothing(tmp_path):
+    program = """
+        import os, sys, numpy
+        from narrowgauge.observe.store import RunWriter
+        writer = RunWriter(sys.argv[1])
+        for step in range(2):
+            writer.add_tensors(step, ["a:input"], {"amax": numpy.array([1.0])})
+            assert writer.flush()
+            if os.fork() == 0:
+                sys.exit(0)
+            assert os.wait()[1] == 0
+        writer.close()
+        """
+    done = run_python(program, tmp_path / "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert open_run(tmp_path / "run").steps.tolist() == [0, 1]
+
+
 def test_a_child_forked_while_the_writer_holds_its_lock_does_not_hang(tmp_path):
     program = """
         import os, signal, sys, threading, time, numpy

@@ -29,11 +29,12 @@ from narrowgauge.observe.export.summing import Chosen, summaries_of, summing_que
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.database import connect
 from narrowgauge.observe.store.schema import KINDS, Kind
-from narrowgauge.observe.store.segments import RENEW, literal
+from narrowgauge.observe.store.segments import literal
 from narrowgauge.observe.store.source import not_superseded, parquet, segments_in
 
 Rows = list[tuple[Any, ...]]
 RANK = 0
+RENEW = 500  # reads, half an hour of training or more
 _FIRST = "SELECT attempt, min(step) FROM {} WHERE attempt > 0 GROUP BY attempt"
 
 

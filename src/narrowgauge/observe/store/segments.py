@@ -30,7 +30,6 @@ Array = npt.NDArray[Any]
 # Rows of a row group: small ones let a series skip what it does not need, but every one adds to the footers that
 # the first question has to parse. Compacted, a site's rows lie together and large ones cost nothing.
 ROW_GROUP, COMPACTED_ROW_GROUP = 32_768, 122_880
-RENEW = 500  # segments, half an hour of training or more
 PARQUET = "FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2"
 
 
@@ -117,9 +116,9 @@ class SegmentWriter:
         self._codes: dict[str, int] = {}
         self._codes_of: dict[tuple[str, ...], Array] = {}
         self._mixed: dict[str, set[str]] = {}
-        self._since = 0  # segments since DuckDB was opened
-        self.db = self._open()
         self.written: list[tuple[Kind, int]] = []  # segments not yet looked at for merging
+        self._db: duckdb.DuckDBPyConnection | None = self._open()  # whether it can be opened is known before the first
+        self.close()
 
     def tensors(self, batches: Sequence[Batch]) -> None:
         """Write one segment with the rows of all batches."""
@@ -156,24 +155,30 @@ class SegmentWriter:
         }  # fmt: skip
         self._rows("events", columns)
 
+    @property
+    def db(self) -> duckdb.DuckDBPyConnection:
+        """DuckDB, open from now until `close`."""
+        if self._db is None:
+            self._db = self._open()
+        return self._db
+
     def _open(self) -> duckdb.DuckDBPyConnection:
         # One thread: compressing must not take the cores that train.
         db = connect(self._folder / ".spill", threads=1, rereads=False)
         db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
         return db
 
-    def _renew(self) -> None:
-        """Open DuckDB anew: it keeps a little of every statement for as long as it is open."""
-        self.db.close()
-        self.db = self._open()
-        self._since = 0
+    def close(self) -> None:
+        """Release DuckDB and its memory, of which it keeps a little of every statement; the next segment opens it anew.
+
+        A child that is forked meanwhile has none. Of one that it cannot close, because threads are gone that it had,
+        duckdb would complain on the child's stderr.
+        """
+        db, self._db = self._db, None
         self._codes.clear()
         self._codes_of.clear()
-
-    def close(self) -> None:
-        """Release DuckDB's memory."""
-        self.db.close()
-        del self.db  # duckdb complains on stderr of connections that outlive it, closed or not
+        if db is not None:
+            db.close()
 
     def _rows(self, kind: Kind, columns: dict[str, Array]) -> None:
         picks = []
@@ -250,9 +255,6 @@ class SegmentWriter:
                 self.db.unregister(table)
         self._next[kind] = index + 1
         self.written.append((kind, index))
-        self._since += 1
-        if self._since >= RENEW:
-            self._renew()
 
 
 def copy_aside(db: duckdb.DuckDBPyConnection, select: str, target: Path, row_group: int = ROW_GROUP) -> None:

@@ -212,12 +212,13 @@ class RunWriter:
                 self._write(taken, closing)
             except Exception as error:
                 self._stop(error, taken)
+            with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
+                self._segments.close()
             with self._changed:
                 self._waiting.written()
                 self._done = ticket
                 self._changed.notify_all()
             if closing is not None:
-                self._segments.close()
                 return
 
     def _write(self, taken: Rows, closing: str | None) -> None:
