@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.session.inline import followed, through_a_backward_thread
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from narrowgauge.observe.stats import host_ready
 from narrowgauge.session.models import roots
@@ -760,6 +761,60 @@ def test_tensors_without_numbers_are_not_looked_at(mode, evaluate, tmp_path):
     assert not session.hearing.notes
     assert not writer.column("eval_loss")
     assert session.recorder.collector.failures == 0
+
+
+def traced(model):
+    with torch.enable_grad():
+        make_fx(lambda x: loss_of(model, x))(torch.ones(3, 16))
+
+
+def test_what_make_fx_traces_is_no_training(tmp_path):
+    model = nn.Sequential(linear(), nn.Linear(16, 16))
+    optimizer = sgd(model)
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        session.optimizer_made(optimizer)
+        for _ in range(3):
+            traced(model)
+            loss_of(model).backward()
+            optimizer.step()
+            with torch.no_grad():
+                traced(model)
+    assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
+    assert set(writer.column("microbatches").values()) == {1}
+    assert {float(row["numel"][sites.index("0:input")]) for _, sites, row in writer.tensors} == {8.0 * 16}
+    assert not writer.column("eval_loss")
+
+
+class InTurn(nn.Module):
+    """Gives one output after the other."""
+
+    def __init__(self, by_name):
+        super().__init__()
+        self.words, self.head, self.by_name = nn.Embedding(8, 16), linear(), by_name
+
+    def forward(self, ids):
+        for row in ids:
+            x = self.words(input=row) if self.by_name else self.words(row)
+            yield self.head(x)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_tokens_of_a_model_that_is_a_generator_count_once(tmp_path, by_name):
+    model = InTurn(by_name)
+    optimizer = sgd(model)
+    ids = torch.arange(24).reshape(4, 6) % 8
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        session.optimizer_made(optimizer)
+        for _ in range(3):
+            for output in model(ids):
+                output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.words(ids[0]).square().mean().backward()  # a part of it, called by itself
+        optimizer.step()
+    assert writer.column("tokens") == {1: 24, 2: 24, 3: 24, 4: 6}
+    assert writer.column("microbatches") == {1: 4, 2: 4, 3: 4, 4: 1}
+    assert not session.hearing.notes
 
 
 def test_a_default_device_is_for_the_program(tmp_path):

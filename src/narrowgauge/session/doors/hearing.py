@@ -4,8 +4,8 @@
     backward on a GPU, torch runs it in threads of its own, for the one that called it and waits
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
     unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers;
-             what is done to one while torch.jit traces is done again whenever the traced graph runs
-    modes    what the program has entered to see each operation of torch's does not see ours
+             what is done to one while torch.jit or make_fx traces is done again whenever the traced graph runs
+    modes    what the program has to see each operation of torch's, modes and classes of tensors, does not see ours
     errors   the program goes on; the run says what is missing
 
 Two errors pass, because they must end the program: a conversion that was asked for and cannot be done, and the step
@@ -29,7 +29,7 @@ from narrowgauge.errors import NarrowgaugeError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
 class Hearing:
@@ -106,9 +106,7 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
         if capturing() or unreal(modes) or not owner.hearing.mine():
             return None
         try:
-            if modes:
-                return unseen_by_modes(method, *args, **kwargs)
-            return method(*args, **kwargs)
+            return unseen_by_modes(method, *args, **kwargs)
         except NarrowgaugeError:
             raise
         except Exception as error:
@@ -133,10 +131,11 @@ def capturing() -> bool:
 def unreal(modes: int = 1) -> bool:
     """Whether tensors are none here that could be looked at later, or looking would be written into a graph.
 
-    In a transform of torch.func, in a fake mode (where `modes`, how many there are, is not 0), in torch.jit.trace.
+    In a transform of torch.func; in a fake mode, or while make_fx traces (where `modes`, how many there are, is not 0);
+    in torch.jit.trace.
     """
     return (
         torch._C._are_functorch_transforms_active()
-        or (modes > 0 and torch._C._get_dispatch_mode(_FAKE) is not None)
+        or (modes > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _UNREAL))
         or torch._C._get_tracing_state() is not None
     )

@@ -3,6 +3,7 @@
     outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
     call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
     call without gradients    an evaluation: its time is not the step's
+    in a generator            that a model's call returned: a part of that call
     in a checkpoint           of the reentrant kind, which a program puts around a model or its parts: a call with
                               gradients, though they are only there when it is run again
 
@@ -17,14 +18,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import Hearing, heard
 from narrowgauge.session.models.first_call import reroute
 from narrowgauge.session.models.root import Root
@@ -65,6 +68,8 @@ class Calls:
         self._rerouted: Callable[[], None] = _nothing
         self._compiled: dict[int, Root] = {}  # by the id of what was compiled
         self._tokens = 0  # of the last call with gradients
+        self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
+        self._in_generator = False
         self._eval_began = 0.0
         self._waited = 0.0  # seconds for batches that no model was called with yet
         self.loaders_seen = False
@@ -76,7 +81,7 @@ class Calls:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers:
             return
-        if inside_backward() or not self._learns() or not self._optimizers.owns(module):
+        if inside_backward() or not self._learns() or not unseen_by_modes(self._optimizers.owns, module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -131,7 +136,8 @@ class Calls:
             raise
         self.training = True
         root.enter_autocast()
-        tokens = 0 if self._steps.paused else self._steps.feed((args, kwargs))
+        self._in_generator = any(returned.gi_running for returned in self._generators)
+        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed((args, kwargs))
         self._tokens = tokens
         if self._steps.line is not None:
             self._steps.line.tokens += tokens
@@ -154,12 +160,14 @@ class Calls:
         self._left()
         if raised:
             self._take_back()
-        elif missed and self._learns() and not self._steps.paused:
+        elif missed and self._learns() and not self._steps.paused and not self._in_generator:
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
         if not self._steps.paused:
             self._steps.batches.made(output)
+        if isinstance(output, GeneratorType):
+            self._generators.add(output)
         if not self._learns():
             self._steps.evals.model_ended(output)
             if self._steps.line is not None:
