@@ -96,6 +96,50 @@ def test_the_last_step_of_a_training_knows_its_own_copies_when_the_next_has_the_
 # ------------------------------------------------------------------------------ what cannot be found is said
 
 
+class Parts(nn.Module):
+    """Is never called itself; what it calls is partly frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.neck, self.head = linear(), nn.Sequential(linear(), nn.Tanh(), linear()), linear()
+        self.backbone.requires_grad_(False)
+
+    def loss(self, x):
+        return (self.head(self.neck(self.backbone(x))) - x).square().mean()
+
+
+@pytest.mark.parametrize("around", [lambda model: model, nn.DataParallel, lambda model: nn.ModuleDict({"net": model})])
+def test_parts_of_a_partly_frozen_model_have_its_names(tmp_path, around):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = Parts()
+        whole = around(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            model.loss(X).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        prefix = "net." if isinstance(whole, nn.ModuleDict) else ""
+    names = {f"{prefix}{name}" for name in ("head", "neck.0", "neck.2")}
+    roles = ("input", "weight", "grad_output")
+    for step, sites, _ in writer.tensors:
+        assert set(sites) == {f"{name}:{role}" for name in names for role in roles}, step
+    assert len(writer.tensors) == 3
+    assert not session.hearing.notes
+
+
+def test_parts_of_two_models_have_names_of_their_own(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        models = [Parts(), Parts(), nn.Sequential(linear())]
+        optimizer = torch.optim.SGD([p for m in models for p in m.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            (models[0].loss(X) + models[1].loss(X) + loss_of(models[2])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    roles = ("input", "weight", "grad_output")
+    own = {"neck.0", "neck.2", "head"} | {"Sequential1.0", "Sequential1.2", "Linear1", "Sequential2.0"}
+    assert set(writer.tensors[-1][1]) == {f"{name}:{role}" for name in own for role in roles}
+
+
 def test_a_loss_by_autograd_grad_is_told(tmp_path):
     with followed(tmp_path) as (session, writer):
         model = linear()

@@ -5,6 +5,9 @@
 
     body called -> parent(body) = Model -> no parent, or one that also holds what is not trained -> Model is the model
 
+Parts of a whole that is not all trained (a frozen backbone beside them) are models, by the names that they have in
+there; a single one (a student beside its teacher) has its own.
+
 torch tells of every submodule as it is registered; parents are kept weakly.
 """
 
@@ -53,6 +56,23 @@ class Family:
             seen.add(id(parent))
             module = parent
         return module
+
+    def holder_of(self, model: nn.Module, trained: Set[int]) -> tuple[nn.Module, str]:
+        """The outermost module around `model` and the name in there, if more of it is trained; else itself and ""."""
+        seen, names, module = {id(model)}, list[str](), model
+        while (parent := self.parent(module)) is not None and id(parent) not in seen:
+            seen.add(id(parent))
+            if not is_wrapper(parent):
+                names.insert(0, next(name for name, child in parent.named_children() if child is module))
+            module = parent
+        own = {id(p) for p in model.parameters()}
+        more = any(id(p) in trained and id(p) not in own for p in module.parameters())
+        return (module, ".".join(names)) if more else (model, "")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it holds one module, called `module`, and no parameter of its own: DDP, an engine of DeepSpeed."""
+    return list(module._modules) == ["module"] and not module._parameters and module._modules["module"] is not None
 
 
 def _trains(parent: nn.Module, trained: Set[int]) -> bool:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.session.models.conversions import Conversions
-from narrowgauge.session.models.family import Family
+from narrowgauge.session.models.family import Family, is_wrapper
 from narrowgauge.session.models.perturb import perturb
 from narrowgauge.session.models.root import AUTOCAST, Root
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
+from narrowgauge.session.sites.census import plain_name
 from narrowgauge.session.sites.part import named
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.trained import Trained
@@ -36,12 +37,17 @@ from narrowgauge.session.tensors.sharded import class_name, copied_by, shape_of
 
 
 class Model:
-    """A model that was taken, as long as it lives."""
+    """A model that was taken, as long as it lives; `own` is its name in `holder`, if it is a part of another module."""
 
-    def __init__(self, model: nn.Module, gone: Callable[[Model], None]) -> None:
+    def __init__(self, model: nn.Module, gone: Callable[[Model], None], holder: nn.Module, own: str) -> None:
         self.kind, self.prefix = class_name(model), ""
+        self.holder, self.own = ref(holder), plain_name(f"{own}.") if own else ""
         self.parts = {id(m) for m in model.modules()}
         self.module = ref(model, lambda _: gone(self))
+
+    def beside(self, other: Model) -> bool:
+        """Whether both are parts of one module: their names in there differ."""
+        return bool(self.own and other.own) and self.holder() is other.holder()
 
     def parameters(self) -> dict[int, Tensor]:
         """Its parameters by id; none if it is gone."""
@@ -95,9 +101,10 @@ class Roots:
                 root.belongs_to(whole)
                 return root
         trained = optimizers.ids()
-        model = unwrapped(self.family.model_of(module, trained))
+        whole = self.family.model_of(module, trained)
+        model = unwrapped(whole)
         root.belongs_to(model)
-        shares = self._add(model)
+        shares = self._add(model, *self.family.holder_of(whole, trained))
         if not shares:
             self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
             self._watch_dtype(model)
@@ -133,9 +140,9 @@ class Roots:
         if self._roots.get(at) is root:  # and not another's, at the same address
             del self._roots[at]
 
-    def _add(self, model: nn.Module) -> bool:
+    def _add(self, model: nn.Module, holder: nn.Module, own: str) -> bool:
         """Keep a model in mind; whether it shares parts with one that is known: two towers, actor and critic."""
-        new = Model(model, self._models.remove)
+        new = Model(model, self._models.remove, holder, own)
         known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
         counted = self._parameters_seen()
         self._parameters += sum(math.prod(shape_of(p)) for at, p in new.parameters().items() if at not in counted)
@@ -151,7 +158,8 @@ class Roots:
         """What stands in front of the names of the latest model, and of no other that lives."""
         *others, new = self._models
         taken = {other.prefix for other in others}
-        if "" in taken:
+        new.prefix = new.own
+        if new.own in taken or any((new.own or other.own) and not new.beside(other) for other in others):
             number = sum(other.kind == new.kind for other in others)
             while (prefix := f"{new.kind}{number or ''}.") in taken:
                 number += 1
@@ -215,12 +223,11 @@ class Roots:
 def unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper wraps, so that layers have the names that the program's author gave them.
 
-    A wrapper holds one module, called `module`, and no parameter of its own: DistributedDataParallel, an engine of
-    DeepSpeed. What it wraps may be wrapped again.
+    What a wrapper wraps may be wrapped again.
 
     >>> unwrapped(nn.parallel.DataParallel(nn.Linear(2, 2)))
     Linear(in_features=2, out_features=2, bias=True)
     """
-    while list(module._modules) == ["module"] and not module._parameters and module._modules["module"] is not None:
-        module = module._modules["module"]
+    while is_wrapper(module) and (wrapped := module._modules["module"]) is not None:
+        module = wrapped
     return module
