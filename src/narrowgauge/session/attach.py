@@ -22,6 +22,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, updating
@@ -133,7 +134,7 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer, made_with: Sequence[Tensor] | None = None) -> None:
         """Its parameters are the ones being trained; it was `made_with` these if it has others by now."""
         try:
-            self._made(optimizer, made_with)
+            unseen_by_modes(self._made, optimizer, made_with)
         except Exception as error:
             self.hearing.failed("optimizer_made", error)
 
@@ -182,7 +183,7 @@ class Session:
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
-        self.steps.finish(failed=failed)
+        unseen_by_modes(self.steps.finish, failed=failed)
         self.abandon()
         self.steps.report(done=True)
 

@@ -13,12 +13,15 @@ What is compiled must stay so: our hooks do nothing while a graph is traced, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
+from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
 
 
@@ -39,15 +42,29 @@ class Seams:
         """Have `undo(*args)` called then."""
         self._undo.callback(undo, *args)
 
-    def replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put `make(original)` in the place of `owner.name` until closed."""
+    def replace(
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Callable[..., Any]], Callable[..., Any]],
+        *,
+        overridable: bool = False,
+    ) -> None:
+        """Put `make(original)` in the place of `owner.name` until closed.
+
+        Of an `overridable` function the program's `__torch_function__` may be told; of ours it is not.
+        """
         original, own = getattr(owner, name), name in vars(owner)
         ours = unseen(make(original))
 
         @unseen
         @functools.wraps(original)
         def seam(*args: Any, **kwargs: Any) -> Any:
-            return (ours if self.telling else original)(*args, **kwargs)
+            run = ours if self.telling else original
+            if not overridable or torch.compiler.is_compiling() or not overridden(args, kwargs):
+                return run(*args, **kwargs)
+            with _put_back(owner, name, seam, original):
+                return run(*args, **kwargs)
 
         def undo() -> None:
             if getattr(owner, name) is not seam:
@@ -64,3 +81,16 @@ class Seams:
     def original(self, function: Any) -> Any:
         """What stood where `function` stands now; itself if it is none of ours."""
         return self._originals.get(function, function) if isinstance(function, FunctionType) else function
+
+
+@contextmanager
+def _put_back(owner: Any, name: str, ours: Any, original: Any) -> Iterator[None]:
+    """Meanwhile the original is in its place, unless the program has put something there."""
+    found = getattr(owner, name) is ours
+    if found:
+        setattr(owner, name, original)
+    try:
+        yield
+    finally:
+        if found and getattr(owner, name) is original:
+            setattr(owner, name, ours)

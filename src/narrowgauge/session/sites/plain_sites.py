@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.doors.hearing import unreal
@@ -228,15 +229,20 @@ class PlainSites:
         if output is None or running.heard or unreal():
             return
         try:
-            parts = layer.kind.parts(module, args, kwargs, output)
-            for part in parts:
-                known = layer.module or module  # of which `module` may be a replica
-                self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
-            if parts and not layer.kind.whole:
-                kind = type(module).__name__
-                self.shown.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
+            unseen_by_modes(self._show, layer, module, args, kwargs, output)
         except Exception as error:
             self.shown.failed(f"a call of {layer.name or type(module).__name__}", error)
+
+    def _show(
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        parts = layer.kind.parts(module, args, kwargs, output)
+        for part in parts:
+            known = layer.module or module  # of which `module` may be a replica
+            self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
+        if parts and not layer.kind.whole:
+            kind = type(module).__name__
+            self.shown.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
 
     def _held_by(self, module: nn.Module, part: Part) -> Tensor | None:
         """Count a part's weight as seen; what it is between its uses."""

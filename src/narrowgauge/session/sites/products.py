@@ -16,6 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import unreal
+from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.convolution import pixels, taps, transposed_taps
 from narrowgauge.session.sites.einsum import turns_of
@@ -188,18 +191,35 @@ class Products:
             else:
                 setattr(owner, name, before)
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Meanwhile torch is as it was found: a `__torch_function__` of the program's is told of torch's functions."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.open()
+
     def _replacement(
         self, original: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
     ) -> Callable[..., Any]:
         @unseen
         @functools.wraps(original)
         def product(*args: Any, **kwargs: Any) -> Any:
-            if not self._listening or getattr(self._mine, "busy", False) or self._told():
+            if not self._listening:
+                return original(*args, **kwargs)
+            if overridden(args, kwargs):
+                with self._aside():
+                    y = original(*args, **kwargs)
+                if not getattr(self._mine, "busy", False) and not self._told():
+                    unseen_by_modes(self._tell, name, (args, kwargs), read, y)
+                return y
+            if getattr(self._mine, "busy", False) or self._told():
                 return original(*args, **kwargs)
             self._mine.busy = True
             try:
                 y = original(*args, **kwargs)
-                self._tell(name, (args, kwargs), read, y)
+                unseen_by_modes(self._tell, name, (args, kwargs), read, y)
             finally:
                 self._mine.busy = False
             return y

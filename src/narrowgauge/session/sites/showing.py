@@ -80,9 +80,6 @@ class Showing:
 
     def use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
         """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
-        unseen_by_modes(self._use, name, observer, part, kept)
-
-    def _use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
         if part.hidden:
             self.say(part.hidden)
         x, w, y = part.x, part.w, part.y

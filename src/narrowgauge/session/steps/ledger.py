@@ -22,6 +22,7 @@ from torch import Tensor
 from narrowgauge.session.tensors.deferred import Deferred
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.norms import Squares
+from narrowgauge.session.tensors.sharded import here
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
 
@@ -80,7 +81,7 @@ class Ledger:
         self.line.before = self.line.loss, self.line.microbatches
         self.line.microbatches += 1
         if loss is not None:
-            loss = loss.detach().to(torch.float32, copy=True).reshape(())
+            loss = here(loss).detach().to(torch.float32, copy=True).reshape(())
             self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
 
     def take_back(self) -> None:

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import capturing, unreal
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.tensors.sharded import here
 
 LOSSES = (
     "cross_entropy",
@@ -57,7 +59,7 @@ class EvalLosses:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
         self._mine = mine
         for name in LOSSES:
-            seams.replace(F, name, self._listen)
+            seams.replace(F, name, self._listen, overridable=True)
 
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -65,14 +67,14 @@ class EvalLosses:
             if torch.compiler.is_compiling():  # a look from inside would break the graph
                 return loss
             if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and self._mine():
-                self._add(loss)
+                unseen_by_modes(self._add, loss)
             return loss
 
         return run
 
     def _add(self, loss: Any) -> None:
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
-            self._losses.append(loss.detach().reshape(()).float())
+            self._losses.append(here(loss).detach().reshape(()).float())
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -71,7 +72,7 @@ def local_of(x: Tensor) -> Held:
     """What this process holds of `x`; the result shares its memory and needs no gradient."""
     if type(x) in PLAIN:
         return Held(x.detach())
-    x = _waited(x.detach())
+    x = _waited(_beneath(x).detach())
     if not is_distributed(x):
         return Held(x)
     placements = x.placements  # type: ignore[attr-defined]
@@ -113,7 +114,7 @@ def here(x: Tensor) -> Tensor:
     """The plain tensor behind `x` that this process has, whatever it is of the whole; its gradient is as it was."""
     if type(x) is Tensor:
         return x
-    x = _waited(x)
+    x = _waited(_beneath(x))
     return _waited(x.to_local()) if is_distributed(x) else x  # type: ignore[attr-defined]
 
 
@@ -142,6 +143,24 @@ def class_name(module: nn.Module) -> str:
     if fsdp is not None and isinstance(module, fsdp):
         kind = next((base for base in kind.__bases__ if not issubclass(base, fsdp)), kind)
     return kind.__name__
+
+
+def _beneath(x: Tensor) -> Tensor:
+    """The memory of a tensor of the program's own class as a plain one, if it has any: its class hears nothing of it.
+
+    What wraps other tensors (DTensor, torchao's, a nested one) has none, and says itself what is in there.
+    """
+    if type(x) in PLAIN or is_distributed(x) or x.is_nested or not _has_memory(x):
+        return x
+    with torch._C._DisableTorchDispatch():
+        return x.detach().requires_grad_(x.requires_grad) if x.is_leaf else x.view_as(x)
+
+
+def _has_memory(x: Tensor) -> bool:
+    try:
+        return x.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # a wrapper; or sparse
+        return False
 
 
 def _waited(x: Tensor) -> Tensor:
