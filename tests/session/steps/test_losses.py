@@ -1,10 +1,12 @@
 """Evaluation losses are found wherever a program computes them, once each."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.session.inline import followed
 from torch import nn
 
 from narrowgauge.session.doors.seams import Seams
@@ -43,15 +45,15 @@ def test_functional_losses_without_grad_are_averaged(evals):
     with torch.no_grad():
         F.mse_loss(torch.tensor([1.0]), torch.tensor([0.0]))
         nn.MSELoss()(torch.tensor([2.0]), torch.tensor([0.0]))
-    assert float(evals.take()) == pytest.approx((1 + 4) / 2)
-    assert evals.take() is None
+    assert float(evals.take()[0]) == pytest.approx((1 + 4) / 2)
+    assert not evals.take()
 
 
 def test_losses_with_grad_or_without_a_scalar_do_not_count(evals):
     F.mse_loss(torch.tensor([1.0], requires_grad=True), torch.tensor([0.0]))
     with torch.no_grad():
         F.mse_loss(torch.ones(3), torch.zeros(3), reduction="none")
-    assert evals.take() is None
+    assert not evals.take()
 
 
 def test_what_the_model_returns_replaces_what_it_computed_inside(evals):
@@ -59,7 +61,7 @@ def test_what_the_model_returns_replaces_what_it_computed_inside(evals):
         evals.model_begins()
         F.mse_loss(torch.tensor([9.0]), torch.tensor([0.0]))
         evals.model_ended({"loss": torch.tensor(5.0)})
-    assert float(evals.take()) == 5.0
+    assert float(evals.take()[0]) == 5.0
 
 
 def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
@@ -67,7 +69,7 @@ def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
         evals.model_begins()
         F.mse_loss(torch.tensor([3.0]), torch.tensor([0.0]))
         evals.model_ended(torch.ones(4))
-    assert float(evals.take()) == 9.0
+    assert float(evals.take()[0]) == 9.0
 
 
 def test_a_loss_in_a_graph_is_no_break_of_it():
@@ -82,9 +84,9 @@ def test_a_loss_in_a_graph_is_no_break_of_it():
         compiled = torch.compile(evaluate, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
             found = compiled(torch.ones(3))
-            assert evals.take() is None
+            assert not evals.take()
             assert torch.equal(found, evaluate(torch.ones(3)))
-        assert evals.take() is not None
+        assert evals.take()
     finally:
         seams.close()
 
@@ -96,3 +98,41 @@ def test_closing_the_seams_leaves_torch_as_it_was():
     assert F.cross_entropy is not before[0]
     seams.close()
     assert (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__) == before
+
+
+def test_a_loss_that_the_program_took_by_name_before_is_heard(monkeypatch):
+    program = ModuleType("program")
+    exec("from torch.nn.functional import mse_loss as distance, relu", vars(program))
+    monkeypatch.setitem(sys.modules, "program", program)
+    taken = dict(vars(program))
+    seams, evals = Seams(), EvalLosses()
+    evals.watch(seams)
+    with torch.no_grad():
+        program.distance(torch.tensor([3.0]), torch.tensor([0.0]))
+    assert float(evals.take()[0]) == 9.0
+    seams.close()
+    assert vars(program) == taken
+    assert program.distance is F.mse_loss
+
+
+def test_evaluations_are_of_the_steps_that_were_made(tmp_path):
+    with followed(tmp_path, every=1) as (_, writer):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def evaluate(value):
+            with torch.no_grad():
+                F.mse_loss(torch.full((4,), value), torch.zeros(4))
+
+        evaluate(1.0)
+        for microbatch in range(1, 8):
+            model(torch.ones(2, 4)).square().mean().backward()
+            if microbatch % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if microbatch in (4, 5):  # the first has made a step, and the next is open
+                evaluate(float(microbatch))
+            if microbatch == 6:
+                evaluate(6.0)
+    assert writer.column("eval_loss") == {0: 1.0, 1: (16 + 25) / 2, 2: 36.0}
+    assert writer.column("microbatches") == {1: 3, 2: 3}

@@ -13,9 +13,10 @@ What is compiled must stay so: our hooks do nothing while a graph is traced, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,9 +79,26 @@ class Seams:
         self._originals[seam] = original
         self._undo.callback(undo)
 
+    def replace_where_held(self, owner: ModuleType, names: Iterable[str]) -> None:
+        """Put what stands in `owner` under these names where modules outside of torch took it by name before."""
+        ours = {id(self.original(seam)): seam for name in names if (seam := getattr(owner, name)) in self._originals}
+        for name, module in list(sys.modules.items()):
+            if not isinstance(module, ModuleType) or name.partition(".")[0] in ("torch", "narrowgauge"):
+                continue
+            held = vars(module)
+            for key, value in list(held.items()):
+                if id(value) in ours:
+                    held[key] = ours[id(value)]
+                    self.on_close(_give_back, held, key, ours[id(value)], value)
+
     def original(self, function: Any) -> Any:
         """What stood where `function` stands now; itself if it is none of ours."""
         return self._originals.get(function, function) if isinstance(function, FunctionType) else function
+
+
+def _give_back(held: dict[str, Any], key: str, ours: Any, original: Any) -> None:
+    if held.get(key) is ours:
+        held[key] = original
 
 
 @contextmanager

@@ -124,6 +124,10 @@ class Ledger:
         step, on_device = line.step, self._clock.events()
         self._deferred.put(scalars, lambda row: self._write(step, row, on_device))
 
+    def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
+        """Scalars of a step whose line was closed before, which go to `writer` once they have arrived."""
+        self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
+
     def _write(self, step: int, row: dict[str, float], on_device: Events) -> None:
         if on_device is not None and row["clean"]:
             # The scalars were copied after the second event, so both have passed.

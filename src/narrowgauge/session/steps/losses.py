@@ -1,8 +1,8 @@
 """Finds evaluation losses: scalar losses that a program computes without gradients.
 
 Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`),
-and what torch's own loss functions return. All losses between two training steps are one evaluation; its value is
-their mean.
+and what torch's own loss functions return. All losses between two optimizer steps are one evaluation, of the weights
+that the first of the two made; its value is their mean.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def scalar_loss(output: Any) -> Tensor | None:
 
 
 class EvalLosses:
-    """Collects one evaluation at a time; `take()` gives its mean and starts the next."""
+    """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
         self._mine: Callable[[], bool] = lambda: True
-        self._losses: list[Tensor] = []
+        self._steps = steps
+        self._losses: list[tuple[int, Tensor]] = []
         self._mark: int | None = None
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
@@ -60,6 +61,7 @@ class EvalLosses:
         self._mine = mine
         for name in LOSSES:
             seams.replace(F, name, self._listen, overridable=True)
+        seams.replace_where_held(F, LOSSES)
 
     def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,7 @@ class EvalLosses:
 
     def _add(self, loss: Any) -> None:
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
-            self._losses.append(here(loss).detach().reshape(()).float())
+            self._losses.append((self._steps(), here(loss).detach().reshape(()).float()))
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
@@ -88,11 +90,10 @@ class EvalLosses:
             self._add(loss)
         self._mark = None
 
-    def take(self) -> Tensor | None:
-        """The mean of what was collected since the last call, or None."""
-        if not self._losses:
-            return None
-        home = self._losses[-1].device
-        mean = torch.stack([x.to(home) for x in self._losses]).mean()
+    def take(self) -> dict[int, Tensor]:
+        """The mean of what was collected since the last call, by the number of steps that were made before."""
+        found: dict[int, list[Tensor]] = {}
+        for steps, loss in self._losses:
+            found.setdefault(steps, []).append(loss)
         self._losses.clear()
-        return mean
+        return {steps: torch.stack([x.to(x_s[-1].device) for x in x_s]).mean() for steps, x_s in found.items()}

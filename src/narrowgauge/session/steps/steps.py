@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks
@@ -49,7 +47,7 @@ class Steps:
         self.ledger = Ledger(ranks)
         self.memory = PeakMemory()
         self.batches = Batches()
-        self.evals = EvalLosses()
+        self.evals = EvalLosses(lambda: self.ledger.steps)
         self._recorded_steps = 0
         self._room = Room()
         self.moved_share = 1.0  # of the weights, that update ratios were measured on
@@ -174,10 +172,8 @@ class Steps:
         self._recorder.end_step()
 
     def _take_evaluation(self) -> None:
-        loss: Tensor | None = self.evals.take()
-        if loss is None:
-            return
-        if self.line is not None and not self.ledger.unfinished:
-            self.line.scalars["eval_loss"] = loss
-        else:  # before the first step, or after the last one
-            self._writer.add_scalars(self.ledger.steps, eval_loss=float(loss))
+        for step, loss in self.evals.take().items():
+            if self.line is not None and self.line.step == step:
+                self.line.scalars["eval_loss"] = loss
+            else:  # before the first step, or while another was open already
+                self.ledger.add_to_earlier(step, self._writer, eval_loss=loss)
