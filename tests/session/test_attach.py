@@ -248,13 +248,33 @@ def test_perturbing_moves_every_tensor_and_draws_nothing_from_the_script(dtype):
 
 
 def test_of_two_models_the_one_that_can_is_converted_and_the_other_told(tmp_path):
-    session, _ = follow(tmp_path, programs.GAN, recipe="current")
+    session, _ = follow(tmp_path, programs.GAN, recipe="current", compiling=True)
     facts = session.facts()
     assert facts["models"] == 2
     assert [(row["name"], row["recipe"]) for row in facts["conversion"]] == [("0", "current"), ("2", "current")]
-    [note] = facts["notes"]
+    note = facts["notes"][0]
     assert note.startswith("One of the script's models stays in the baseline's precision: none of the 2 linear layers")
     assert facts["refusal"] == ""
+    assert facts["unmet"] == []
+
+
+UNCONVERTIBLE = """
+import torch
+model, waiting = torch.nn.Linear(24, 24), torch.nn.Linear(32, 32)
+optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, waiting))
+for _ in range(2):
+    model(torch.ones(16, 24)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_program_of_which_nothing_was_converted_is_told_when_it_ends(tmp_path):
+    """An optimizer that never steps leaves it open whether another model will come, which could be converted."""
+    session, _ = follow(tmp_path, UNCONVERTIBLE, recipe="current", compiling=True)
+    facts = session.facts()
+    assert facts["steps"] == 2
+    [told] = facts["unmet"]
+    assert told.startswith("--convert matched nothing in this program; none of the 1 linear layers of Linear")
 
 
 def test_layers_of_two_models_keep_apart(tmp_path):

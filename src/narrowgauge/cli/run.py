@@ -64,7 +64,8 @@ def run_command(
         discard(folder)
         raise
     for told in unmet(folder):
-        click.echo(f"narrowgauge: {config or 'settings'}: {told}", err=True)
+        asked = "" if told.startswith("--") else f"{config or 'settings'}: "
+        click.echo(f"narrowgauge: {asked}{told}", err=True)
     for missing in (*not_found(folder), *unrecorded(folder)):
         click.echo(f"narrowgauge: {missing}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)

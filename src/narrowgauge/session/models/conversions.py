@@ -34,6 +34,7 @@ class Conversions:
         self._plan, self._recorder = plan, recorder
         self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
         self._refusals: list[ConversionError | RecipeError] = []
+        self._ended = False  # a refusal ended the program, and is its error
         self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
         self._asked = False  # the settings name some
         self._kept: list[foreign.Kept] = []
@@ -57,10 +58,12 @@ class Conversions:
             report = self._converted(model, beside=shares)
         except RecipeError as refusal:  # a backend that cannot: no other model of this program will be converted
             self._refusals.append(refusal)
+            self._ended = True
             raise
         except ConversionError as refusal:
             self._refusals.append(refusal)
             if not self._reports and whole():
+                self._ended = True
                 raise
             if self._plan.recipe is None:
                 return
@@ -81,8 +84,10 @@ class Conversions:
 
     @property
     def unmet(self) -> list[str]:
-        """What the settings ask of layers and no layer takes."""
+        """What the command or the settings ask of layers and no layer takes."""
         if self._plan.recipe is not None:
+            if self.refusal and self._plan.compiling and not self._ended:  # a comparison tells of refusals itself
+                return [f"--convert matched nothing in this program; {self.refusal}", *self._idle]
             return self._idle
         idle = []
         if self._plan.compiling and self._plan.convert.keys() - {"high"}:
