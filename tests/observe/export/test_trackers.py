@@ -114,6 +114,7 @@ def test_wandb_offline(run, monkeypatch):
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             for name, value in row.items():
                 curves.setdefault(name, {})[row["step"]] = value
+    assert {"run/loss", "run/lr", "run/tokens", "run/nonfinite"} <= curves.keys(), (ended, path.stat().st_size)
     all_same(curves.__getitem__, run)
     assert (about.project, about.display_name, ended) == ("p", "mine", 0)
     config = {item.key: item.value_json for item in about.config.update}
