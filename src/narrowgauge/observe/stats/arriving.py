@@ -31,6 +31,10 @@ class Arriving:
     def __init__(self) -> None:
         self._transfers: deque[tuple[Transfer, Writer]] = deque()
 
+    def __bool__(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._transfers)
+
     def start(self, packed: Sequence[Packed], writer: Writer) -> None:
         """Start the way to the host."""
         self._transfers += [(Transfer(each), writer) for each in packed]

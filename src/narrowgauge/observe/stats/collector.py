@@ -106,8 +106,9 @@ class Collector:
     def begin_step(self, step: int) -> bool:
         """Open a step; True if it is watched. A step that is still open ends first."""
         self.end_step()
-        with self._guarded(None):
-            self.seconds += self._arriving.hand_over(wait=False)
+        if self._arriving:
+            with self._guarded(None):
+                self.seconds += self._arriving.hand_over(wait=False)
         self._step, self._open = step, self._due(step)
         return self._open
 

@@ -138,12 +138,11 @@ class Calls:
         root.enter_autocast()
         self._in_generator = any(returned.gi_running for returned in self._generators)
         tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed((args, kwargs))
-        self._tokens = tokens
-        if self._steps.line is not None:
-            self._steps.line.tokens += tokens
+        self._tokens, line = tokens, self._steps.line
+        if line is not None:
+            line.tokens += tokens
             if self.loaders_seen:
-                so_far = self._steps.line.scalars.get("data_seconds", 0.0)
-                self._steps.line.scalars["data_seconds"] = so_far + self._waited
+                line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + self._waited
                 self._waited = 0.0
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)

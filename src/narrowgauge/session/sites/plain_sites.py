@@ -139,6 +139,7 @@ class PlainSites:
         self._steps = 0
         self._deaf = False  # products were not listened to
         self._open = ExitStack()
+        self._listening = False  # in a recorded step, of which not all has been seen
         self._running = threading.local()
 
     def add(self, model: nn.Module, observer: Observer) -> int:
@@ -177,6 +178,7 @@ class PlainSites:
     def begin(self) -> None:
         """A recorded step begins."""
         self.end()
+        self._listening = True
         self.shown.begin()
         self._census.begin()
         if self.shown.recipe is None:
@@ -196,8 +198,10 @@ class PlainSites:
 
     def end(self) -> None:
         """It ended: no hook is left, and no parameter held."""
-        self._open.close()
-        self._census.end()
+        if self._listening:
+            self._listening = False
+            self._open.close()
+            self._census.end()
 
     def _unhook(self) -> None:
         for layer in self._layers:

@@ -12,6 +12,7 @@ A line is written when the *next* step begins, because an evaluation after the o
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -81,7 +82,7 @@ class Ledger:
         self.line.before = self.line.loss, self.line.microbatches
         self.line.microbatches += 1
         if loss is not None:
-            loss = here(loss).detach().to(torch.float32, copy=True).reshape(())
+            loss = here(loss).detach().reshape(()).clone().float()
             self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
 
     def take_back(self) -> None:
@@ -136,9 +137,7 @@ class Ledger:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
             del row["skipped"]  # a fused optimizer's own word, which says that it did step
-        finite = all(
-            abs(row[name]) < float("inf") for name in ("loss", "grad_norm", "grad_square_local") if name in row
-        )
+        finite = all([math.isfinite(row.get(name, 0.0)) for name in ("loss", "grad_norm", "grad_square_local")])
         row["nonfinite"] = float(not finite)
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)

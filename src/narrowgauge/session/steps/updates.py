@@ -33,7 +33,7 @@ from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.ledger import Line
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
-from narrowgauge.session.tensors.norms import Parts, Squares, named, of_norm
+from narrowgauge.session.tensors.norms import Parts, named, of_clips
 
 MOST_RATES = 16  # parameter groups whose learning rates are told apart
 
@@ -59,7 +59,7 @@ class Updates:
     ) -> None:
         self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
         self._in_parts, self._trained = in_parts, trained
-        self._clips: Squares | None = None
+        self._clips: list[Tensor] = []  # norms, of each clip since the last step
         self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
         self._stepping: ReferenceType[Optimizer] | None = None
         self._in_closure = 0
@@ -174,13 +174,13 @@ class Updates:
             return
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
         if all(p.grad is None or id(p) in zeroed for p in self._trained()):
-            self._clips, self._steps.zeroed = None, True
+            self._clips, self._steps.zeroed = [], True
 
     @heard
     def gradients_clipped(self, norm: Any, order: float) -> None:
         """The program clipped; its own norm is the one before clipping."""
-        found = of_norm(norm) if isinstance(norm, Tensor) and order == 2.0 else None
-        self._clips = self._clips if found is None else found.and_also(self._clips)
+        if isinstance(norm, Tensor) and order == 2.0:
+            self._clips.append(norm.detach().clone())
 
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
         """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
@@ -249,13 +249,13 @@ class Updates:
 
     def replayed(self) -> None:
         """A whole step was replayed."""
-        if self._clips is not None and self._steps.line is not None:
-            self._steps.line.scalars.update(named("grad", self._clips))
+        if self._steps.line is not None:
+            self._steps.line.scalars.update(of_clips(self._clips))
         self._made()
 
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
-        self._clips = None
+        self._clips = []
         self._steps.end()
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
@@ -287,9 +287,9 @@ class Updates:
         found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
         if isinstance(found, Tensor):
             line.scalars["skipped"] = found.detach().clone()
-        if self._clips is not None:
+        if self._clips:
             line.clipped = True
-            line.scalars.update(named("grad", self._clips))
+            line.scalars.update(of_clips(self._clips))
         elif not line.clipped:
             self._gradients(line, optimizer)
         if line.movement is not None:

@@ -12,12 +12,14 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.session.tensors.fingerprint import Chained, chain
 from narrowgauge.session.tensors.sharded import here
+
+_EMPTY = frozenset((type(None), bool, int, float, str))  # of these nothing has to be asked
 
 
 class Batches:
@@ -53,26 +55,29 @@ class Batches:
         Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none.
         """
         before = self._given if more else set()
-        self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
+        if self._made:
+            self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
         found = _tensors(inputs)
         if not found:
             self._closed |= {type(x).__name__ for x in tree_leaves(inputs) if hasattr(x, "__dict__")}
-        known = {a: x for x in found if (a := _address(x)) is not None}
-        self._last = {a: StorageWeakRef(x.untyped_storage()) for a, x in known.items()}
-        self._given = before | known.keys()
-        self._unread |= {_kind(x) for x in found if not x.requires_grad and not _dense(x)}
-        tensors = [x for x in found if not x.requires_grad and _address(x) not in self._made]
-        self.digest = chain([x for x in tensors if _dense(x)], self.digest)
-        tensors = [x for x in tensors if _dense(x) or (x.is_nested and not x.is_meta)]
-        if any(x.dtype != torch.bool for x in found):  # or else a mask, which tells of no tokens of its own
-            tensors = [x for x in tensors if x.dtype != torch.bool]
-        if not tensors:
-            tensors = [x for x in found if x.requires_grad and x.is_leaf and type(x) is Tensor]
-        batched = [x for x in tensors if x.dim()]
-        if before:
-            return 0
-        ids = next((x for x in batched if not x.is_floating_point() and x.dtype != torch.bool), None)
-        return ids.numel() if ids is not None else batched[0].size(0) if batched else len(tensors[:1])
+        self._given, self._last = set(before), {}
+        data: list[Tensor] = []  # what is neither made by a model nor moved by gradients, and can be counted
+        for x in found:
+            storage, dense = _storage(x), _dense(x)
+            if storage is not None:
+                self._given.add(storage._cdata)
+                self._last[storage._cdata] = StorageWeakRef(storage)
+            if x.requires_grad:
+                continue
+            if not dense:
+                self._unread.add(_kind(x))
+            if storage is not None and storage._cdata in self._made:
+                continue
+            if dense:
+                self.digest = chain((x,), self.digest)
+            if dense or (x.is_nested and not x.is_meta):
+                data.append(x)
+        return 0 if before else _tokens(found, data)
 
     def again(self, inputs: Any) -> bool:
         """Whether any of these was among the inputs of the last call."""
@@ -85,11 +90,37 @@ class Batches:
                 self._made[address] = StorageWeakRef(x.untyped_storage())
 
 
+def _tokens(found: list[Tensor], data: list[Tensor]) -> int:
+    """How many token ids are among the data, or samples, if there are none; `found` is all that was given."""
+    if any(x.dtype != torch.bool for x in found):  # or else a mask, which tells of no tokens of its own
+        data = [x for x in data if x.dtype != torch.bool]
+    if not data:
+        data = [x for x in found if x.requires_grad and x.is_leaf and type(x) is Tensor]
+    batched = [x for x in data if x.dim()]
+    ids = next((x for x in batched if not x.is_floating_point() and x.dtype != torch.bool), None)
+    return ids.numel() if ids is not None else batched[0].size(0) if batched else len(data[:1])
+
+
 def _tensors(held: Any) -> list[Tensor]:
     """All tensors in there; what is no container of torch's is only looked into where there are no others."""
-    leaves = tree_leaves(held)
-    found = [here(x) for x in leaves if isinstance(x, Tensor)]
-    return found or [here(x) for leaf in leaves for x in tree_leaves(_inside(leaf)) if isinstance(x, Tensor)]
+    found = _leaves(held, [])
+    return found or [here(x) for leaf in tree_leaves(held) for x in _leaves(_inside(leaf), [])]
+
+
+def _leaves(held: Any, found: list[Tensor]) -> list[Tensor]:
+    """`found`, and the tensors in there; torch's own search, in a fifth of the time for what it mostly meets."""
+    kind = type(held)
+    if kind is tuple or kind is list:
+        for x in held:
+            _leaves(x, found)
+    elif kind is dict:
+        for x in held.values():
+            _leaves(x, found)
+    elif isinstance(held, Tensor):
+        found.append(here(held))
+    elif kind not in _EMPTY:
+        found += [here(x) for x in tree_leaves(held) if isinstance(x, Tensor)]
+    return found
 
 
 def _inside(x: Any) -> Any:
@@ -111,8 +142,14 @@ def _kind(x: Tensor) -> str:
 
 
 def _address(x: Tensor) -> int | None:
-    """What tells storages apart; None for tensors that have none, such as sparse ones, of which `notes` tell."""
+    """What tells storages apart; None for tensors that have none."""
+    storage = _storage(x)
+    return None if storage is None else int(storage._cdata)
+
+
+def _storage(x: Tensor) -> UntypedStorage | None:
+    """None for tensors that have none, such as sparse ones, of which `notes` tell."""
     try:
-        return int(x.untyped_storage()._cdata)
+        return x.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None

@@ -31,7 +31,7 @@ class Deferred:
         on_device: dict[str, Tensor] = {}
         for name, value in scalars.items():
             if isinstance(value, Tensor):
-                value = here(value.detach())
+                value = value.detach() if type(value) is Tensor else here(value.detach())
                 if value.device.type != "cpu":
                     on_device[name] = value
                     continue

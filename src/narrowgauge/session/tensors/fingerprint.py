@@ -43,14 +43,19 @@ def digest(x: Tensor) -> Tensor:
 
 def _digest(x: Tensor) -> Chained:
     """The same; a number where it is known at once."""
-    flat = x.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.device.type == "cpu" and type(flat) is Tensor and not flat.is_neg() and flat.data_ptr():
-        walk = host.kernel() if (host.prepare() if flat.numel() >= LARGE else host.ready()) else None
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    start = x.data_ptr() if x.is_cpu and type(x) is Tensor and not x.is_neg() else 0
+    if start:
+        walk = host.kernel() if (host.prepare() if x.numel() >= LARGE else host.ready()) else None
         if walk is not None:
-            found: int = walk.digest(flat.data_ptr(), flat.numel(), flat.element_size())
+            found: int = walk.digest(start, x.numel(), x.element_size())
             return found
+    flat = x.reshape(-1)
+    if start:
         bits = flat.view(_BITS[flat.element_size()]).numpy()
         return _wrapped(sum(_mixed_here(bits[at : at + PIECE], at) for at in range(0, len(bits), PIECE)))
     pieces = flat.view(_BITS[flat.element_size()]).split(PIECE)

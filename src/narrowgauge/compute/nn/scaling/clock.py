@@ -48,7 +48,7 @@ class StepClock:
         self._first: Callable[[Optimizer], None] | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()  # by id
-        _CLOCKS.add(self)
+        _CLOCKS[id(self)] = self
         _install_hook()
 
     def follow(self, module: nn.Module) -> None:
@@ -155,7 +155,7 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-_CLOCKS: weakref.WeakSet[StepClock] = weakref.WeakSet()
+_CLOCKS: weakref.WeakValueDictionary[int, StepClock] = weakref.WeakValueDictionary()
 _heard: Any = None
 _optimizer_steps = 0
 
@@ -174,5 +174,7 @@ def _install_hook() -> None:
 def _after_step(optimizer: Optimizer, early: bool) -> None:
     global _optimizer_steps
     _optimizer_steps += 1
-    for clock in list(_CLOCKS):
-        clock.optimizer_stepped(optimizer)
+    for held in _CLOCKS.valuerefs():
+        clock = held()
+        if clock is not None:
+            clock.optimizer_stepped(optimizer)
