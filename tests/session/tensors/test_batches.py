@@ -1,13 +1,15 @@
 """What a model is called with, whatever holds it: counted and hashed."""
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from narrowgauge.session.tensors.batches import Batches
+from narrowgauge.session.tensors.fingerprint import chain
 
 
 @dataclass
@@ -62,3 +64,27 @@ def test_nested_tensors_are_counted_and_not_hashed(layout):
     assert batches.digest is None
     [note] = batches.notes
     assert note.startswith("Some inputs are nested tensors, which are not hashed")
+
+
+def test_what_is_given_twice_is_hashed_twice_and_what_a_model_made_not_at_all():
+    x, y = torch.arange(6), torch.arange(6) + 1
+    twice, made = Batches(), Batches()
+    assert twice.see(((x, [x, None], {"more": y}), {})) == 6
+    assert int(twice.digest) == int(chain([x, x, y]))
+    made.made({"picture": x})
+    assert made.see(((x.view(2, 3), y),), more=True) == 6
+    assert int(made.digest) == int(chain([y]))
+    assert made.again([x])
+    assert not made.again([y.clone()])
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    more: torch.Tensor
+
+
+def test_containers_are_searched_in_the_order_of_torch():
+    a, b, c = torch.arange(3), torch.arange(4), torch.arange(5)
+    batches = Batches()
+    batches.see((({"z": a, "b": [OrderedDict(y=b), Pair(c, a)]}, 7, "text"), {"last": b}))
+    assert int(batches.digest) == int(chain([a, b, c, a, b]))

@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from narrowgauge.session.tensors.norms import Parts, named, of_norm
+from narrowgauge.session.tensors.norms import Parts, named, of_clips, of_norm
 
 
 @pytest.fixture
@@ -136,3 +136,9 @@ def test_sharded_weights_train_and_leave_local_squares_without_a_collective(mesh
     assert writer.column("update_square_local") == pytest.approx({1: squares["grad"] / 4}, rel=1e-5)
     assert not {"grad_norm", "param_norm", "update_ratio"} & set(writer.scalars[1])
     assert math.isfinite(writer.scalars[1]["peak_memory_bytes"])
+
+
+def test_norms_that_a_program_took_are_those_of_all_it_clipped():
+    assert of_clips([torch.tensor(3.0)]) == {"grad_norm": torch.tensor(3.0)}
+    assert of_clips([torch.tensor(3.0), torch.tensor(4.0)]) == {"grad_norm": torch.tensor(5.0, dtype=torch.float64)}
+    assert of_clips([]) == {}

@@ -137,7 +137,7 @@ class Ledger:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
             del row["skipped"]  # a fused optimizer's own word, which says that it did step
-        finite = all([math.isfinite(row.get(name, 0.0)) for name in ("loss", "grad_norm", "grad_square_local")])
+        finite = all(math.isfinite(row.get(name, 0.0)) for name in ("loss", "grad_norm", "grad_square_local"))
         row["nonfinite"] = float(not finite)
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)
