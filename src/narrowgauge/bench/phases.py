@@ -119,14 +119,12 @@ def split(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     """(name, begin, end) in ms of every kernel of so many steps, as `profile` returns it."""
     phases = dict.fromkeys(PHASES, 0.0)
     took: dict[str, tuple[float, int]] = {}
-    idle, busy_until = 0.0, kernels[0][1] if kernels else 0.0
-    for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+    for name, begin, end in kernels:
         ms, calls = took.get(name, (0.0, 0))
         took[name] = (ms + end - begin, calls + 1)
         phases[phase_of(name)] += end - begin
-        idle += max(0.0, begin - busy_until)
-        busy_until = max(busy_until, end)
-    phases["idle"] = idle
+    if kernels:
+        phases["idle"] = max(end for *_, end in kernels) - min(begin for _, begin, _ in kernels) - union(kernels)
     largest = sorted(took.items(), key=lambda item: -item[1][0])[:16]
     return {
         "phases": {name: round(ms / steps, 3) for name, ms in phases.items()},

@@ -23,6 +23,7 @@ from narrowgauge.session.same_weights.ambient import Modes, Rng
 from narrowgauge.session.same_weights.frozen_model import ModelState, all_modules
 from narrowgauge.session.same_weights.plan import Entry, NotMeasurable, Plan, plan_of
 from narrowgauge.session.same_weights.tree import Const, External, Node, Slot, freeze, tensors
+from narrowgauge.session.tensors.storage import storage_of
 
 # Reading a value on the host: what the script does with it afterwards cannot be seen.
 _READS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
@@ -309,7 +310,5 @@ def _in_place_target(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _storage(tensor: Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse and wrapped tensors have none: alone with themselves
-        return ("tensor", id(tensor))
+    storage = storage_of(tensor)
+    return ("tensor", id(tensor)) if storage is None else storage._cdata  # without one: alone with itself

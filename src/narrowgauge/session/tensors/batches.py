@@ -12,12 +12,13 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.session.tensors.fingerprint import Chained, chain
 from narrowgauge.session.tensors.sharded import here
+from narrowgauge.session.tensors.storage import storage_of
 
 _EMPTY = frozenset((type(None), bool, int, float, str))  # of these nothing has to be asked
 
@@ -63,7 +64,7 @@ class Batches:
         self._given, self._last = set(before), {}
         data: list[Tensor] = []  # what is neither made by a model nor moved by gradients, and can be counted
         for x in found:
-            storage, dense = _storage(x), _dense(x)
+            storage, dense = storage_of(x), _dense(x)
             if storage is not None:
                 self._given.add(storage._cdata)
                 self._last[storage._cdata] = StorageWeakRef(storage)
@@ -142,14 +143,6 @@ def _kind(x: Tensor) -> str:
 
 
 def _address(x: Tensor) -> int | None:
-    """What tells storages apart; None for tensors that have none."""
-    storage = _storage(x)
+    """What tells storages apart; None for tensors that have none, such as sparse ones, of which `notes` tell."""
+    storage = storage_of(x)
     return None if storage is None else int(storage._cdata)
-
-
-def _storage(x: Tensor) -> UntypedStorage | None:
-    """None for tensors that have none, such as sparse ones, of which `notes` tell."""
-    try:
-        return x.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None

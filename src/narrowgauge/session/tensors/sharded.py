@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.compute.nn.parallel.placements import holders, is_distributed
+from narrowgauge.session.tensors.storage import storage_of
 
 __all__ = [
     "Held",
@@ -150,17 +151,13 @@ def _beneath(x: Tensor) -> Tensor:
 
     What wraps other tensors (DTensor, torchao's, a nested one) has none, and says itself what is in there.
     """
-    if type(x) in PLAIN or is_distributed(x) or x.is_nested or not _has_memory(x):
+    if type(x) in PLAIN or is_distributed(x) or x.is_nested:
+        return x
+    memory = storage_of(x)
+    if memory is None or memory.data_ptr() == 0:
         return x
     with torch._C._DisableTorchDispatch():
         return x.detach().requires_grad_(x.requires_grad) if x.is_leaf else x.view_as(x)
-
-
-def _has_memory(x: Tensor) -> bool:
-    try:
-        return x.untyped_storage().data_ptr() != 0
-    except (RuntimeError, NotImplementedError):  # a wrapper; or sparse
-        return False
 
 
 def _waited(x: Tensor) -> Tensor:
