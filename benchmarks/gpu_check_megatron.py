@@ -5,20 +5,24 @@
     sites     every linear layer, by the names that the model gives them
     tensors   the last step's rows, by what the program itself summed of the same tensors
 
-Each case is a program of its own (`gpu_megatron_program.py`), by its recipe; `sharded` has the distributed optimizer.
-One that raises is a line. The transcript goes to results/.
+Each case is a program of its own (`gpu_megatron_program.py`), by its recipe; `sharded` has the distributed optimizer,
+`parallel` has tensor-parallel layers on two GPUs, under torchrun. The layers whose sums are compared split what they
+multiply along K, so its parts make one tensor, and both ranks hold the whole gradient of the result. A case that
+raises is a line. The transcript goes to results/.
 
-    python -m benchmarks.gpu_check_megatron
+    python -m benchmarks.gpu_check_megatron [--cases "delayed,delayed parallel"]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -32,7 +36,8 @@ from benchmarks.record import transcript
 from narrowgauge.observe.store import open_run
 
 PROGRAM = Path(__file__).with_name("gpu_megatron_program.py")
-CASES = ("none", "delayed", "tensorwise", "blockwise", "delayed sharded")
+CASES = ("none", "delayed", "tensorwise", "blockwise", "delayed sharded", "none parallel", "delayed parallel")
+RANKS = 2  # of parallel cases
 LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 SAME_BITS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 WORST = 1e-5
@@ -42,10 +47,12 @@ FAILED = "  FAILED "
 def program(case: str, folder: Path, watched: bool) -> str:
     """Run it into a folder; what went wrong."""
     folder.mkdir()
-    recipe, _, sharded = case.partition(" ")
+    recipe, _, kind = case.partition(" ")
     ours = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", "2", "--out", str(folder / "run"), "--"]
-    command = [*(ours if watched else ()), sys.executable, str(PROGRAM), recipe, str(folder)]
-    environment = {**os.environ, **SAME_BITS, "SHARDED": "yes" if sharded else ""}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    started = [sys.executable, *(ranks if kind == "parallel" else ()), str(PROGRAM), recipe, str(folder)]
+    command = [*(ours if watched else ()), *started]
+    environment = {**os.environ, **SAME_BITS, "SHARDED": "yes" if kind == "sharded" else ""}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     except subprocess.TimeoutExpired as late:
@@ -59,9 +66,9 @@ def checked(case: str, folder: Path) -> Iterator[str]:
         failures = list(pool.map(program, (case,) * 2, (folder / "alone", folder / "watched"), (False, True)))
     if any(failures):
         raise AssertionError("; ".join(filter(None, failures)))
-    said = [json.loads((folder / name / "said.json").read_text()) for name in ("alone", "watched")]
-    if said[0] != said[1]:
-        raise AssertionError(f"said alone {said[0]}, watched {said[1]}")
+    said = [said_by(folder / name, rank) for name in ("alone", "watched") for rank in ranks_of(case)]
+    if any(each != said[0] for each in said):
+        raise AssertionError(f"said alone, then watched, by each rank: {said}")
     losses, norms = ([step[name] for step in said[0]] for name in ("loss", "norm"))
     yield f"  {STEPS} losses and norms the same to the bit, {losses[0]:.5f} to {losses[-1]:.5f}"
     run = open_run(folder / "watched" / "run")
@@ -76,8 +83,35 @@ def checked(case: str, folder: Path) -> Iterator[str]:
     if not names <= sites:
         raise AssertionError(f"not seen: {sorted(names - sites)}; seen: {sorted(sites)}")
     yield f"  {len(run.sites)} sites, of all {len(names)} linear layers"
-    yield from rows(run, json.loads((folder / "watched" / "seen.json").read_text()))
+    yield from rows(run, seen_in(folder / "watched", ranks_of(case)))
     yield from (f"  note: {note}" for note in run.meta.get("notes", []))
+
+
+def ranks_of(case: str) -> range:
+    """All that write of it."""
+    return range(RANKS if case.endswith(" parallel") else 1)
+
+
+def said_by(folder: Path, rank: int) -> list[dict[str, float]]:
+    """Of each step."""
+    said: list[dict[str, float]] = json.loads((folder / f"said.{rank}.json").read_text())
+    return said
+
+
+def seen_in(folder: Path, ranks: range) -> dict[str, dict[str, float]]:
+    """What the ranks summed of a site's parts, merged, by a metric's name; of what both hold, the first one's."""
+    parts: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for rank in ranks:
+        for site, sums in json.loads((folder / f"seen.{rank}.json").read_text()).items():
+            if not (rank and site.endswith(":grad_output")):
+                parts[site].append(sums)
+    return {site: merged(of_ranks) for site, of_ranks in parts.items()}
+
+
+def merged(parts: list[dict[str, float]]) -> dict[str, float]:
+    """By a metric's name."""
+    numel, xx, total = (sum(part[name] for part in parts) for name in ("numel", "xx", "total"))
+    return {"numel": numel, "amax": max(part["amax"] for part in parts), "l2": xx**0.5, "mean": total / numel}
 
 
 def rows(run: Any, seen: dict[str, dict[str, float]]) -> Iterator[str]:
@@ -109,14 +143,17 @@ def outcome(case: str) -> list[str]:
 
 
 def main() -> None:
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        found = list(pool.map(outcome, CASES))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES))
+    cases = parser.parse_args().cases.split(",")
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = list(pool.map(outcome, cases))
     lines = list(chain(*found))
     passed = sum(not each[-1].startswith(FAILED) for each in found)
-    lines.append(f"{passed} of {len(CASES)} cases as they should be")
+    lines.append(f"{passed} of {len(cases)} cases as they should be")
     further = {name: version(name) for name in ("megatron-core", "transformer_engine")}
     print(transcript("gpu_megatron", "python -m benchmarks.gpu_check_megatron", lines, further=further).read_text())
-    sys.exit(passed != len(CASES))
+    sys.exit(passed != len(cases))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ optimizer clips and steps; the layers are those that it builds on TransformerEng
 saved, and what some layers multiplied in the last one, by the formulas, in float64.
 
     python gpu_megatron_program.py RECIPE FOLDER          RECIPE: none, delayed, tensorwise or blockwise
+
+As `torchrun --nproc-per-node 2 gpu_megatron_program.py ...` its layers are tensor parallel.
 """
 
 from __future__ import annotations
@@ -49,17 +51,14 @@ class Sums:
         self.xx += float(wide.square().sum())
         self.total += float(wide.sum())
 
-    def row(self) -> dict[str, float]:
-        """By a metric's name."""
-        return {"numel": self.numel, "amax": self.amax, "l2": self.xx**0.5, "mean": self.total / self.numel}
 
-
-def config_of(recipe: str) -> TransformerConfig:
+def config_of(recipe: str, ranks: int) -> TransformerConfig:
     """A tiny GPT in BF16, or in FP8."""
     fp8: dict[str, Any] = {} if recipe == "none" else {"fp8": "hybrid", "fp8_recipe": recipe}
     if recipe == "delayed":
         fp8 |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "most_recent"}
     return TransformerConfig(
+        tensor_model_parallel_size=ranks,
         num_layers=2, hidden_size=WIDTH, ffn_hidden_size=4 * WIDTH, num_attention_heads=4,
         hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, deallocate_pipeline_outputs=True, gradient_accumulation_fusion=False,
@@ -105,12 +104,14 @@ def keep(model: torch.nn.Module, into: dict[str, Sums]) -> None:
 
 def main() -> None:
     recipe, folder = sys.argv[1], Path(sys.argv[2])
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{folder}/ranks")
-    torch.cuda.set_device(0)
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    meet = f"file://{folder}/ranks"
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", rank=rank, world_size=ranks, init_method=meet)
     torch.manual_seed(1)
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     model_parallel_cuda_manual_seed(1)
-    config = config_of(recipe)
+    config = config_of(recipe, ranks)
     gpt = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=256, max_sequence_length=SEQ).cuda()
     sharded = os.environ.get("SHARDED") == "yes"
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
@@ -137,8 +138,8 @@ def main() -> None:
         done, norm, _ = optimizer.step()
         loss = sum(float(each["lm loss"]) for each in logged) / len(logged)
         said.append({"loss": loss, "norm": float(norm), "done": bool(done)})
-    (folder / "said.json").write_text(json.dumps(said))
-    (folder / "seen.json").write_text(json.dumps({site: sums.row() for site, sums in seen.items()}))
+    (folder / f"said.{rank}.json").write_text(json.dumps(said))
+    (folder / f"seen.{rank}.json").write_text(json.dumps({site: vars(sums) for site, sums in seen.items()}))
     torch.distributed.destroy_process_group()
 
 

@@ -31,6 +31,7 @@ from narrowgauge.compute.kernels.fused.tile import (
     row_amaxes,
     store_plain,
     store_turned,
+    store_where_it_lies,
     tile_amax,
     tiles,
 )
@@ -51,7 +52,7 @@ def _tiles(
     if PLAIN:
         amax = row_amaxes(a, b, KIND, INTERPRET).to(tl.float32, bitcast=True)
         inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-        tl.store(plain_scale_ptr + tile_w * M + m, scale_of(amax, inv_scale, POW2), mask=m < M)
+        store_where_it_lies(plain_scale_ptr + tile_w * M + m, scale_of(amax, inv_scale, POW2), m < M, INTERPRET)
         store_plain(plain_ptr, a, b, inv_scale[:, None], m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
     if TURNED:
         inv_low = inv_scale_of(amax_low, GOAL, POW2, FLOOR)

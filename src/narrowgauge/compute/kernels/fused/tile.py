@@ -133,6 +133,22 @@ def larger_halves(a, b):
 
 
 @triton.jit
+def store_where_it_lies(ptr, value, inside, INTERPRET: tl.constexpr):
+    """`tl.store` of a number of 32 bits per row, by every thread that holds it.
+
+    The compiler would first deal them out, one to a thread: two barriers, and all warps of a program in step.
+    """
+    if INTERPRET:
+        tl.store(ptr, value, mask=inside)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, $2; }", "=r,l,r,r",
+            [ptr.to(tl.int64), value.to(tl.int32, bitcast=True), inside.to(tl.int32)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def column_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr, LOOSE: tl.constexpr = False):
     """Bits of the largest magnitudes of even and of odd columns, [tile_W] each.
 

@@ -36,6 +36,7 @@ from narrowgauge.compute.kernels.fused.tile import (
     row_amaxes,
     store_plain,
     store_turned,
+    store_where_it_lies,
     tile_amax,
 )
 from narrowgauge.compute.kernels.fused.watched.grains import (
@@ -161,7 +162,7 @@ def _watched_blocks(
                     inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
                     scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
                     if PLAIN:
-                        tl.store(plain_scale_ptr + segment * M + i, scale, mask=inside)
+                        store_where_it_lies(plain_scale_ptr + segment * M + i, scale, inside, INTERPRET)
                     if step + piece == 0:
                         inv_unit = inv_scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), GOAL, POW2, FLOOR)
                     top = tl.maximum(top, bits)
