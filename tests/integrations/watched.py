@@ -145,7 +145,7 @@ class Case:
         """(step, site) -> statistics, the ranks' together."""
         ranks = list(self.each_by_hand(name).values())
         keys = {key for rows in ranks for key in rows}
-        return {(step, site): finished(together([rows[step, site] for rows in ranks], site)) for step, site in keys}
+        return {(step, site): finished(together([rows[step, site] for rows in ranks])) for step, site in keys}
 
     def losses_by_hand(self, name="plain"):
         """rank -> step -> sum of what backward was called on."""
@@ -165,9 +165,9 @@ class Case:
         return {key: {column: columns[column][n] for column in TOLERANCES} for n, key in enumerate(keys)}
 
 
-def together(rows, site):
-    """The ranks' statistics of one site as one: their parts of it, or, of a weight that all have alike, one of them."""
-    if site.endswith(":weight") and all(row == rows[0] for row in rows):
+def together(rows):
+    """The ranks' statistics of one site as one: their parts of it, or, of what all have alike, one of them."""
+    if all(row == rows[0] for row in rows):
         return rows[0]
     numel = sum(row["numel"] for row in rows)
     return {

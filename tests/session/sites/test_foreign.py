@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.session.sites.recorded import recorded, same
 from torch import nn
+
+from narrowgauge.session.sites.megatron import Megatron
+from narrowgauge.session.sites.tensor_parallel import Copies
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -58,16 +60,6 @@ def test_experts_of_transformers_are_seen_however_they_are_multiplied(how):
     assert notes == ""
 
 
-@pytest.fixture
-def alone():
-    """A process group of one."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def test_megatrons_parallel_layers_show_what_this_rank_multiplies(alone):
     layers = pytest.importorskip("megatron.core.tensor_parallel.layers")
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -115,3 +107,28 @@ def test_megatrons_parallel_layers_show_what_this_rank_multiplies(alone):
     same(found, "head", model.embed.weight, "weight")  # the shared one that it was given
     assert len(found) == 9
     assert notes == ""
+
+
+def test_what_is_whole_in_megatrons_parallel_layers_counts_once(two_ranks):
+    layers = pytest.importorskip("megatron.core.tensor_parallel.layers")
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    def copies(kind, sequence=False, runtime=(), **options):
+        config = ModelParallelConfig(
+            use_cpu_initialization=True, tensor_model_parallel_size=2, sequence_parallel=sequence,
+            perform_initialization=False,
+        )  # fmt: skip
+        given = {"config": config, "init_method": nn.init.normal_, "bias": False, "tp_group": two_ranks}
+        layer = getattr(layers, kind)(16, 32, skip_bias_add=True, **given, **options)
+        (part,) = Megatron().parts(layer, (torch.randn(5, 2, 16),), dict(runtime), torch.randn(5, 2, 16))
+        return part.copies
+
+    x_whole, dy_whole, both = Copies(("input",), 0), Copies(("grad_output",), 0), Copies(("input", "grad_output"), 0)
+    assert copies("ColumnParallelLinear") == x_whole
+    assert copies("ColumnParallelLinear", gather_output=True) == both
+    assert copies("ColumnParallelLinear", runtime={"runtime_gather_output": True}) == both
+    assert copies("RowParallelLinear", input_is_parallel=True) == dy_whole
+    assert copies("RowParallelLinear", input_is_parallel=False) == both
+    assert copies("ColumnParallelLinear", sequence=True) == Copies()
+    assert copies("RowParallelLinear", sequence=True, input_is_parallel=True) == Copies()
+    assert copies("ColumnParallelLinear", is_expert=True) == Copies()

@@ -18,6 +18,7 @@ from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, BLOCK_1x32, BLOCK_1
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.session.sites import kind_of
 from narrowgauge.session.sites.te_quantizers import rule_of
+from narrowgauge.session.sites.tensor_parallel import Copies
 from narrowgauge.session.sites.transformer_engine import TransformerEngine
 
 MAX = {"kFloat8E4M3": (448.0, torch.float8_e4m3fn, E4M3FN), "kFloat8E5M2": (57344.0, torch.float8_e5m2, E5M2)}
@@ -253,6 +254,23 @@ def test_of_two_products_in_one_layer_the_hidden_half_is_named():
     assert notes == (
         "The input of fc2 and the gradient of fc1 never leave TransformerEngine's LayerNormMLP, and are not recorded."
     )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_whole_in_a_tensor_parallel_layer_counts_once(two_ranks, sequence):
+    x, copies = torch.randn(16, 32), {}
+    for name, layer, told in (
+        ("column", Linear(), {"parallel_mode": "column"}),
+        ("row", Linear(), {"parallel_mode": "row"}),
+        ("duplicated", Linear(), {"parallel_mode": None}),
+        ("both", LayerNormMLP(), {"set_parallel_mode": True}),
+    ):
+        vars(layer).update(told, tp_group=two_ranks, sequence_parallel=sequence)
+        copies[name] = [part.copies for part in TransformerEngine().parts(layer, (x,), {}, layer(x))]
+    both, nobody = Copies(("input", "grad_output"), 0), Copies()
+    alike = {"column": [Copies(("input",), 0)], "row": [Copies(("grad_output",), 0)], "both": [both, both]}
+    apart = {"column": [nobody], "row": [nobody], "both": [nobody, nobody]}
+    assert copies == {**(apart if sequence else alike), "duplicated": [nobody]}
 
 
 class GroupedLinear(layer_class("GroupedLinear", "grouped_linear")):

@@ -24,6 +24,7 @@ from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.quant import Granularity, Scaling
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import Format
+from narrowgauge.session.sites.tensor_parallel import NONE, Copies
 
 Turn = Callable[[Tensor], Tensor]
 
@@ -55,7 +56,8 @@ class Part:
     """One product of a layer's call.
 
     `suffix` goes behind the layer's name if it makes several; `holds` names the parameters of it that were multiplied.
-    A tensor that cannot be had from outside is None, and `hidden` says which and why.
+    A tensor that cannot be had from outside is None, and `hidden` says which and why. `copies` tells of plain tensors
+    that other ranks have as well.
     """
 
     x: Tensor | None
@@ -68,6 +70,7 @@ class Part:
     suffix: str = ""
     holds: tuple[str, ...] = ("weight",)
     hidden: str = ""
+    copies: Copies = NONE
 
 
 class Kind(Protocol):

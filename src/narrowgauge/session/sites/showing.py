@@ -94,12 +94,13 @@ class Showing:
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
             if x is not None:
-                self._show(state, "input", part.x_rows, own, held)
+                self._show(state, "input", part.x_rows, own, held, part.copies.of("input"))
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
                 self._show(state, "weight", part.w_rows, own, used_of(w, kept))
         if y is not None and y.requires_grad:
-            same = _copied_output(w, held, y)
+            same, told = _copied_output(w, held, y), part.copies.of("grad_output")
+            same = told if same is None else same
             turn = part.dy_rows  # the hook lives on y, and must not hold it
 
             def arrived(dy: Tensor) -> None:

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.session.sites.part import Part, Rule, Turn, first_tensor, is_a, output_of, rows
 from narrowgauge.session.sites.te_quantizers import left_high, rule_of
+from narrowgauge.session.sites.tensor_parallel import NONE, Copies, copied
 
 PACKAGE = "transformer_engine.pytorch.module"
 _INSIDE = "The input of fc2 and the gradient of fc1 never leave TransformerEngine's LayerNormMLP, and are not recorded."
@@ -58,14 +59,23 @@ class TransformerEngine:
             return list(_experts(layer, x, y, splits, own))
         if is_a(module, PACKAGE, "LayerNormMLP"):
             fc1, fc2 = (module._parameters[name] for name in ("fc1_weight", "fc2_weight"))
-            x_rows = partial(_normed, layer)
+            x_rows, copies = partial(_normed, layer), _copies(layer, "input", "grad_output")
             return (
-                Part(x, fc1, None, x_rows, own=_of(own, 0), suffix=".fc1", holds=("fc1_weight",)),
-                Part(None, fc2, y, own=_of(own, 1), suffix=".fc2", holds=("fc2_weight",), hidden=_INSIDE),
+                Part(x, fc1, None, x_rows, own=_of(own, 0), suffix=".fc1", holds=("fc1_weight",), copies=copies),
+                Part(
+                    None, fc2, y, own=_of(own, 1), suffix=".fc2", holds=("fc2_weight",), hidden=_INSIDE, copies=copies
+                ),
             )
         normed = is_a(module, PACKAGE, "LayerNormLinear")
         x_rows = partial(_normed, layer) if normed else partial(_cast, dtype=layer.activation_dtype)
-        return (Part(x, _weight(layer), y, x_rows, own=_of(own, 0), holds=tuple(layer.weight_names)),)
+        copies = _copies(layer, "input" if getattr(layer, "parallel_mode", "") == "column" else "grad_output")
+        return (Part(x, _weight(layer), y, x_rows, own=_of(own, 0), holds=tuple(layer.weight_names), copies=copies),)
+
+
+def _copies(layer: Any, *whole: OperandRole) -> Copies:
+    """What is whole if the layer is tensor parallel, and so alike on the ranks of its group."""
+    parallel = getattr(layer, "parallel_mode", None) or getattr(layer, "set_parallel_mode", False)
+    return copied(layer.tp_group, *whole) if parallel and not layer.sequence_parallel else NONE
 
 
 def _of(own: Any, gemm: int) -> Any:
