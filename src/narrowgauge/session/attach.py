@@ -33,6 +33,7 @@ from narrowgauge.session.doors.megatron import Megatron
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.family import Family
+from narrowgauge.session.models.handing import Handing
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told
@@ -43,6 +44,7 @@ from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
+from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.steps.updates import Updates
@@ -91,11 +93,15 @@ class Session:
         told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
-        self.calls = Calls(self.roots, self.steps, probe, self.hearing, self.optimizers, self._model_taken, self._deaf)
+        same = SameTraining(self.hearing, self.steps, self.optimizers)
+        self.calls = Calls(
+            self.roots, self.steps, probe, self.hearing, same, self.optimizers, self._model_taken, self._deaf
+        )
         self.updates = Updates(
-            *(self.steps, probe, self.hearing),
+            *(self.steps, probe, self.hearing, same),
             *(self._follows, self.optimizers.in_parts, self.optimizers.parameters),
         )
+        self.hearing.handing = Handing(self.calls, self.steps, self.updates)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
         self.graphs = Graphs(self.steps, self.updates, self.hearing, graphed)
         self.seams = Seams()

@@ -1,6 +1,7 @@
 """How a session hears a program: on one thread, never while a CUDA graph is captured, with no error of its own.
 
-    thread   the one that trains; another takes its place only when it has ended. What else trains meanwhile is told
+    thread   the one that trains. Another takes its place when it has ended, or is between steps and the other goes on
+             with what it trains. What else trains meanwhile is told, and so are two that train the same at once
     backward on a GPU, torch runs it in threads of its own, for the one that called it and waits
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
     unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers;
@@ -18,7 +19,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -32,13 +33,43 @@ T = TypeVar("T")
 _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
+class Handing(Protocol):
+    """Knows how far the thread that is followed has come, and lets another go on."""
+
+    def between_steps(self, turn_began: int) -> bool:
+        """Whether it has begun nothing that it has yet to end."""
+        ...
+
+    def proven(self, turn_began: int) -> bool:
+        """Whether it has made a step since so many were made."""
+        ...
+
+    def doubt(self) -> None:
+        """What it has begun may be no step: the next forward begins anew."""
+        ...
+
+    def hand_over(self) -> int:
+        """Forget what it was about, for another thread goes on; returns how many steps were made."""
+        ...
+
+
 class Hearing:
-    """Which thread is heard, and what failed."""
+    """Which thread is heard, and what failed.
+
+    `turn` counts the threads that were followed; `handing` is the session's.
+    """
+
+    handing: Handing
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._before: threading.Thread | None = None  # had the turn before it
         self._ident = 0
+        self.turn, self._turn_began = 0, 0
+        self._changing = threading.RLock()
         self._others = False
+        self._at_once = False  # threads that train the same meet: there are no turns any more
+        self._refused: set[int] = set()  # threads in which a step was begun that is not followed
         self.waits = False  # the thread that trains has called `backward`, which has not returned
         self._deaf = 0  # above 0: what the program does now is no training
         self._failed: dict[str, int] = {}
@@ -46,7 +77,7 @@ class Hearing:
     def mine(self) -> bool:
         """Whether the calling thread is the one that trains, or runs its backward pass for it.
 
-        The first to ask is the one that trains, until it ends.
+        The first to ask is the one that trains, until it ends or another `goes_on`.
         """
         if self._deaf:
             return False
@@ -54,11 +85,49 @@ class Hearing:
             return True
         if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then
             return self.waits
-        if self._thread is not None and self._thread.is_alive():
-            self._others = True
+        if _runs(self._thread) or (_runs(self._before) and self._before is not threading.current_thread()):
             return False
-        self._thread, self._ident = threading.current_thread(), threading.get_ident()
+        if self._back():
+            self.handing.doubt()
+        self._follow(None)
         return True
+
+    def goes_on(self, same: Callable[[], bool | None]) -> bool:
+        """Whether the calling thread, which is not the one that trains, goes on with that training: then it is.
+
+        `same()` says whether what it does is of that training, and None if it is no training.
+        """
+        if self._deaf or threading.get_ident() == self._ident or inside_backward():
+            return False
+        with self._changing:
+            found = same()
+            if found is None:
+                return False
+            self._at_once |= found and _runs(self._thread) and not self.handing.between_steps(self._turn_began)
+            if found and (self._back() or not self._at_once):
+                self._others |= self._at_once
+                self._turn_began = self.handing.hand_over()
+                before = self._thread if _runs(self._thread) else self._before
+                self._follow(None if self._at_once else before)
+                return True
+            self._others = True
+            self._refused.add(threading.get_ident())
+            return False
+
+    def _back(self) -> bool:
+        """Whether the calling thread lost its turn to one that has made no step since: it perhaps only looked."""
+        return self._before is threading.current_thread() and not self.handing.proven(self._turn_began)
+
+    def _follow(self, before: threading.Thread | None) -> None:
+        self._before, self._thread, self._ident = before, threading.current_thread(), threading.get_ident()
+        self.turn += 1
+        self.waits = False
+        self._refused.discard(self._ident)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the calling thread has begun a step that is not followed."""
+        return threading.get_ident() in self._refused
 
     @contextmanager
     def nothing(self) -> Iterator[None]:
@@ -91,10 +160,15 @@ class Hearing:
         return found
 
 
-def heard(method: Callable[P, T]) -> Callable[P, T | None]:
+def _runs(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
+
+
+def heard(method: Callable[P, T], same: Callable[..., bool | None] | None = None) -> Callable[P, T | None]:
     """A method of an object with a `hearing`: its errors are kept.
 
-    Not run on another thread, in a capture, or where tensors are unreal.
+    Not run on another thread, in a capture, or where tensors are unreal. A method that tells of training has another
+    thread followed if `same`, called as the method is, says that it goes on with what is trained.
 
     Where a compiled function leaves its graphs, what it calls is compiled by itself: this is not, nor what it calls.
     """
@@ -103,14 +177,17 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
     def plainly(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
         modes = torch._C._len_torch_dispatch_stack()
-        if capturing() or unreal(modes) or not owner.hearing.mine():
+        if capturing() or unreal(modes):
             return None
+        hearing: Hearing = owner.hearing
         try:
+            if not hearing.mine() and (same is None or not unseen_by_modes(_goes_on, hearing, same, args, kwargs)):
+                return None
             return unseen_by_modes(method, *args, **kwargs)
         except NarrowgaugeError:
             raise
         except Exception as error:
-            owner.hearing.failed(method.__name__, error)
+            hearing.failed(method.__name__, error)
             return None
 
     uncompiled = not_compiled(plainly)
@@ -121,6 +198,15 @@ def heard(method: Callable[P, T]) -> Callable[P, T | None]:
         return heard_by(*args, **kwargs)
 
     return run
+
+
+def heard_if(same: Callable[..., bool | None]) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """As `heard`, of a method that tells of training."""
+    return functools.partial(heard, same=same)
+
+
+def _goes_on(hearing: Hearing, same: Callable[..., bool | None], args: Any, kwargs: Any) -> bool:
+    return hearing.goes_on(lambda: same(*args, **kwargs))
 
 
 def capturing() -> bool:

@@ -16,6 +16,7 @@ on after it, so whether the outermost call still runs is looked up where that ma
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, GeneratorType
@@ -28,22 +29,30 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.models.first_call import reroute
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
 
 _CALLING = nn.Module._call_impl.__code__
 
 
+class _OfThread(threading.local):
+    """What each thread is about, followed or not."""
+
+    waited = 0.0  # seconds for batches that no model was called with yet
+    checkpoint = False  # a reentrant checkpoint's first forward is running
+
+
 class Calls:
     """Follows the calls of one program's models.
 
     Args:
-        roots, steps, probe, hearing: the session's.
+        roots, steps, probe, hearing, same: the session's.
         optimizers: those that the program made and still holds.
         taken: told whenever another model was taken.
         deaf: called with True where calls of modules need not be heard, because a model is called that they are parts
@@ -56,12 +65,15 @@ class Calls:
         steps: Steps,
         probe: SameWeightsProbe | None,
         hearing: Hearing,
+        same: SameTraining,
         optimizers: Trained,
         taken: Callable[[], None],
         deaf: Callable[[bool], None] = lambda deaf: None,
     ) -> None:
         self._roots, self._steps, self._probe = roots, steps, probe
-        self.hearing, self._optimizers, self._taken, self._deaf = hearing, optimizers, taken, deaf
+        self.hearing, self._same, self._optimizers = hearing, same, optimizers
+        self._taken, self._deaf = taken, deaf
+        self._thread = _OfThread()
         self._depth = 0
         self._outermost: FrameType | None = None  # torch's, of the call that is running
         self._running: Root | None = None
@@ -71,10 +83,8 @@ class Calls:
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._in_generator = False
         self._eval_began = 0.0
-        self._waited = 0.0  # seconds for batches that no model was called with yet
         self.loaders_seen = False
         self.training = False  # a forward with gradients is running
-        self._checkpoint = False  # a reentrant checkpoint's first forward is
         self.scripted = False  # a model that is trained is TorchScript
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -88,7 +98,7 @@ class Calls:
             return
         self._followed(module, args)
 
-    @heard
+    @heard_if(lambda self, module, args: self._same.module(module))
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         kind = type(module)
         root = self._take(module)
@@ -100,19 +110,18 @@ class Calls:
 
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint begins what it will run again with gradients, or has ended it."""
-        if self.hearing.perhaps_mine():
-            self._checkpoint = runs
+        self._thread.checkpoint = runs
 
     def _learns(self) -> bool:
-        return torch.is_grad_enabled() or self._checkpoint
+        return torch.is_grad_enabled() or self._thread.checkpoint
 
     def batch_loaded(self, seconds: float) -> None:
         """A data loader's iterator gave a batch, or its end, after so long."""
+        self._thread.waited += seconds
         if self.hearing.perhaps_mine():
             self.loaders_seen = True
-            self._waited += seconds
 
-    @heard
+    @heard_if(lambda self, root, args, kwargs: self._same.model(root) if self._learns() else None)
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model is called."""
         if inside_backward():
@@ -122,9 +131,10 @@ class Calls:
         if self._depth > 1:
             return
         self._outermost, self._running = _call(), root
+        root.heard_in = self.hearing.turn
         self._deaf(True)
         if not self._learns():
-            self._waited = 0.0  # an evaluation's batch
+            self._thread.waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
             return
@@ -141,9 +151,10 @@ class Calls:
         self._tokens, line = tokens, self._steps.line
         if line is not None:
             line.tokens += tokens
+            self.loaders_seen |= self._thread.waited > 0.0
             if self.loaders_seen:
-                line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + self._waited
-                self._waited = 0.0
+                line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + self._thread.waited
+                self._thread.waited = 0.0
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
 
@@ -192,13 +203,18 @@ class Calls:
         self._depth = 0
         self._left()
 
+    def hand_over(self) -> None:
+        """Another thread is followed from now on: what this one is in, an evaluation say, is not."""
+        self._depth = 0
+        self._left()
+
     def _left(self) -> None:
         self._outermost = self._running = None
         self._deaf(False)
         self.training = False
         self._rerouted()
 
-    @heard
+    @heard_if(lambda self, owner, args, kwargs: self._same_compiled(owner))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called.
 
@@ -214,6 +230,15 @@ class Calls:
             self._compiled[id(owner)] = root
         self.begins(root, args, kwargs)
         return root
+
+    def _same_compiled(self, owner: Any) -> bool | None:
+        if not self._learns() or not self._optimizers:
+            return None
+        root = self._compiled.get(id(owner))
+        if root is not None and root.alive:
+            return self._same.model(root)
+        module = self._compiled_model(owner)
+        return None if module is None else self._same.module(module)
 
     @heard
     def update_begins(self, optimizer: Optimizer) -> None:
@@ -232,13 +257,15 @@ class Calls:
         self._steps.settle()
 
     def _take_compiled(self, owner: Any) -> Root | None:
+        module = self._compiled_model(owner)
+        return None if module is None or module in self._roots else self._take(module)
+
+    def _compiled_model(self, owner: Any) -> nn.Module | None:
         if not torch.is_grad_enabled():
             return None
         if isinstance(owner, nn.Module):
-            module = owner if self._optimizers.owns(owner) else None
-        else:
-            module = self._roots.whole(self._optimizers) if not len(self._roots) else None
-        return None if module is None or module in self._roots else self._take(module)
+            return owner if self._optimizers.owns(owner) else None
+        return self._roots.whole(self._optimizers) if not len(self._roots) else None
 
     def _take(self, module: nn.Module) -> Root:
         self._steps.another_model()

@@ -19,6 +19,7 @@ class Root:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, gone: Callable[[Root], None]) -> None:
         self._module = self._model = ref(module, lambda _: gone(self))  # the model may be more than what is called
+        self.heard_in = 0  # the turn (`Hearing.turn`) in which it was called last
         self.half_seen = False  # a call is running whose keyword arguments nobody was told of
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.updates import Updates, learning_rates
@@ -92,7 +92,11 @@ class Graphs:
         if self._open is not None:
             self._open.optimizers.append(ref(optimizer))
 
-    @heard
+    def _same(self, graph: Any) -> bool | None:
+        captured = self._known.get(graph)
+        return None if captured is None else any(map(self._updates.same.optimizer, captured.trained()))
+
+    @heard_if(lambda self, graph: self._same(graph))
     def replay_begins(self, graph: Any) -> None:
         """A graph is about to be launched."""
         captured = self._known.get(graph)

@@ -97,6 +97,10 @@ class Ledger:
             self.line.loss, self.line.microbatches, self.line.before = None, 0, (None, 0)
             self.line.tokens = self.line.learned = 0
 
+    def hand_over(self) -> None:
+        """Another thread is followed from now on; it may have another device."""
+        self._clock.hand_over()
+
     @property
     def unfinished(self) -> bool:
         """Whether the open step's optimizer has not stepped."""
@@ -167,6 +171,11 @@ class Laps:
             self._pair = (self._before, event) if self._before is not None else None
             self._before = event
         return max(seconds, 0.0)
+
+    def hand_over(self) -> None:
+        """Another thread laps from now on: events of two devices have no time between them."""
+        if self._before is not None and self._before.device != torch.device("cuda", torch.cuda.current_device()):
+            self._before = None
 
     def events(self) -> Events:
         """The two device events of the last lap, if there were any."""

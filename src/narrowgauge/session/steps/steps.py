@@ -52,7 +52,10 @@ class Steps:
         self._room = Room()
         self.moved_share = 1.0  # of the weights, that update ratios were measured on
         self.made = True  # an optimizer has stepped: the next forward opens a step
+        self.begun = False  # a step was opened, or is about to be
+        self.stepped: set[int] = set()  # ids of the optimizers that made the last step whose line is closed
         self.zeroed = False  # all gradients of the open step's microbatches were set to zero
+        self._doubted = False  # what the open step has may be none of it
         self.thrown_away = 0  # microbatches that no step was made of
         self.notes: list[str] = []
 
@@ -83,15 +86,37 @@ class Steps:
         if self.zeroed and self.line is not None and not self.batches.again(inputs):
             self.thrown_away += self.line.microbatches
             self.ledger.begin_anew()
+        if self._doubted:
+            self.ledger.begin_anew()
+        self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs)
+
+    def between(self, *, proven: bool) -> bool:
+        """Whether nothing has come of the open step yet; of a thread that has `proven` nothing, but forwards."""
+        line = self.line
+        if self.made or self.zeroed:
+            return True
+        if line is None:
+            return not self.begun
+        return not line.microbatches and not (proven and line.tokens)
+
+    def doubt(self) -> None:
+        """What was begun may be no step: the next forward begins anew."""
+        self._doubted = not (self.made or self.zeroed)
+
+    def hand_over(self) -> None:
+        """Another thread goes on."""
+        self.doubt()
+        self.paused = False
+        self.ledger.hand_over()
 
     def end(self) -> None:
         """An optimizer stepped, or a gradient scaler chose not to."""
         self._moved()
         self._plain.end()
         self.ledger.stepped()
-        self.made, self.zeroed = True, False
+        self.made, self.zeroed, self._doubted = True, False, False
 
     def settle(self) -> None:
         """A compiled function returned, or must have: weights that an optimizer moved in it are in their place."""
@@ -110,6 +135,7 @@ class Steps:
 
     def another_model(self) -> None:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
+        self.begun = True
         if self.made:
             self._recorder.end_step()
 
@@ -146,9 +172,11 @@ class Steps:
         self._close()
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
-        self.made = False
+        self.made, self.begun = False, True
         if self.line is not None:
-            self._recorder.selection.turns.stepped({optimizer for optimizer, *_ in self.line.stepped})
+            stepped = {optimizer for optimizer, *_ in self.line.stepped}
+            self.stepped = stepped or self.stepped
+            self._recorder.selection.turns.stepped(stepped)
         line = self.ledger.open()
         self._ranks.tick(line.step)
         line.recorded = line.disturbed = self._recorder.begin_step(line.step)

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
-from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
 from narrowgauge.session.tensors.norms import Parts, named, of_clips
@@ -42,7 +43,7 @@ class Updates:
     """Follows the backward passes and optimizers of one program.
 
     Args:
-        steps, probe, hearing: the session's.
+        steps, probe, hearing, same: the session's.
         follows: whether an optimizer is one of those that train.
         in_parts: whether other ranks hold more of what it trains.
         trained: the parameters of all of them.
@@ -53,11 +54,12 @@ class Updates:
         steps: Steps,
         probe: SameWeightsProbe | None,
         hearing: Hearing,
+        same: SameTraining,
         follows: Callable[[Optimizer], bool] = lambda optimizer: True,
         in_parts: Callable[[Optimizer], bool] = lambda optimizer: False,
         trained: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        self._steps, self._probe, self.hearing, self._follows = steps, probe, hearing, follows
+        self._steps, self._probe, self.hearing, self.same, self._follows = steps, probe, hearing, same, follows
         self._in_parts, self._trained = in_parts, trained
         self._clips: list[Tensor] = []  # norms, of each clip since the last step
         self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
@@ -71,7 +73,7 @@ class Updates:
         self.losses = self._vectors = 0
         self.skipped = 0
 
-    @heard
+    @heard_if(lambda self, scaler, before, after: self.same.loss(before))
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
         """A gradient scaler multiplied the loss."""
         self._multiplied(before, after, getattr(scaler, "_scale", None))
@@ -88,7 +90,7 @@ class Updates:
         if isinstance(before, Tensor) and isinstance(after, Tensor):
             self._scaled[id(after)] = after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale
 
-    @heard
+    @heard_if(lambda self, loss, plain: self.same.loss(loss))
     def backward_begins(self, loss: Any, plain: bool) -> None:
         """`backward` is called on `loss`."""
         self.backwards += 1
@@ -186,7 +188,7 @@ class Updates:
         """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
         return self._step_begins(optimizer, closure) or closure
 
-    @heard
+    @heard_if(lambda self, optimizer, closure: self._same_optimizer(optimizer))
     def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if self.prepares or not self._follows(optimizer):
             return None
@@ -204,6 +206,9 @@ class Updates:
             self._steps.enter()  # neither its forward nor its backward was heard
         self._look(optimizer)
         return None
+
+    def _same_optimizer(self, optimizer: Optimizer) -> bool | None:
+        return None if self.prepares or not self._follows(optimizer) else self.same.optimizer(optimizer)
 
     @heard
     def step_ended(self, optimizer: Optimizer, early: bool = False) -> None:
@@ -252,6 +257,16 @@ class Updates:
         if self._steps.line is not None:
             self._steps.line.scalars.update(of_clips(self._clips))
         self._made()
+
+    @property
+    def in_closure(self) -> bool:
+        """Whether an optimizer evaluates its closure."""
+        return self._in_closure > 0
+
+    def hand_over(self) -> None:
+        """Another thread is followed from now on."""
+        self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
+        self._clips, self._scaled = [], {}
 
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
