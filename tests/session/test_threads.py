@@ -241,6 +241,31 @@ def test_steps_of_bare_parameters_are_known_by_what_the_loss_was_made_of(tmp_pat
     assert session.hearing.notes == []
 
 
+def test_a_backward_that_fails_in_one_thread_does_not_hide_what_is_trained_from_the_next(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        w = nn.Parameter(torch.eye(16))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        losses = []
+
+        def step():
+            optimizer.zero_grad()
+            loss = (X @ w.t() - 2 * X).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+        def fails():
+            handle = w.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                step()
+            handle.remove()
+
+        in_turns(step, fails, step)
+    assert list(writer.column("loss").values()) == pytest.approx(losses, rel=1e-6)
+    assert writer.column("microbatches") == {1: 1, 2: 1}
+    assert session.hearing.notes == []
+
+
 def test_steps_without_a_loss_are_known_by_their_optimizer(tmp_path):
     with followed(tmp_path) as (session, writer):
         model = linear()
