@@ -37,6 +37,7 @@ def commands(peer: list[str]) -> dict[str, list[str]]:
     graphs = {f"step_{size}_cuda_graphs": ["step", "--size", size, "--cuda-graphs", *peer] for size in SIZES}
     eager = {f"step_{size}_eager": ["step", "--size", size, "--eager", *peer] for size in SIZES}
     overhead = {f"overhead_{size}": ["overhead", "--size", size, *peer] for size in SIZES}
+    overhead["overhead_1b_cuda_graphs"] = ["overhead", "--size", "1b", "--cuda-graphs"]
     return {
         "quantize": ["quantize", *peer],
         "gemm": ["gemm", *peer],

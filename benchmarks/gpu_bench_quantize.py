@@ -65,6 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="no GPU here, so nothing was measured\n")
     flush = torch.ones(128 << 20, dtype=torch.int32, device="cuda")  # more than any cache holds
     table = []
     for M, K in SHAPES:

@@ -35,6 +35,19 @@ def test_named_stretches_are_no_kernels(name):
     assert phases.is_span(name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SEEN,
+        "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<unsigned long, 2, "
+        "at::native::templates::cuda::random_from_to_kernel<at::CUDAGeneratorImpl*>(...)::{lambda(unsigned long)#2}>",
+        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)::{lambda()#3}>(int)",
+    ],
+)
+def test_kernels_are_no_stretches(name):
+    assert not phases.is_span(name)
+
+
 def test_time_is_split_per_step_and_gaps_are_idle():
     kernels = [("nvjet_x", 0.0, 4.0), ("other", 3.0, 5.0), ("nvjet_x", 9.0, 11.0)]
     found = phases.split(kernels, steps=2)

@@ -11,9 +11,9 @@ from benchmarks import bench
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_peer_stands_beside_every_subject_but_the_map():
+def test_the_peer_stands_beside_every_subject_but_the_map_and_graphs_watched():
     words = bench.commands(["--peer", "torchao"])
-    assert [name for name, these in words.items() if "--peer" not in these] == ["map"]
+    assert [name for name, these in words.items() if "--peer" not in these] == ["map", "overhead_1b_cuda_graphs"]
     assert not [name for name, these in bench.commands([]).items() if "--peer" in these]
 
 

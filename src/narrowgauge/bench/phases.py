@@ -98,8 +98,14 @@ def _kernels(step: Callable[[], object], device: torch.device, steps: int) -> li
 
 
 def is_span(name: str) -> bool:
-    """Whether it is no kernel but a stretch of time that somebody gave a name: they hold kernels counted already."""
-    return "#" in name or name.startswith(("narrowgauge.", "ProfilerStep", "Torch-Compiled Region"))
+    """Whether it is no kernel but a stretch of time that somebody gave a name: they hold kernels counted already.
+
+    >>> is_span("Optimizer.step#AdamW.step"), is_span("void at::native::elementwise_kernel<2, {lambda(int)#1}>(int)")
+    (True, False)
+    """
+    return ("#" in name and "<" not in name) or name.startswith(
+        ("narrowgauge.", "ProfilerStep", "Torch-Compiled Region")
+    )
 
 
 def union(kernels: Sequence[Kernel]) -> float:
