@@ -74,3 +74,12 @@ def test_the_worst_tensors_of_a_run_are_named_on_the_terminal(tmp_path, capsys):
     assert [line.partition(": ")[2].partition(": ")[0] for line in worst] == ["1:input", "4:input", "3:input"]
     assert "12.0 dB" in worst[0]
     assert page == f"The report: {tmp_path / 'a' / 'report.html'}"
+
+
+def test_of_a_run_without_tensors_it_is_said_how_far_it_came(folder, tmp_path, capsys):
+    main(["report", str(folder / "baseline"), "-o", str(tmp_path / "a.html")])
+    with RunWriter(tmp_path / "empty", {}):
+        pass
+    main(["report", str(tmp_path / "empty")])
+    said = capsys.readouterr().out.splitlines()
+    assert said[::2] == ["baseline: 4 steps, loss 2 to 0.5, no tensor to judge", "empty: 0 steps, no tensor to judge"]

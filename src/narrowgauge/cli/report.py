@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import click
 from narrowgauge.errors import RunError
 
 if TYPE_CHECKING:
+    from narrowgauge.observe.store import Run
     from narrowgauge.observe.verdict import Verdict
 
 WORST = 3  # tensors of a run that are named on the terminal
@@ -60,11 +62,22 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
         if ready is not None:
             click.echo(f"{name}: {plain(ready)}")
         elif verdict is None:
-            for each in worst_tensors(run, WORST):
+            worst = worst_tensors(run, WORST)
+            for each in worst:
                 click.echo(f"{name}: {each.site}: {each.why}")
+            if not worst:
+                click.echo(f"{name}: {_how_far(run)}, no tensor to judge")
     target = out or runs[0] / "report.html"
     write_report(verdict, opened, target)
     click.echo(f"The report: {target}")
+
+
+def _how_far(run: Run) -> str:
+    """So many steps, and the loss at the first and the last of those that have one."""
+    table = run.scalars()
+    steps = f"{table.rows} step{'' if table.rows == 1 else 's'}"
+    losses = [loss for loss in table["loss"].tolist() if math.isfinite(loss)] if "loss" in table.columns else []
+    return f"{steps}, loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else steps
 
 
 def _verdict(path: Path) -> Verdict:
