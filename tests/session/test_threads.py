@@ -513,6 +513,33 @@ def test_an_evaluation_that_runs_beside_the_training_is_not_taken_for_it(tmp_pat
     assert session.calls._depth == 0
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_who_steps_is_followed_and_not_who_called_the_model_first(tmp_path, every):
+    with followed(tmp_path, every=every) as (_, writer):
+        training = Training()
+        running, go_on = threading.Event(), threading.Event()
+
+        def slow(module, args):
+            if len(args[0]) == 1:
+                running.set()
+                assert go_on.wait(60)
+
+        training.model.register_forward_pre_hook(slow)
+        thread = threading.Thread(target=lambda: training.model(X[:1]))  # evaluates, with gradients on by mistake
+        thread.start()
+        assert running.wait(60)
+        training.step()
+        training.step()
+        go_on.set()
+        thread.join()
+        training.step()
+    assert list(writer.column("lr")) == [1, 2, 3]
+    assert list(writer.column("loss")) == [2, 3]  # the first was known by its optimizer alone
+    assert list(writer.column("loss").values()) == pytest.approx(training.losses[1:], rel=1e-6)
+    assert writer.column("tokens") == {1: 0, 2: 8, 3: 8}
+    assert set(amaxes(writer)) <= {2, 3}
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at as it goes on
 def test_a_worker_goes_on_while_the_thread_that_trained_before_evaluates(tmp_path, workers):
     with followed(tmp_path, compiling=True) as (session, writer):

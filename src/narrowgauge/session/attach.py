@@ -93,7 +93,7 @@ class Session:
         told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
-        same = SameTraining(self.hearing, self.steps, self.optimizers)
+        same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)
         self.calls = Calls(
             self.roots, self.steps, probe, self.hearing, same, self.optimizers, self._model_taken, self._deaf
         )

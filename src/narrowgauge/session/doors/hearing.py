@@ -44,8 +44,16 @@ class Handing(Protocol):
         """Whether it has made a step since so many were made."""
         ...
 
+    def only_looked(self, turn_began: int) -> bool:
+        """Whether it has made no step since, and called no backward: it may evaluate, with gradients on."""
+        ...
+
     def doubt(self) -> None:
         """What it has begun may be no step: the next forward begins anew."""
+        ...
+
+    def drop(self) -> None:
+        """What it has begun is no step, and leaves nothing."""
         ...
 
     def hand_over(self) -> int:
@@ -92,10 +100,11 @@ class Hearing:
         self._follow(None)
         return True
 
-    def goes_on(self, same: Callable[[], bool | None]) -> bool:
+    def goes_on(self, same: Callable[[], bool | None], steps: bool = False) -> bool:
         """Whether the calling thread, which is not the one that trains, goes on with that training: then it is.
 
-        `same()` says whether what it does is of that training, and None if it is no training.
+        `same()` says whether what it does is of that training, and None if it is no training. Who `steps`, with an
+        optimizer, trains: beside it a thread that only called the model was taken for the one that does by mistake.
         """
         if self._deaf or threading.get_ident() == self._ident or inside_backward():
             return False
@@ -103,6 +112,12 @@ class Hearing:
             found = same()
             if found is None:
                 return False
+            if found and steps and _runs(self._thread) and self.handing.only_looked(self._turn_began):
+                self._at_once = True
+                self.handing.drop()
+                self._turn_began = self.handing.hand_over()
+                self._follow(None)
+                return True
             self._at_once |= found and _runs(self._thread) and not self.handing.between_steps(self._turn_began)
             if found and (self._back() or not self._at_once):
                 self._others |= self._at_once
@@ -164,11 +179,14 @@ def _runs(thread: threading.Thread | None) -> bool:
     return thread is not None and thread.is_alive()
 
 
-def heard(method: Callable[P, T], same: Callable[..., bool | None] | None = None) -> Callable[P, T | None]:
+def heard(
+    method: Callable[P, T], same: Callable[..., bool | None] | None = None, steps: bool = False
+) -> Callable[P, T | None]:
     """A method of an object with a `hearing`: its errors are kept.
 
     Not run on another thread, in a capture, or where tensors are unreal. A method that tells of training has another
-    thread followed if `same`, called as the method is, says that it goes on with what is trained.
+    thread followed if `same`, called as the method is, says that it goes on with what is trained; `steps` is whether
+    the method tells of an optimizer's step.
 
     Where a compiled function leaves its graphs, what it calls is compiled by itself: this is not, nor what it calls.
     """
@@ -181,7 +199,7 @@ def heard(method: Callable[P, T], same: Callable[..., bool | None] | None = None
             return None
         hearing: Hearing = owner.hearing
         try:
-            if not hearing.mine() and (same is None or not unseen_by_modes(_goes_on, hearing, same, args, kwargs)):
+            if not hearing.mine() and not (same and unseen_by_modes(_goes_on, hearing, same, steps, args, kwargs)):
                 return None
             return unseen_by_modes(method, *args, **kwargs)
         except NarrowgaugeError:
@@ -200,13 +218,15 @@ def heard(method: Callable[P, T], same: Callable[..., bool | None] | None = None
     return run
 
 
-def heard_if(same: Callable[..., bool | None]) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+def heard_if(
+    same: Callable[..., bool | None], *, steps: bool = False
+) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
     """As `heard`, of a method that tells of training."""
-    return functools.partial(heard, same=same)
+    return functools.partial(heard, same=same, steps=steps)
 
 
-def _goes_on(hearing: Hearing, same: Callable[..., bool | None], args: Any, kwargs: Any) -> bool:
-    return hearing.goes_on(lambda: same(*args, **kwargs))
+def _goes_on(hearing: Hearing, same: Callable[..., bool | None], steps: bool, args: Any, kwargs: Any) -> bool:
+    return hearing.goes_on(lambda: same(*args, **kwargs), steps)
 
 
 def capturing() -> bool:

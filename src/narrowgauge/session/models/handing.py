@@ -23,6 +23,14 @@ class Handing:
             return False
         return self._steps.between(proven=self.proven(turn_began))
 
+    def only_looked(self, turn_began: int) -> bool:
+        """Whether it has made no step since, and called no backward: it may evaluate, with gradients on."""
+        return not (self.proven(turn_began) or self._updates.in_closure) and self._steps.between(proven=False)
+
+    def drop(self) -> None:
+        """What it has begun is no step, and leaves nothing."""
+        self._steps.drop()
+
     def doubt(self) -> None:
         """What it has begun may be no step: the next forward begins anew."""
         self._steps.doubt()

@@ -82,6 +82,10 @@ class Roots:
         """How many models there were."""
         return self._taken
 
+    def called_in(self, turn: int) -> list[nn.Module]:
+        """Those that were called with gradients in this turn of the threads."""
+        return [root.module for root in self._roots.values() if root.alive and root.heard_in == turn]
+
     def whole(self, optimizers: Trained) -> nn.Module | None:
         """The outermost module that holds most of what is trained, found without anybody calling it."""
         trained = optimizers.ids()

@@ -11,6 +11,7 @@ yet: a forward with gradients that led to no backward may have been a look at sh
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -40,12 +41,15 @@ class SameTraining:
     Args:
         hearing, steps: the session's.
         optimizers: those that the program made and still holds.
+        called_in: the models that were called in a turn.
 
     All return None for what is no training at all.
     """
 
-    def __init__(self, hearing: Hearing, steps: Steps, optimizers: Trained) -> None:
-        self._hearing, self._steps, self._optimizers = hearing, steps, optimizers
+    def __init__(
+        self, hearing: Hearing, steps: Steps, optimizers: Trained, called_in: Callable[[int], Iterable[nn.Module]]
+    ) -> None:
+        self._hearing, self._steps, self._optimizers, self._called_in = hearing, steps, optimizers, called_in
 
     def model(self, called: Called) -> bool:
         """A model that was taken is called with gradients."""
@@ -76,6 +80,8 @@ class SameTraining:
         line = self._steps.line
         stepped = {optimizer for optimizer, *_ in line.stepped} if line is not None else set()
         stepped = stepped or self._steps.stepped
+        if not stepped:  # nothing has made a step yet: what it would train is what it called
+            return [p for module in self._called_in(self._hearing.turn) for p in module.parameters()]
         return [p for optimizer in self._optimizers if id(optimizer) in stepped for p in parameters(optimizer)]
 
 

@@ -101,6 +101,11 @@ class Steps:
             return not self.begun
         return not line.microbatches and not (proven and line.tokens)
 
+    def drop(self) -> None:
+        """What was begun is no step: it leaves no rows, and nothing in the line."""
+        self.ledger.begin_anew()
+        self._recorder.drop_step()
+
     def doubt(self) -> None:
         """What was begun may be no step: the next forward begins anew."""
         self._doubted = not (self.made or self.zeroed)

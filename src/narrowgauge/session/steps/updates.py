@@ -188,7 +188,7 @@ class Updates:
         """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
         return self._step_begins(optimizer, closure) or closure
 
-    @heard_if(lambda self, optimizer, closure: self._same_optimizer(optimizer))
+    @heard_if(lambda self, optimizer, closure: self._same_optimizer(optimizer), steps=True)
     def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if self.prepares or not self._follows(optimizer):
             return None
