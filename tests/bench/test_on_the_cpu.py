@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.bench import overhead, timing
+from narrowgauge.bench import overhead, step, timing
 from narrowgauge.bench.gemm import bench_gemm
+from narrowgauge.bench.memory import Need, side_by_side
 from narrowgauge.bench.operands import Tensors, quantizer, reads, written_bytes
 from narrowgauge.bench.overhead import bench_overhead
 from narrowgauge.bench.quantize import bench_quantize
@@ -127,3 +128,52 @@ def test_what_is_compiled_in_the_first_recorded_steps_is_not_what_watching_costs
     monkeypatch.setattr(overhead.Watched, "__call__", call)
     [row] = bench_overhead("tiny", CPU, recipes=("current",), mode="eager", rounds=1).rows
     assert 0 < row["own_pct"] < 1000
+
+
+def test_a_step_needs_room_beside_what_the_others_hold():
+    small, large = Need(10, 30), Need(20, 70)
+    assert side_by_side([small, large], total=100)
+    assert not side_by_side([small, small, large], total=97)  # 20 held, 70 at a peak, 8% to spare
+    assert side_by_side([small, small, large], total=98)
+    assert side_by_side([small] * 6, total=100)  # peaks come one after the other
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_what_does_not_fit_at_once_is_measured_in_groups_beside_bf16(monkeypatch, at_once):
+    groups = []
+    measured = step._measure
+
+    def note(group, *args):
+        groups.append([built.stepper.variant.name for built in group])
+        measured(group, *args)
+
+    monkeypatch.setattr(step, "_measure", note)
+    monkeypatch.setattr(step, "_fits", lambda needs, device: len(needs) <= at_once)
+    rows = bench_step("tiny", CPU, mode="eager", recipes=("current", "rowwise"), precisions=("fp32",), rounds=1).rows
+    assert [row["variant"] for row in rows] == ["bf16", "fp32", "current", "rowwise"]
+    assert all(row["ms"] > 0 for row in rows)
+    want = {
+        2: [["bf16", "fp32"], ["bf16", "current"], ["bf16", "rowwise"]],
+        3: [["bf16", "fp32", "current"], ["bf16", "rowwise"]],
+    }
+    assert groups == want[at_once]
+
+
+def test_what_took_more_than_was_guessed_is_measured_apart(monkeypatch):
+    groups = []
+    measured, built = step._measure, step._build
+
+    def build(variant, *args):
+        found = built(variant, *args)
+        found.peak_bytes, found.resting = (90 if variant.name == "fp32" else 20), 10
+        return found
+
+    def note(group, *args):
+        groups.append([built.stepper.variant.name for built in group])
+        measured(group, *args)
+
+    monkeypatch.setattr(step, "_build", build)
+    monkeypatch.setattr(step, "_measure", note)
+    monkeypatch.setattr(step, "_fits", lambda needs, device: side_by_side(needs, total=112))
+    bench_step("tiny", CPU, mode="eager", recipes=("current",), precisions=("fp16", "fp32"), rounds=1)
+    assert groups == [["bf16", "fp16"], ["bf16", "fp32"], ["bf16", "current"]]

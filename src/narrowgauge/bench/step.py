@@ -6,7 +6,7 @@
 
 Variants are built one after the other; a variant's peak memory is what its own steps added to what lay there before it
 was built; of CUDA graphs, the steps in which they were captured. Then variants take turns. If they do not all fit in
-memory they are measured in groups, and BF16 is in every one.
+memory, each one's step beside what the others hold, they are measured in groups, and BF16 is in every one.
 
 Energy and phases come last, variant by variant. Compiling takes most of the time, so that what is known is handed on as
 soon as it is.
@@ -23,7 +23,7 @@ import torch
 from narrowgauge.bench import phases
 from narrowgauge.bench.ceilings import Ceilings, measure_ceilings
 from narrowgauge.bench.energy import EnergyMeter, joules_per_call
-from narrowgauge.bench.memory import allocated, forget, peak_bytes
+from narrowgauge.bench.memory import Need, allocated, forget, peak_bytes, side_by_side
 from narrowgauge.bench.peers import check_peer
 from narrowgauge.bench.result import Result, Row
 from narrowgauge.bench.shapes import sized, step_flops
@@ -39,8 +39,13 @@ class _Built:
     """A variant that is ready, and what was learned while it was made so."""
 
     stepper: Stepper
+    resting: int
     peak_bytes: int | None
     compile_facts: dict[str, int]
+
+    @property
+    def need(self) -> Need:
+        return Need(self.resting, self.peak_bytes or 0)
 
 
 @dataclass
@@ -110,7 +115,7 @@ def _all(
     alive: list[_Built] = []
     for number, variant in enumerate(variants, start=1):
         tell(f"{variant.name}: building and warming up ({number} of {len(variants)})")
-        if len(alive) > 1 and not _fits(variant, alive, device):
+        if len(alive) > 1 and not _fits([built.need for built in alive] + [_guess(variant, alive[0])], device):
             _measure(alive, rounds, samples, meter, ceilings, rows, keep)
             del alive[1:]
             forget(device)
@@ -121,6 +126,10 @@ def _all(
                 raise
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             rows[variant.name] = {"variant": variant.name, "error": cause}
+            forget(device)
+        if len(alive) > 2 and not _fits([built.need for built in alive], device):  # it took more than was guessed
+            _measure(alive[:-1], rounds, samples, meter, ceilings, rows, keep)
+            del alive[1:-1]
             forget(device)
     tell(f"{len(alive)} variants take turns")
     _measure(alive, rounds, samples, meter, ceilings, rows, keep)
@@ -140,16 +149,19 @@ def _build(variant: Variant, size_name: str, device: torch.device, mode: str) ->
         peak = at_capture
     facts["recompiles"] = counters["stats"]["unique_graphs"]
     forget(device)
-    return _Built(stepper, peak, facts)
+    return _Built(stepper, allocated(device) - before, peak, facts)
 
 
-def _fits(variant: Variant, alive: Sequence[_Built], device: torch.device) -> bool:
-    """Whether one more variant finds room beside those that are there, judged by what BF16 needs."""
+def _guess(variant: Variant, bf16: _Built) -> Need:
+    """What a variant will need that is not built yet."""
+    return bf16.need.times(2.4 if variant.wide else 1.4)
+
+
+def _fits(needs: Sequence[Need], device: torch.device) -> bool:
+    """Whether such variants find room on the device, each in its turn."""
     if device.type != "cuda":
         return True
-    needs = (alive[0].peak_bytes or 0) * (2.4 if variant.wide else 1.4)
-    free = torch.cuda.get_device_properties(device).total_memory - allocated(device)
-    return needs < 0.92 * free
+    return side_by_side(needs, torch.cuda.get_device_properties(device).total_memory)
 
 
 def _measure(
