@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from benchmarks.producers import norm, swiglu
+from benchmarks.producers.pieces import Launch, Made
 from benchmarks.record import record
 from torch import Tensor
 
 from narrowgauge.compute.kernels.both import Given
 from narrowgauge.compute.kernels.fused import amax, tensorwise
-from narrowgauge.compute.kernels.fused.producers import norm, swiglu
-from narrowgauge.compute.kernels.fused.producers.pieces import Launch, Made
 from narrowgauge.compute.nn.tracing.in_graph import amax_of
 from narrowgauge.compute.quant import CURRENT, PerTensor
 from narrowgauge.compute.recipes import Operand

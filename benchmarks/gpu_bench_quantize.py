@@ -4,7 +4,7 @@ share = (bytes read + bytes written) / seconds / (the same for a plain copy)    
 
 Before each call the cache is filled with numbers of another tensor that were only read: written ones would have to go
 to memory first, at the expense of the call that is timed. Times are those between two events, on a GPU that is kept
-busy until the host has launched the call, so it waits for no host. Rows alone are held whole by a program, and read once.
+busy until the host has launched the call. Rows alone are held whole by a program, and read once.
 
 python -m benchmarks.gpu_bench_quantize [--rounds 30]
 """

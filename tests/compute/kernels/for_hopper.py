@@ -16,13 +16,13 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from benchmarks.producers import norm, swiglu
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.kernels.fused import amax, launch, quantize, roll
-from narrowgauge.compute.kernels.fused.producers import norm, swiglu
 from narrowgauge.compute.kernels.fused.watched import result
 from narrowgauge.compute.kernels.fused.watched.looks import Looks
 from narrowgauge.compute.recipes import by_name

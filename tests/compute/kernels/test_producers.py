@@ -19,8 +19,8 @@ from narrowgauge.formats import E4M3FN, E5M2
 
 pytest.importorskip("triton")
 
-from narrowgauge.compute.kernels.fused.producers import norm, swiglu
-from narrowgauge.compute.kernels.fused.producers.pieces import Launch
+from benchmarks.producers import norm, swiglu
+from benchmarks.producers.pieces import Launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 E4M3, E5M2_RULE = (Operand(fmt, PerTensor(), CURRENT) for fmt in (E4M3FN, E5M2))

@@ -16,10 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from narrowgauge.compute.kernels.both import Given
-from narrowgauge.compute.kernels.fused.producers.pieces import (
+from benchmarks.producers.pieces import (
     Launch,
     Made,
     Room,
@@ -30,6 +27,9 @@ from narrowgauge.compute.kernels.fused.producers.pieces import (
     to_words,
     write,
 )
+from torch import Tensor
+
+from narrowgauge.compute.kernels.both import Given
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, magnitude_bits, widen
 from narrowgauge.compute.kernels.fused.tile import BF16, high, larger_halves, load, low
 from narrowgauge.compute.recipes import Operand

@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from narrowgauge.compute.kernels.both import Given
-from narrowgauge.compute.kernels.fused.producers.pieces import (
+from benchmarks.producers.pieces import (
     Launch,
     Made,
     Room,
@@ -35,6 +32,9 @@ from narrowgauge.compute.kernels.fused.producers.pieces import (
     to_words,
     write,
 )
+from torch import Tensor
+
+from narrowgauge.compute.kernels.both import Given
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 from narrowgauge.compute.kernels.fused.tile import BF16, high, load, low, tile_amax
 from narrowgauge.compute.recipes import Operand
