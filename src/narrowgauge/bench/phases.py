@@ -72,15 +72,15 @@ def profile(step: Callable[[], object], device: torch.device, steps: int = 3) ->
 
     They run one behind the other and profiled, so their sum may differ a little from what an unprofiled step takes.
     """
-    return split(_kernels(step, device, steps), steps)
+    return split(kernels_of(step, device, steps), steps)
 
 
 def busy_ms(step: Callable[[], object], device: torch.device, steps: int) -> float:
     """Milliseconds per step in which any kernel or copy ran: a step's time if no host kept the device waiting."""
-    return union(_kernels(step, device, steps)) / steps
+    return union(kernels_of(step, device, steps)) / steps
 
 
-def _kernels(step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
+def kernels_of(step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
     """What ran on the device in so many steps, copies too."""
     wait(device)
     with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from narrowgauge.compute.nn.tracing.handle import new_handle
 from narrowgauge.compute.nn.tracing.in_graph import REMADE, Traced
 from narrowgauge.compute.recipes import Recipe
 
-LAYERS_IN_TURN = 16  # of so many layers one shows a result in a step, where kernels watch the operands
+LAYERS_IN_TURN = 32  # of so many layers one shows a result in a step, where kernels watch the operands
 RESULT_ROLES: tuple[ResultRole, ...] = get_args(ResultRole)
 
 
@@ -113,13 +113,13 @@ class LayerState:
     def result_to_check(self, step: int) -> ResultRole | None:
         """The result whose gemm is checked in a watched step: the three in turn, each layer beginning elsewhere.
 
-        None where it is other layers' turn: on a GPU a sixteenth of them is checked in a step, or an eighth where steps
-        that are not watched lie between.
+        None where it is other layers' turn: on a GPU one of 32 is checked in a step, or one of 8 where steps that are
+        not watched lie between.
         """
         before, turn, _ = self.check
         if step != before:
             turn = turn if turn >= 0 else zlib.crc32(self.name.encode())
-            pace = 1 if step == before + 1 or not self.backend.watches else 2
+            pace = 1 if step == before + 1 or not self.backend.watches else 4
             self.check = step, turn + pace, pace
         round_, later = divmod(self.check[1], LAYERS_IN_TURN if self.backend.watches else 1)
         return RESULT_ROLES[round_ % len(RESULT_ROLES)] if later < self.check[2] else None
