@@ -21,7 +21,7 @@ from narrowgauge.compute.kernels.fused.watched.grains import LINES, SQUARES, com
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
 from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, SEGMENT, Plan
-from narrowgauge.compute.kernels.fused.watched.sampling import look_at_errors, taken_rows
+from narrowgauge.compute.kernels.fused.watched.sampling import look_at_errors
 from narrowgauge.compute.recipes import Operand
 
 
@@ -35,10 +35,6 @@ def _watched_errors(
 ):  # fmt: skip
     at = tl.program_id(0)
     band, segment = at // segments, at % segments
-    # What is looked at is on its way before its scales are asked for: here nearly all time is waiting.
-    a, b = taken_rows(
-        x_ptr, band * TAKE, segment * WORDS, M, K, stride_m, stride_w, group, phase, EVERY, C, WORDS, KIND
-    )
     if GRAIN == SQUARES:
         inv_unit = scales_of(tl.load(bits_ptr), GOAL, POW2, FLOOR)[1]
         grain_ptr, grain_stride = bits_ptr + segment, segments
@@ -51,7 +47,7 @@ def _watched_errors(
         room_ptr + FIELDS * programs + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
         x_ptr, M, K, stride_m, stride_w, band * TAKE, segment * WORDS, group, phase, inv_unit,
         1.0 / inv_unit.to(tl.float64), grain_ptr, grain_stride, GRAIN, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR,
-        INTERPRET, EVERY, TAKE, C, WORDS, True, a, b,
+        INTERPRET, EVERY, TAKE, C, WORDS,
     )  # fmt: skip
 
 

@@ -70,24 +70,11 @@ def _add_errors(
 
 
 @triton.jit
-def taken_rows(
-    x_ptr, line0, word0, M, K, stride_m, stride_w, group, phase,
-    EVERY: tl.constexpr, C: tl.constexpr, TW: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """The words of C taken rows from line0 on, and TW of them from word0 on, as `look_at_errors` takes them."""
-    line = line0 + tl.arange(0, C)
-    m = (line // group * EVERY + phase * group + line % group).to(tl.int64)
-    w = (word0 + tl.arange(0, TW)).to(tl.int64)
-    return load(x_ptr, m, w, M, K, tl.cdiv(K, 2), stride_m, stride_w, KIND)
-
-
-@triton.jit
 def look_at_errors(
     record, E, rows_ptr, columns_ptr, lines, x_ptr, M, K, stride_m, stride_w, line0, word0, group, phase,
     inv_scale, unit, bits_ptr, bits_stride, GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
     MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
     EVERY: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr, TW: tl.constexpr,
-    AHEAD: tl.constexpr = False, next_a=None, next_b=None,
 ):  # fmt: skip
     """Errors of TAKE taken rows and of 2 TW columns, under one inv_scale, or a scale per grain.
 
@@ -100,8 +87,6 @@ def look_at_errors(
         unit: float64, v * unit = x.
         bits_ptr, GRAIN: where codes are not made under inv_scale, but sums are. LINES: the bits of the rows' amaxes.
             SQUARES: of those of these columns' squares, bits_stride apart. TILES are these columns' own.
-        AHEAD: whether the next C rows are on their way while these are worked on. Then `taken_rows` of line0 have given
-            next_a and next_b.
     """
     W = tl.cdiv(K, 2)
     w = (word0 + tl.arange(0, TW)).to(tl.int64)
@@ -112,14 +97,7 @@ def look_at_errors(
     for first in range(0, TAKE, C):
         line = line0 + first + tl.arange(0, C)
         m = (line // group * EVERY + phase * group + line % group).to(tl.int64)
-        if AHEAD:
-            a, b = next_a, next_b
-            more = tl.where(first + C < TAKE, M, 0)
-            next_a, next_b = taken_rows(
-                x_ptr, line0 + first + C, word0, more, K, stride_m, stride_w, group, phase, EVERY, C, TW, KIND
-            )
-        else:
-            a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+        a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
         xa, xb, seen = low(a, KIND), high(b, KIND), m < M
         inverse, factor = inv_scale, 1.0
         if GRAIN != WHOLE:
