@@ -1,7 +1,9 @@
 """A training that moves from thread to thread is recorded whole; trainings of several threads are not mixed."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -367,6 +369,55 @@ def test_an_evaluation_counts_in_the_thread_that_made_the_last_step(tmp_path):
 
         in_turns(lambda: epoch(1), lambda: epoch(2), lambda: epoch(3))
     assert list(writer.column("eval_loss").values()) == pytest.approx([1.0, 4.0, 9.0], rel=1e-5)
+
+
+def test_a_thread_is_not_taken_for_one_that_ended_and_had_its_number(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        w = nn.Parameter(torch.eye(16))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        training, numbers, losses = Training(lr=0.7), [], []
+
+        def step():
+            optimizer.zero_grad()
+            loss = (X @ w).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            numbers.append(threading.get_ident())
+
+        def other():
+            training.step()
+
+        step()
+        for _ in range(3):
+            elsewhere(step)
+            elsewhere(other)  # which would be followed in its place
+    assert set(numbers) & set(training.threads), "no number was used again"
+    assert writer.column("lr") == dict.fromkeys(range(1, 5), 0.1)
+    assert list(writer.column("loss").values()) == pytest.approx(losses, rel=1e-6)
+    assert session.hearing.notes == TOLD
+
+
+def test_threads_that_ended_are_not_kept(tmp_path):
+    class Large:
+        """What a thread was given."""
+
+    with followed(tmp_path):
+        training = Training()
+        known = []
+
+        def step(large):
+            known.append(weakref.ref(large))
+            known.append(weakref.ref(threading.current_thread()))
+            training.step()
+
+        for _ in range(3):
+            thread = threading.Thread(target=lambda large: step(large), args=(Large(),))
+            thread.start()
+            thread.join()
+            del thread
+        gc.collect()
+        assert [each() for each in known] == [None] * 6
 
 
 # ------------------------------------------------------------------------------ several threads at once

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -61,6 +62,17 @@ class Handing(Protocol):
         ...
 
 
+class _Thread:
+    """One of the program's, as long as it runs: the system gives its number to the next one when it has ended."""
+
+
+class _OfThread(threading.local):
+    """In each thread what stands for it, which ends with it and keeps nothing of the program's."""
+
+    def __init__(self) -> None:
+        self.itself = _Thread()
+
+
 class Hearing:
     """Which thread is heard, and what failed.
 
@@ -70,14 +82,15 @@ class Hearing:
     handing: Handing
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._before: threading.Thread | None = None  # had the turn before it
-        self._ident = 0
+        self._here = _OfThread()
+        self._thread: ReferenceType[_Thread] | None = None
+        self._before: ReferenceType[_Thread] | None = None  # had the turn before it
+        self._ident = 0  # of the thread that is followed, as long as it runs
         self.turn, self._turn_began = 0, 0
         self._changing = threading.RLock()
         self._others = False
         self._at_once = False  # threads that train the same meet: there are no turns any more
-        self._refused: set[int] = set()  # threads in which a step was begun that is not followed
+        self._refused: WeakSet[_Thread] = WeakSet()  # threads in which a step was begun that is not followed
         self.waits = False  # the thread that trains has called `backward`, which has not returned
         self._deaf = 0  # above 0: what the program does now is no training
         self._failed: dict[str, int] = {}
@@ -93,7 +106,7 @@ class Hearing:
             return True
         if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then
             return self.waits
-        if _runs(self._thread) or (_runs(self._before) and self._before is not threading.current_thread()):
+        if _runs(self._thread) or (_runs(self._before) and not self._is_here(self._before)):
             return False
         if self._back():
             self.handing.doubt()
@@ -126,23 +139,33 @@ class Hearing:
                 self._follow(None if self._at_once else before)
                 return True
             self._others = True
-            self._refused.add(threading.get_ident())
+            self._refused.add(self._here.itself)
             return False
 
     def _back(self) -> bool:
         """Whether the calling thread lost its turn to one that has made no step since: it perhaps only looked."""
-        return self._before is threading.current_thread() and not self.handing.proven(self._turn_began)
+        return self._is_here(self._before) and not self.handing.proven(self._turn_began)
 
-    def _follow(self, before: threading.Thread | None) -> None:
-        self._before, self._thread, self._ident = before, threading.current_thread(), threading.get_ident()
+    def _is_here(self, thread: ReferenceType[_Thread] | None) -> bool:
+        return thread is not None and thread() is self._here.itself
+
+    def _follow(self, before: ReferenceType[_Thread] | None) -> None:
+        hearing = ref(self)
+
+        def gone(thread: ReferenceType[_Thread]) -> None:
+            known = hearing()
+            if known is not None and known._thread is thread:
+                known._ident = 0
+
+        self._before, self._thread, self._ident = before, ref(self._here.itself, gone), threading.get_ident()
         self.turn += 1
         self.waits = False
-        self._refused.discard(self._ident)
+        self._refused.discard(self._here.itself)
 
     @property
     def refused(self) -> bool:
         """Whether the calling thread has begun a step that is not followed."""
-        return threading.get_ident() in self._refused
+        return self._here.itself in self._refused
 
     @contextmanager
     def nothing(self) -> Iterator[None]:
@@ -155,7 +178,7 @@ class Hearing:
 
     def perhaps_mine(self) -> bool:
         """The same, of what says nothing of training: it makes no thread the one."""
-        return self._ident in (0, threading.get_ident())
+        return threading.get_ident() == self._ident or not self.turn
 
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""
@@ -175,8 +198,8 @@ class Hearing:
         return found
 
 
-def _runs(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()
+def _runs(thread: ReferenceType[_Thread] | None) -> bool:
+    return thread is not None and thread() is not None
 
 
 def heard(
