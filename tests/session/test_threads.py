@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -733,3 +735,64 @@ def test_many_threads_that_train_at_once_disturb_nothing(tmp_path):
     assert writer.column("lr") == dict.fromkeys(range(1, 42), 0.1)
     assert list(writer.column("loss").values()) == pytest.approx(trainings[0].losses, rel=1e-6)
     assert session.hearing.notes == TOLD
+
+
+def test_a_model_that_takes_a_lock_to_list_its_parameters_is_not_waited_for_by_who_holds_it(tmp_path, workers):
+    locked, listing = threading.RLock(), threading.Event()
+
+    class Locked(nn.Linear):
+        asked = 0
+
+        def parameters(self, recurse=True):
+            if threading.current_thread() is thread:
+                self.asked += 1
+                if self.asked > 1:  # not whether it is trained at all, but whether it is of the same training
+                    listing.set()
+                    assert locked.acquire(timeout=20), "the threads wait for each other"
+                    locked.release()
+            return super().parameters(recurse)
+
+    thread = threading.Thread(target=lambda: model(X))
+    with followed(tmp_path) as (session, writer):
+        training, other, model = Training(), Training(lr=0.7), Locked(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        training.step()
+
+        def holds():
+            with locked:
+                thread.start()
+                assert listing.wait(20)
+                other.step()
+
+        workers[0](holds)
+        thread.join()
+        optimizer.zero_grad()
+    assert session.hearing.notes == TOLD
+    assert writer.column("lr") == {1: 0.1}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_that_is_forked_while_threads_change_does_not_wait_for_them(tmp_path, workers):
+    with followed(tmp_path) as (session, _):
+        Training().step()
+        workers[0](session.hearing._changing.acquire)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            done, both = [], threading.Barrier(2)  # one may have the number of the thread that holds the lock
+
+            def asks():
+                both.wait()
+                done.append(session.hearing.goes_on(lambda: False))
+                both.wait()
+
+            threads = [threading.Thread(target=asks) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            os._exit(done != [False, False])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        workers[0](session.hearing._changing.release)

@@ -16,6 +16,7 @@ limit (a SystemExit).
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,9 @@ class _OfThread(threading.local):
         self.itself = _Thread()
 
 
+_HEARINGS: WeakSet[Hearing] = WeakSet()
+
+
 class Hearing:
     """Which thread is heard, and what failed.
 
@@ -88,6 +92,7 @@ class Hearing:
         self._ident = 0  # of the thread that is followed, as long as it runs
         self.turn, self._turn_began = 0, 0
         self._changing = threading.RLock()
+        _HEARINGS.add(self)
         self._others = False
         self._at_once = False  # threads that train the same meet: there are no turns any more
         self._refused: WeakSet[_Thread] = WeakSet()  # threads in which a step was begun that is not followed
@@ -121,26 +126,31 @@ class Hearing:
         """
         if self._deaf or threading.get_ident() == self._ident or inside_backward():
             return False
-        with self._changing:
-            found = same()
+        while True:
+            turn, found = self.turn, same()  # runs code of the program's, which may wait for other threads of it
             if found is None:
                 return False
-            if found and steps and _runs(self._thread) and self.handing.only_looked(self._turn_began):
-                self._at_once = True
-                self.handing.drop()
-                self._turn_began = self.handing.hand_over()
-                self._follow(None)
-                return True
-            self._at_once |= found and _runs(self._thread) and not self.handing.between_steps(self._turn_began)
-            if found and (self._back() or not self._at_once):
-                self._others |= self._at_once
-                self._turn_began = self.handing.hand_over()
-                before = self._thread if _runs(self._thread) else self._before
-                self._follow(None if self._at_once else before)
-                return True
-            self._others = True
-            self._refused.add(self._here.itself)
-            return False
+            with self._changing:
+                if turn == self.turn:
+                    return self._decides(found, steps)
+
+    def _decides(self, found: bool, steps: bool) -> bool:
+        if found and steps and _runs(self._thread) and self.handing.only_looked(self._turn_began):
+            self._at_once = True
+            self.handing.drop()
+            self._turn_began = self.handing.hand_over()
+            self._follow(None)
+            return True
+        self._at_once |= found and _runs(self._thread) and not self.handing.between_steps(self._turn_began)
+        if found and (self._back() or not self._at_once):
+            self._others |= self._at_once
+            self._turn_began = self.handing.hand_over()
+            before = self._thread if _runs(self._thread) else self._before
+            self._follow(None if self._at_once else before)
+            return True
+        self._others = True
+        self._refused.add(self._here.itself)
+        return False
 
     def _back(self) -> bool:
         """Whether the calling thread lost its turn to one that has made no step since: it perhaps only looked."""
@@ -185,6 +195,10 @@ class Hearing:
         what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
         self._failed[what] = self._failed.get(what, 0) + 1
 
+    def forked(self) -> None:
+        """This is a child: whoever was about to change threads is not here to end it."""
+        self._changing = threading.RLock()
+
     @property
     def notes(self) -> list[str]:
         """What was not heard, in words; empty if everything was."""
@@ -196,6 +210,15 @@ class Hearing:
         if self._others:
             found.append("Several threads of the program train; only the first is followed.")
         return found
+
+
+def _forked() -> None:
+    for hearing in _HEARINGS:
+        hearing.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _runs(thread: ReferenceType[_Thread] | None) -> bool:
