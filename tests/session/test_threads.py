@@ -593,6 +593,61 @@ def test_who_steps_is_followed_and_not_who_called_the_model_first(tmp_path, ever
     assert set(amaxes(writer)) <= {2, 3}
 
 
+def test_an_evaluation_within_a_step_does_not_keep_the_training_in_its_thread(tmp_path, workers):
+    with followed(tmp_path) as (session, writer):
+        training, jobs = Training(), []
+        training.model.register_forward_pre_hook(lambda *_: jobs.pop()() if jobs else None)
+        for number in range(18):
+            if number in (2, 9):
+                jobs.append(lambda: workers[2](lambda: training.model(X[:1])))  # with gradients on, by mistake
+            workers[number % 2](training.step)
+    assert list(writer.column("loss").values()) == pytest.approx(training.losses, rel=1e-6)
+    assert writer.column("tokens") == dict.fromkeys(range(1, 19), 8)
+    assert session.hearing.notes == TOLD
+
+
+def test_after_a_look_that_was_followed_the_training_still_moves(tmp_path, workers):
+    with followed(tmp_path) as (_, writer):
+        training = Training()
+        workers[2](lambda: training.model(X[:1]))
+        for p in training.model.parameters():
+            p.grad = torch.zeros_like(p)
+        workers[0](training.optimizer.step)  # all that is heard of the first step
+        for number in range(6):
+            workers[number % 2](training.step)
+    assert list(writer.column("loss")) == [2, 3, 4, 5, 6, 7]
+    assert list(writer.column("loss").values()) == pytest.approx(training.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("slower", [1, 3])
+def test_a_slower_thread_that_trains_the_same_at_once_is_not_taken_for_one_that_goes_on(tmp_path, workers, slower):
+    with followed(tmp_path) as (session, writer):
+        training, kept, jobs = Training(), [], []
+        second = torch.optim.SGD(training.model.parameters(), lr=0.7)
+        training.model.register_forward_hook(lambda *_: jobs.pop()() if jobs else None)
+
+        def begins():
+            kept.append(training.model(X[:1]).square().mean())
+
+        def ends():
+            kept.pop().backward()
+            second.step()
+
+        training.step()
+        for _ in range(2):
+            jobs.append(lambda: workers[0](begins))
+            for _ in range(slower):
+                training.step()
+            workers[0](ends)
+        workers[0](begins)  # between two steps
+        training.step()
+        workers[0](ends)
+        training.step()
+    assert writer.column("lr") == dict.fromkeys(range(1, 4 + 2 * slower), 0.1)
+    assert set(writer.column("tokens").values()) == {8}
+    assert session.hearing.notes == TOLD
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at as it goes on
 def test_a_worker_goes_on_while_the_thread_that_trained_before_evaluates(tmp_path, workers):
     with followed(tmp_path, compiling=True) as (session, writer):

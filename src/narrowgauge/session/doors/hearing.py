@@ -38,6 +38,11 @@ _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PR
 class Handing(Protocol):
     """Knows how far the thread that is followed has come, and lets another go on."""
 
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        ...
+
     def between_steps(self, turn_began: int) -> bool:
         """Whether it has begun nothing that it has yet to end."""
         ...
@@ -94,7 +99,9 @@ class Hearing:
         self._changing = threading.RLock()
         _HEARINGS.add(self)
         self._others = False
-        self._at_once = False  # threads that train the same meet: there are no turns any more
+        self._at_once = False  # threads train the same at once: there are no turns any more
+        self._met: int | None = None  # how many steps were made when it seemed so last
+        self._met_with: WeakSet[_Thread] = WeakSet()  # who is not followed since then, and made no step either
         self._refused: WeakSet[_Thread] = WeakSet()  # threads in which a step was begun that is not followed
         self.waits = False  # the thread that trains has called `backward`, which has not returned
         self._deaf = 0  # above 0: what the program does now is no training
@@ -135,22 +142,41 @@ class Hearing:
                     return self._decides(found, steps)
 
     def _decides(self, found: bool, steps: bool) -> bool:
+        if found:
+            self._settle(steps)
         if found and steps and _runs(self._thread) and self.handing.only_looked(self._turn_began):
-            self._at_once = True
+            self._meet(self._thread)
             self.handing.drop()
             self._turn_began = self.handing.hand_over()
             self._follow(None)
             return True
-        self._at_once |= found and _runs(self._thread) and not self.handing.between_steps(self._turn_began)
-        if found and (self._back() or not self._at_once):
-            self._others |= self._at_once
+        if found and _runs(self._thread) and not self.handing.between_steps(self._turn_began):
+            self._meet(self._thread if self._back() else ref(self._here.itself))
+        at_once = self._at_once or self._met is not None
+        if found and (self._back() or not at_once):
+            self._others |= at_once
             self._turn_began = self.handing.hand_over()
             before = self._thread if _runs(self._thread) else self._before
-            self._follow(None if self._at_once else before)
+            self._follow(None if at_once else before)
             return True
         self._others = True
         self._refused.add(self._here.itself)
         return False
+
+    def _meet(self, other: ReferenceType[_Thread] | None) -> None:
+        """`other`, which is not followed from now on, seems to train what the one does that is."""
+        self._met = self.handing.steps
+        thread = None if other is None else other()
+        if thread is not None:
+            self._met_with.add(thread)
+
+    def _settle(self, steps: bool) -> None:
+        """Threads that met train at once if both make a step; who lets the other make its own perhaps only looked."""
+        if steps and self._here.itself in self._met_with:
+            self._at_once = True
+        elif self._met is not None and self.handing.proven(self._met):
+            self._met = None
+            self._met_with.clear()
 
     def _back(self) -> bool:
         """Whether the calling thread lost its turn to one that has made no step since: it perhaps only looked."""
@@ -171,6 +197,7 @@ class Hearing:
         self.turn += 1
         self.waits = False
         self._refused.discard(self._here.itself)
+        self._met_with.discard(self._here.itself)
 
     @property
     def refused(self) -> bool:
