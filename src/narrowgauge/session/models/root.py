@@ -54,9 +54,12 @@ class Root:
         """Have the two called around each call of the model; `ended` with the keywords that `begins` missed."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            begins(self, args, kwargs)
+            if not _is_replica(module):
+                begins(self, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if _is_replica(module):
+                return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             ended(self, output, missed)
 
@@ -89,6 +92,11 @@ class Root:
         if self._entered is not None:
             self._entered.close()
             self._entered = None
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's."""
+    return bool(vars(module).get("_is_replica"))
 
 
 def _living(module: ref[nn.Module]) -> nn.Module:
