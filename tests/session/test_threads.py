@@ -851,3 +851,35 @@ def test_a_child_that_is_forked_while_threads_change_does_not_wait_for_them(tmp_
             os._exit(done != [False, False])
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         workers[0](session.hearing._changing.release)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("serves", ["whole", "part", "learning"])
+def test_who_serves_the_model_that_is_trained_is_in_no_row(tmp_path, workers, recipe, serves):
+    def rows(folder, serving):
+        with followed(folder, every=1, judge="current", recipe=recipe) as (_, writer):
+            torch.manual_seed(0)
+            training = Training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+            first, jobs = training.model[0], []
+            first.register_forward_hook(lambda *_: jobs.pop()() if jobs else None)
+
+            def serve():
+                with torch.set_grad_enabled(serves == "learning"):
+                    served = (training.model if serves != "part" else first)(100 * X)
+                    if serves == "learning":
+                        torch.autograd.grad(served.square().mean(), list(training.model.parameters()))
+
+            for x in BATCHES[:4]:
+                jobs += [lambda: workers[0](serve)] * serving  # within a forward
+                training.step(x)
+                if serving:
+                    workers[0](serve)
+        return {
+            (step, site): {name: float(columns[name][at]) for name in ("numel", "amax", "std")}
+            for step, sites, columns in writer.tensors
+            for at, site in enumerate(sites)
+        }
+
+    alone = rows(tmp_path / "alone", 0)
+    assert len(alone) >= 4 * 6
+    assert rows(tmp_path / "served", 1) == alone

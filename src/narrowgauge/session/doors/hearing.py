@@ -94,6 +94,7 @@ class Hearing:
         self._here = _OfThread()
         self._thread: ReferenceType[_Thread] | None = None
         self._before: ReferenceType[_Thread] | None = None  # had the turn before it
+        self._before_trained = False  # it had made a step in its turn
         self._ident = 0  # of the thread that is followed, as long as it runs
         self.turn, self._turn_began = 0, 0
         self._changing = threading.RLock()
@@ -117,7 +118,7 @@ class Hearing:
         if threading.get_ident() == self._ident:
             return True
         if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then
-            return self.waits
+            return self.waits and not self.refused
         if _runs(self._thread) or (_runs(self._before) and not self._is_here(self._before)):
             return False
         if self._back():
@@ -155,9 +156,11 @@ class Hearing:
         at_once = self._at_once or self._met is not None
         if found and (self._back() or not at_once):
             self._others |= at_once
+            before, trained = self._before, self._before_trained
+            if _runs(self._thread):
+                before, trained = self._thread, self.handing.proven(self._turn_began)
             self._turn_began = self.handing.hand_over()
-            before = self._thread if _runs(self._thread) else self._before
-            self._follow(None if at_once else before)
+            self._follow(None if at_once else before, trained)
             return True
         self._others = True
         self._refused.add(self._here.itself)
@@ -180,12 +183,12 @@ class Hearing:
 
     def _back(self) -> bool:
         """Whether the calling thread lost its turn to one that has made no step since: it perhaps only looked."""
-        return self._is_here(self._before) and not self.handing.proven(self._turn_began)
+        return self._is_here(self._before) and self._before_trained and not self.handing.proven(self._turn_began)
 
     def _is_here(self, thread: ReferenceType[_Thread] | None) -> bool:
         return thread is not None and thread() is self._here.itself
 
-    def _follow(self, before: ReferenceType[_Thread] | None) -> None:
+    def _follow(self, before: ReferenceType[_Thread] | None, trained: bool = False) -> None:
         hearing = ref(self)
 
         def gone(thread: ReferenceType[_Thread]) -> None:
@@ -194,6 +197,7 @@ class Hearing:
                 known._ident = 0
 
         self._before, self._thread, self._ident = before, ref(self._here.itself, gone), threading.get_ident()
+        self._before_trained = trained
         self.turn += 1
         self.waits = False
         self._refused.discard(self._here.itself)
@@ -253,13 +257,16 @@ def _runs(thread: ReferenceType[_Thread] | None) -> bool:
 
 
 def heard(
-    method: Callable[P, T], same: Callable[..., bool | None] | None = None, steps: bool = False
+    method: Callable[P, T],
+    same: Callable[..., bool | None] | None = None,
+    steps: bool = False,
+    aside: Callable[..., object] | None = None,
 ) -> Callable[P, T | None]:
     """A method of an object with a `hearing`: its errors are kept.
 
     Not run on another thread, in a capture, or where tensors are unreal. A method that tells of training has another
     thread followed if `same`, called as the method is, says that it goes on with what is trained; `steps` is whether
-    the method tells of an optimizer's step.
+    the method tells of an optimizer's step. On another thread `aside` is called as the method is, if there is one.
 
     Where a compiled function leaves its graphs, what it calls is compiled by itself: this is not, nor what it calls.
     """
@@ -273,6 +280,8 @@ def heard(
         hearing: Hearing = owner.hearing
         try:
             if not hearing.mine() and not (same and unseen_by_modes(_goes_on, hearing, same, steps, args, kwargs)):
+                if aside is not None:
+                    aside(*args, **kwargs)
                 return None
             return unseen_by_modes(method, *args, **kwargs)
         except NarrowgaugeError:
@@ -292,10 +301,13 @@ def heard(
 
 
 def heard_if(
-    same: Callable[..., bool | None], *, steps: bool = False
+    same: Callable[..., bool | None] | None = None,
+    *,
+    steps: bool = False,
+    aside: Callable[..., object] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-    """As `heard`, of a method that tells of training."""
-    return functools.partial(heard, same=same, steps=steps)
+    """As `heard`, with more to say than the method."""
+    return functools.partial(heard, same=same, steps=steps, aside=aside)
 
 
 def _goes_on(hearing: Hearing, same: Callable[..., bool | None], steps: bool, args: Any, kwargs: Any) -> bool:
