@@ -94,11 +94,21 @@ def in_turns(*jobs):
             future.result()
 
 
+class Worker:
+    """A thread that has a job done and is waited for, or only begins it."""
+
+    def __init__(self, pool):
+        self.begins = pool.submit
+
+    def __call__(self, job):
+        return self.begins(job).result(60)
+
+
 @pytest.fixture
 def workers():
     """Threads that stay: `workers[0](job)` has it done in the first."""
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two, ThreadPoolExecutor(1) as three:
-        yield [lambda job, pool=pool: pool.submit(job).result(60) for pool in (one, two, three)]
+        yield [Worker(pool) for pool in (one, two, three)]
 
 
 def elsewhere(job):
@@ -391,13 +401,14 @@ def test_a_thread_is_not_taken_for_one_that_ended_and_had_its_number(tmp_path):
             training.step()
 
         step()
-        for _ in range(3):
+        for _ in range(10):
             elsewhere(step)
-            elsewhere(other)  # which would be followed in its place
-    assert set(numbers) & set(training.threads), "no number was used again"
-    assert writer.column("lr") == dict.fromkeys(range(1, 5), 0.1)
+            elsewhere(other)  # which would be followed in its place, had it its number
+    assert writer.column("lr") == dict.fromkeys(range(1, 12), 0.1)
     assert list(writer.column("loss").values()) == pytest.approx(losses, rel=1e-6)
     assert session.hearing.notes == TOLD
+    if not set(numbers) & set(training.threads):
+        pytest.skip("the system gave no number twice")
 
 
 def test_threads_that_ended_are_not_kept(tmp_path):
@@ -883,3 +894,31 @@ def test_who_serves_the_model_that_is_trained_is_in_no_row(tmp_path, workers, re
     alone = rows(tmp_path / "alone", 0)
     assert len(alone) >= 4 * 6
     assert rows(tmp_path / "served", 1) == alone
+
+
+def test_the_baseline_s_autocast_ends_with_the_call_of_the_thread_that_entered_it(tmp_path, workers):
+    with followed(tmp_path, baseline="bf16") as (_, writer):
+        training, dtypes = Training(nn.Sequential(linear())), []
+        running, go_on = threading.Event(), threading.Event()
+
+        def slow(module, args, output):
+            dtypes.append(output.dtype)
+            if len(args[0]) == 1:
+                running.set()
+                assert go_on.wait(60)
+
+        training.model.register_forward_hook(slow)
+        looks = workers[0].begins(lambda: training.model(X[:1]))
+        assert running.wait(60)
+        for p in training.model.parameters():
+            p.grad = torch.zeros_like(p)
+        training.optimizer.step()  # so the one that looks loses its turn, within the call
+        training.step()
+        go_on.set()
+        looks.result(60)
+        assert workers[0](lambda: torch.is_autocast_enabled("cpu")) is False
+        assert torch.is_autocast_enabled("cpu") is False
+        training.step()
+        workers[0](training.step)
+    assert dtypes == [torch.bfloat16] * 4
+    assert len(writer.column("lr")) == 4

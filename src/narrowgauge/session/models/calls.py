@@ -178,8 +178,12 @@ class Calls:
             self._thread.aside += 1
 
     def _ended_aside(self, root: Root) -> None:
-        if self._thread.aside and not inside_backward():
+        if inside_backward():
+            return
+        if self._thread.aside:
             self._thread.aside -= 1
+        else:  # it was followed when it began, and the thread lost its turn
+            root.exit_autocast()
 
     @heard_if(aside=lambda self, root, *_: self._ended_aside(root))
     def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
