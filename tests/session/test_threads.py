@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.session.inline import followed
+from tests.session.same_weights.programs import make_probe
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -922,3 +923,24 @@ def test_the_baseline_s_autocast_ends_with_the_call_of_the_thread_that_entered_i
         workers[0](training.step)
     assert dtypes == [torch.bfloat16] * 4
     assert len(writer.column("lr")) == 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_measured_at_the_same_weights_is_of_the_thread_that_trains(tmp_path, workers, autocast):
+    """A look in another thread, under other modes, is no part of the step; and leaves no mode there."""
+    probe = make_probe(steps=(2, 3))
+    with followed(tmp_path, probe=probe):
+        training = Training(nn.Sequential(linear()))
+
+        def looks():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                training.model(X[:1])
+
+        training.step()
+        workers[0](looks)
+        training.step()
+        workers[0](training.step)
+        assert workers[0](torch.overrides._get_current_function_mode_stack) == []
+    assert probe.notes == []
+    assert [row.step for _, row in probe.results] == [2, 3]
+    assert torch.overrides._get_current_function_mode_stack() == []

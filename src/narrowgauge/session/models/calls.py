@@ -232,6 +232,8 @@ class Calls:
 
     def hand_over(self) -> None:
         """Another thread is followed from now on: what this one is in, an evaluation say, is not."""
+        if self._probe is not None:
+            self._probe.hand_over()
         self._depth = 0
         self._left()
 
