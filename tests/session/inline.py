@@ -37,10 +37,10 @@ class Writer:
 
 
 @contextmanager
-def followed(tmp_path, **plan):
+def followed(tmp_path, probe=None, **plan):
     """What is done inside is followed; yields the session and its writer, which are whole afterwards."""
     writer = Writer()
-    session = Session(Plan(variant="x", out=str(tmp_path), command=("train.py",), **plan), writer)
+    session = Session(Plan(variant="x", out=str(tmp_path), command=("train.py",), **plan), writer, probe)
     try:
         yield session, writer
     finally:

@@ -1,13 +1,18 @@
 """A training that moves from thread to thread is recorded whole; trainings of several threads are not mixed."""
 
 import asyncio
+import gc
+import os
+import signal
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.session.inline import followed
+from tests.session.same_weights.programs import make_probe
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -90,11 +95,21 @@ def in_turns(*jobs):
             future.result()
 
 
+class Worker:
+    """A thread that has a job done and is waited for, or only begins it."""
+
+    def __init__(self, pool):
+        self.begins = pool.submit
+
+    def __call__(self, job):
+        return self.begins(job).result(60)
+
+
 @pytest.fixture
 def workers():
     """Threads that stay: `workers[0](job)` has it done in the first."""
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two, ThreadPoolExecutor(1) as three:
-        yield [lambda job, pool=pool: pool.submit(job).result(60) for pool in (one, two, three)]
+        yield [Worker(pool) for pool in (one, two, three)]
 
 
 def elsewhere(job):
@@ -369,6 +384,56 @@ def test_an_evaluation_counts_in_the_thread_that_made_the_last_step(tmp_path):
     assert list(writer.column("eval_loss").values()) == pytest.approx([1.0, 4.0, 9.0], rel=1e-5)
 
 
+def test_a_thread_is_not_taken_for_one_that_ended_and_had_its_number(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        w = nn.Parameter(torch.eye(16))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        training, numbers, losses = Training(lr=0.7), [], []
+
+        def step():
+            optimizer.zero_grad()
+            loss = (X @ w).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            numbers.append(threading.get_ident())
+
+        def other():
+            training.step()
+
+        step()
+        for _ in range(10):
+            elsewhere(step)
+            elsewhere(other)  # which would be followed in its place, had it its number
+    assert writer.column("lr") == dict.fromkeys(range(1, 12), 0.1)
+    assert list(writer.column("loss").values()) == pytest.approx(losses, rel=1e-6)
+    assert session.hearing.notes == TOLD
+    if not set(numbers) & set(training.threads):
+        pytest.skip("the system gave no number twice")
+
+
+def test_threads_that_ended_are_not_kept(tmp_path):
+    class Large:
+        """What a thread was given."""
+
+    with followed(tmp_path):
+        training = Training()
+        known = []
+
+        def step(large):
+            known.append(weakref.ref(large))
+            known.append(weakref.ref(threading.current_thread()))
+            training.step()
+
+        for _ in range(3):
+            thread = threading.Thread(target=lambda large: step(large), args=(Large(),))
+            thread.start()
+            thread.join()
+            del thread
+        gc.collect()
+        assert [each() for each in known] == [None] * 6
+
+
 # ------------------------------------------------------------------------------ several threads at once
 
 
@@ -540,6 +605,61 @@ def test_who_steps_is_followed_and_not_who_called_the_model_first(tmp_path, ever
     assert set(amaxes(writer)) <= {2, 3}
 
 
+def test_an_evaluation_within_a_step_does_not_keep_the_training_in_its_thread(tmp_path, workers):
+    with followed(tmp_path) as (session, writer):
+        training, jobs = Training(), []
+        training.model.register_forward_pre_hook(lambda *_: jobs.pop()() if jobs else None)
+        for number in range(18):
+            if number in (2, 9):
+                jobs.append(lambda: workers[2](lambda: training.model(X[:1])))  # with gradients on, by mistake
+            workers[number % 2](training.step)
+    assert list(writer.column("loss").values()) == pytest.approx(training.losses, rel=1e-6)
+    assert writer.column("tokens") == dict.fromkeys(range(1, 19), 8)
+    assert session.hearing.notes == TOLD
+
+
+def test_after_a_look_that_was_followed_the_training_still_moves(tmp_path, workers):
+    with followed(tmp_path) as (_, writer):
+        training = Training()
+        workers[2](lambda: training.model(X[:1]))
+        for p in training.model.parameters():
+            p.grad = torch.zeros_like(p)
+        workers[0](training.optimizer.step)  # all that is heard of the first step
+        for number in range(6):
+            workers[number % 2](training.step)
+    assert list(writer.column("loss")) == [2, 3, 4, 5, 6, 7]
+    assert list(writer.column("loss").values()) == pytest.approx(training.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("slower", [1, 3])
+def test_a_slower_thread_that_trains_the_same_at_once_is_not_taken_for_one_that_goes_on(tmp_path, workers, slower):
+    with followed(tmp_path) as (session, writer):
+        training, kept, jobs = Training(), [], []
+        second = torch.optim.SGD(training.model.parameters(), lr=0.7)
+        training.model.register_forward_hook(lambda *_: jobs.pop()() if jobs else None)
+
+        def begins():
+            kept.append(training.model(X[:1]).square().mean())
+
+        def ends():
+            kept.pop().backward()
+            second.step()
+
+        training.step()
+        for _ in range(2):
+            jobs.append(lambda: workers[0](begins))
+            for _ in range(slower):
+                training.step()
+            workers[0](ends)
+        workers[0](begins)  # between two steps
+        training.step()
+        workers[0](ends)
+        training.step()
+    assert writer.column("lr") == dict.fromkeys(range(1, 4 + 2 * slower), 0.1)
+    assert set(writer.column("tokens").values()) == {8}
+    assert session.hearing.notes == TOLD
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at as it goes on
 def test_a_worker_goes_on_while_the_thread_that_trained_before_evaluates(tmp_path, workers):
     with followed(tmp_path, compiling=True) as (session, writer):
@@ -682,3 +802,145 @@ def test_many_threads_that_train_at_once_disturb_nothing(tmp_path):
     assert writer.column("lr") == dict.fromkeys(range(1, 42), 0.1)
     assert list(writer.column("loss").values()) == pytest.approx(trainings[0].losses, rel=1e-6)
     assert session.hearing.notes == TOLD
+
+
+def test_a_model_that_takes_a_lock_to_list_its_parameters_is_not_waited_for_by_who_holds_it(tmp_path, workers):
+    locked, listing = threading.RLock(), threading.Event()
+
+    class Locked(nn.Linear):
+        asked = 0
+
+        def parameters(self, recurse=True):
+            if threading.current_thread() is thread:
+                self.asked += 1
+                if self.asked > 1:  # not whether it is trained at all, but whether it is of the same training
+                    listing.set()
+                    assert locked.acquire(timeout=20), "the threads wait for each other"
+                    locked.release()
+            return super().parameters(recurse)
+
+    thread = threading.Thread(target=lambda: model(X))
+    with followed(tmp_path) as (session, writer):
+        training, other, model = Training(), Training(lr=0.7), Locked(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        training.step()
+
+        def holds():
+            with locked:
+                thread.start()
+                assert listing.wait(20)
+                other.step()
+
+        workers[0](holds)
+        thread.join()
+        optimizer.zero_grad()
+    assert session.hearing.notes == TOLD
+    assert writer.column("lr") == {1: 0.1}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_that_is_forked_while_threads_change_does_not_wait_for_them(tmp_path, workers):
+    with followed(tmp_path) as (session, _):
+        Training().step()
+        workers[0](session.hearing._changing.acquire)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            done, both = [], threading.Barrier(2)  # one may have the number of the thread that holds the lock
+
+            def asks():
+                both.wait()
+                done.append(session.hearing.goes_on(lambda: False))
+                both.wait()
+
+            threads = [threading.Thread(target=asks) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            os._exit(done != [False, False])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        workers[0](session.hearing._changing.release)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("serves", ["whole", "part", "learning"])
+def test_who_serves_the_model_that_is_trained_is_in_no_row(tmp_path, workers, recipe, serves):
+    def rows(folder, serving):
+        with followed(folder, every=1, judge="current", recipe=recipe) as (_, writer):
+            torch.manual_seed(0)
+            training = Training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+            first, jobs = training.model[0], []
+            first.register_forward_hook(lambda *_: jobs.pop()() if jobs else None)
+
+            def serve():
+                with torch.set_grad_enabled(serves == "learning"):
+                    served = (training.model if serves != "part" else first)(100 * X)
+                    if serves == "learning":
+                        torch.autograd.grad(served.square().mean(), list(training.model.parameters()))
+
+            for x in BATCHES[:4]:
+                jobs += [lambda: workers[0](serve)] * serving  # within a forward
+                training.step(x)
+                if serving:
+                    workers[0](serve)
+        return {
+            (step, site): {name: float(columns[name][at]) for name in ("numel", "amax", "std")}
+            for step, sites, columns in writer.tensors
+            for at, site in enumerate(sites)
+        }
+
+    alone = rows(tmp_path / "alone", 0)
+    assert len(alone) >= 4 * 6
+    assert rows(tmp_path / "served", 1) == alone
+
+
+def test_the_baseline_s_autocast_ends_with_the_call_of_the_thread_that_entered_it(tmp_path, workers):
+    with followed(tmp_path, baseline="bf16") as (_, writer):
+        training, dtypes = Training(nn.Sequential(linear())), []
+        running, go_on = threading.Event(), threading.Event()
+
+        def slow(module, args, output):
+            dtypes.append(output.dtype)
+            if len(args[0]) == 1:
+                running.set()
+                assert go_on.wait(60)
+
+        training.model.register_forward_hook(slow)
+        looks = workers[0].begins(lambda: training.model(X[:1]))
+        assert running.wait(60)
+        for p in training.model.parameters():
+            p.grad = torch.zeros_like(p)
+        training.optimizer.step()  # so the one that looks loses its turn, within the call
+        training.step()
+        go_on.set()
+        looks.result(60)
+        assert workers[0](lambda: torch.is_autocast_enabled("cpu")) is False
+        assert torch.is_autocast_enabled("cpu") is False
+        training.step()
+        workers[0](training.step)
+    assert dtypes == [torch.bfloat16] * 4
+    assert len(writer.column("lr")) == 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_measured_at_the_same_weights_is_of_the_thread_that_trains(tmp_path, workers, autocast):
+    """A look in another thread, under other modes, is no part of the step; and leaves no mode there."""
+    probe = make_probe(steps=(2, 3))
+    with followed(tmp_path, probe=probe):
+        training = Training(nn.Sequential(linear()))
+
+        def looks():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                training.model(X[:1])
+
+        training.step()
+        workers[0](looks)
+        training.step()
+        workers[0](training.step)
+        assert workers[0](torch.overrides._get_current_function_mode_stack) == []
+    assert probe.notes == []
+    assert [row.step for _, row in probe.results] == [2, 3]
+    assert torch.overrides._get_current_function_mode_stack() == []

@@ -78,6 +78,7 @@ class Session:
         self.optimizers = Trained()
         self.optimizers_made = 0
         self.recorder = Recorder(plan, writer)
+        self.recorder.mine = lambda: self.calls.of_training()
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
         self.hearing = Hearing()
         self.plain = PlainSites(
@@ -88,6 +89,7 @@ class Session:
             followed=lambda: self._compiled is None or self._compiled.followed(),
             eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
             unheard=self.hearing.nothing,
+            mine=lambda: self.calls.of_training(),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
         told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)

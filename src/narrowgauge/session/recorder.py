@@ -7,6 +7,7 @@ layers -> Recorder -> selected -> Collector -> selected columns -> the run
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -33,6 +34,7 @@ class Recorder:
 
     def __init__(self, plan: Plan, writer: RunWriter) -> None:
         self.prefix = ""
+        self.mine: Callable[[], bool] = lambda: True  # whether what the calling thread multiplies is of the training
         self._views = {"": self}
         self.selection = Selection(plan.watch, plan.every)
         self.collector = Collector(Columns(writer, self.selection), every=plan.every, due=self.selection.due)
@@ -76,6 +78,12 @@ class Recorder:
         if self.what_if is not None:
             self.what_if.drop_step()
 
+    def begin_anew(self) -> None:
+        """What was seen in the open step so far was none of it, and leaves no rows."""
+        self.collector.begin_anew()
+        if self.what_if is not None:
+            self.what_if.begin_anew()
+
     def flush(self) -> None:
         """The program ended: wait until everything is with the writer."""
         self.collector.flush()
@@ -108,7 +116,7 @@ class Recorder:
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
         module = named(self.prefix, module)
-        if self.selection.paused:
+        if self.selection.paused or not self.mine():
             return False
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
         return recorded or (self.dumper is not None and self.dumper.wants(module))

@@ -150,6 +150,11 @@ class WhatIf:
         for judge in self._judges:
             judge.collector.drop_step()
 
+    def begin_anew(self) -> None:
+        """What was seen in the open step so far was none of it."""
+        for judge in self._judges:
+            judge.collector.begin_anew()
+
     def close(self) -> None:
         """The program ended: write everything."""
         self.end_step()

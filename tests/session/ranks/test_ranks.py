@@ -284,6 +284,24 @@ def test_copies_that_disagree_leave_one_event_until_they_agree_again(tmp_path):
     assert first["message"] == "ddp:weight should be the same on ranks 0, 1 and is not, first at step 2"
 
 
+@pytest.mark.parametrize("constant", [0.0, 0.1, float("inf")])
+def test_weights_that_begin_as_a_constant_are_not_held_to_be_copies(tmp_path, constant):
+    """LoRA's B, say: of ranks whose layers are copies, and of ranks whose layers only have the same name."""
+
+    def shown(rank, step):
+        begun = step > 1
+        copied = batch(7, step) if begun else torch.full((8, 32), constant)
+        drifted = copied * 1.001 if rank == 1 and step == 4 else copied
+        return {"copied:weight": drifted, "other:weight": batch(rank, step) if begun else copied}
+
+    program = made(tmp_path)
+    train(program, 4, shown)
+    run = finished(program, tmp_path)
+    assert [(each["site"], each["step"]) for each in events(run, "replicas_disagree")] == [("copied:weight", 4)]
+    numel = {site: [row(run, site, step)["numel"] for step in (1, 2)] for site in run.sites}
+    assert numel == {"copied:weight": [256, 256], "other:weight": [256, 512]}
+
+
 def test_a_model_with_the_names_of_the_last_one_is_not_held_to_what_that_was(tmp_path):
     program = made(tmp_path)
 

@@ -59,3 +59,19 @@ def test_layers_have_the_rows_of_all_their_replicas(tmp_path, recipe):
         assert rows[step, "2:grad_output"]["numel"] == 8 * 8
         assert rows[step, "2:weight"]["numel"] == 32 * 8
     assert not any("Not seen as a weight" in note or "thread" in note for note in session.facts()["notes"])
+
+
+def test_replicas_of_a_model_that_was_called_itself_before_train_nothing_of_their_own(tmp_path):
+    with followed(tmp_path, judge="current", every=1) as (session, writer):
+        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(8, 16)
+        for called in (model, model, Replicas(model), Replicas(model)):  # its hooks are on the copies as well
+            called(x).square().mean().backward()
+            optimizer.step()
+    assert writer.column("tokens") == dict.fromkeys(range(1, 5), 8)
+    numels = [
+        float(columns["numel"][sites.index("0:input")]) for _, sites, columns in writer.tensors if "0:input" in sites
+    ]
+    assert numels == [x.numel()] * 4
+    assert session.hearing.notes == []

@@ -203,6 +203,10 @@ class Collector:
     def drop_step(self) -> None:
         """Forget what the open step left: it was none."""
         self._open = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was seen in the open step so far: it was none of it."""
         self._held, self._looks = {}, {}
 
     def keep(self, packed: Sequence[Packed], writer: Writer | None = None) -> None:

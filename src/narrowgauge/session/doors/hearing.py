@@ -16,10 +16,12 @@ limit (a SystemExit).
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -35,6 +37,11 @@ _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PR
 
 class Handing(Protocol):
     """Knows how far the thread that is followed has come, and lets another go on."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        ...
 
     def between_steps(self, turn_began: int) -> bool:
         """Whether it has begun nothing that it has yet to end."""
@@ -61,6 +68,20 @@ class Handing(Protocol):
         ...
 
 
+class _Thread:
+    """One of the program's, as long as it runs: the system gives its number to the next one when it has ended."""
+
+
+class _OfThread(threading.local):
+    """In each thread what stands for it, which ends with it and keeps nothing of the program's."""
+
+    def __init__(self) -> None:
+        self.itself = _Thread()
+
+
+_HEARINGS: WeakSet[Hearing] = WeakSet()
+
+
 class Hearing:
     """Which thread is heard, and what failed.
 
@@ -70,14 +91,19 @@ class Hearing:
     handing: Handing
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._before: threading.Thread | None = None  # had the turn before it
-        self._ident = 0
+        self._here = _OfThread()
+        self._thread: ReferenceType[_Thread] | None = None
+        self._before: ReferenceType[_Thread] | None = None  # had the turn before it
+        self._before_trained = False  # it had made a step in its turn
+        self._ident = 0  # of the thread that is followed, as long as it runs
         self.turn, self._turn_began = 0, 0
         self._changing = threading.RLock()
+        _HEARINGS.add(self)
         self._others = False
-        self._at_once = False  # threads that train the same meet: there are no turns any more
-        self._refused: set[int] = set()  # threads in which a step was begun that is not followed
+        self._at_once = False  # threads train the same at once: there are no turns any more
+        self._met: int | None = None  # how many steps were made when it seemed so last
+        self._met_with: WeakSet[_Thread] = WeakSet()  # who is not followed since then, and made no step either
+        self._refused: WeakSet[_Thread] = WeakSet()  # threads in which a step was begun that is not followed
         self.waits = False  # the thread that trains has called `backward`, which has not returned
         self._deaf = 0  # above 0: what the program does now is no training
         self._failed: dict[str, int] = {}
@@ -92,8 +118,8 @@ class Hearing:
         if threading.get_ident() == self._ident:
             return True
         if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then
-            return self.waits
-        if _runs(self._thread) or (_runs(self._before) and self._before is not threading.current_thread()):
+            return self.waits and not self.refused
+        if _runs(self._thread) or (_runs(self._before) and not self._is_here(self._before)):
             return False
         if self._back():
             self.handing.doubt()
@@ -108,41 +134,79 @@ class Hearing:
         """
         if self._deaf or threading.get_ident() == self._ident or inside_backward():
             return False
-        with self._changing:
-            found = same()
+        while True:
+            turn, found = self.turn, same()  # runs code of the program's, which may wait for other threads of it
             if found is None:
                 return False
-            if found and steps and _runs(self._thread) and self.handing.only_looked(self._turn_began):
-                self._at_once = True
-                self.handing.drop()
-                self._turn_began = self.handing.hand_over()
-                self._follow(None)
-                return True
-            self._at_once |= found and _runs(self._thread) and not self.handing.between_steps(self._turn_began)
-            if found and (self._back() or not self._at_once):
-                self._others |= self._at_once
-                self._turn_began = self.handing.hand_over()
-                before = self._thread if _runs(self._thread) else self._before
-                self._follow(None if self._at_once else before)
-                return True
-            self._others = True
-            self._refused.add(threading.get_ident())
-            return False
+            with self._changing:
+                if turn == self.turn:
+                    return self._decides(found, steps)
+
+    def _decides(self, found: bool, steps: bool) -> bool:
+        if found:
+            self._settle(steps)
+        if found and steps and _runs(self._thread) and self.handing.only_looked(self._turn_began):
+            self._meet(self._thread)
+            self.handing.drop()
+            self._turn_began = self.handing.hand_over()
+            self._follow(None)
+            return True
+        if found and _runs(self._thread) and not self.handing.between_steps(self._turn_began):
+            self._meet(self._thread if self._back() else ref(self._here.itself))
+        at_once = self._at_once or self._met is not None
+        if found and (self._back() or not at_once):
+            self._others |= at_once
+            before, trained = self._before, self._before_trained
+            if _runs(self._thread):
+                before, trained = self._thread, self.handing.proven(self._turn_began)
+            self._turn_began = self.handing.hand_over()
+            self._follow(None if at_once else before, trained)
+            return True
+        self._others = True
+        self._refused.add(self._here.itself)
+        return False
+
+    def _meet(self, other: ReferenceType[_Thread] | None) -> None:
+        """`other`, which is not followed from now on, seems to train what the one does that is."""
+        self._met = self.handing.steps
+        thread = None if other is None else other()
+        if thread is not None:
+            self._met_with.add(thread)
+
+    def _settle(self, steps: bool) -> None:
+        """Threads that met train at once if both make a step; who lets the other make its own perhaps only looked."""
+        if steps and self._here.itself in self._met_with:
+            self._at_once = True
+        elif self._met is not None and self.handing.proven(self._met):
+            self._met = None
+            self._met_with.clear()
 
     def _back(self) -> bool:
         """Whether the calling thread lost its turn to one that has made no step since: it perhaps only looked."""
-        return self._before is threading.current_thread() and not self.handing.proven(self._turn_began)
+        return self._is_here(self._before) and self._before_trained and not self.handing.proven(self._turn_began)
 
-    def _follow(self, before: threading.Thread | None) -> None:
-        self._before, self._thread, self._ident = before, threading.current_thread(), threading.get_ident()
+    def _is_here(self, thread: ReferenceType[_Thread] | None) -> bool:
+        return thread is not None and thread() is self._here.itself
+
+    def _follow(self, before: ReferenceType[_Thread] | None, trained: bool = False) -> None:
+        hearing = ref(self)
+
+        def gone(thread: ReferenceType[_Thread]) -> None:
+            known = hearing()
+            if known is not None and known._thread is thread:
+                known._ident = 0
+
+        self._before, self._thread, self._ident = before, ref(self._here.itself, gone), threading.get_ident()
+        self._before_trained = trained
         self.turn += 1
         self.waits = False
-        self._refused.discard(self._ident)
+        self._refused.discard(self._here.itself)
+        self._met_with.discard(self._here.itself)
 
     @property
     def refused(self) -> bool:
         """Whether the calling thread has begun a step that is not followed."""
-        return threading.get_ident() in self._refused
+        return self._here.itself in self._refused
 
     @contextmanager
     def nothing(self) -> Iterator[None]:
@@ -155,12 +219,16 @@ class Hearing:
 
     def perhaps_mine(self) -> bool:
         """The same, of what says nothing of training: it makes no thread the one."""
-        return self._ident in (0, threading.get_ident())
+        return threading.get_ident() == self._ident or not self.turn
 
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""
         what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
         self._failed[what] = self._failed.get(what, 0) + 1
+
+    def forked(self) -> None:
+        """This is a child: whoever was about to change threads is not here to end it."""
+        self._changing = threading.RLock()
 
     @property
     def notes(self) -> list[str]:
@@ -175,18 +243,30 @@ class Hearing:
         return found
 
 
-def _runs(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()
+def _forked() -> None:
+    for hearing in _HEARINGS:
+        hearing.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _runs(thread: ReferenceType[_Thread] | None) -> bool:
+    return thread is not None and thread() is not None
 
 
 def heard(
-    method: Callable[P, T], same: Callable[..., bool | None] | None = None, steps: bool = False
+    method: Callable[P, T],
+    same: Callable[..., bool | None] | None = None,
+    steps: bool = False,
+    aside: Callable[..., object] | None = None,
 ) -> Callable[P, T | None]:
     """A method of an object with a `hearing`: its errors are kept.
 
     Not run on another thread, in a capture, or where tensors are unreal. A method that tells of training has another
     thread followed if `same`, called as the method is, says that it goes on with what is trained; `steps` is whether
-    the method tells of an optimizer's step.
+    the method tells of an optimizer's step. On another thread `aside` is called as the method is, if there is one.
 
     Where a compiled function leaves its graphs, what it calls is compiled by itself: this is not, nor what it calls.
     """
@@ -200,6 +280,8 @@ def heard(
         hearing: Hearing = owner.hearing
         try:
             if not hearing.mine() and not (same and unseen_by_modes(_goes_on, hearing, same, steps, args, kwargs)):
+                if aside is not None:
+                    aside(*args, **kwargs)
                 return None
             return unseen_by_modes(method, *args, **kwargs)
         except NarrowgaugeError:
@@ -219,10 +301,13 @@ def heard(
 
 
 def heard_if(
-    same: Callable[..., bool | None], *, steps: bool = False
+    same: Callable[..., bool | None] | None = None,
+    *,
+    steps: bool = False,
+    aside: Callable[..., object] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-    """As `heard`, of a method that tells of training."""
-    return functools.partial(heard, same=same, steps=steps)
+    """As `heard`, with more to say than the method."""
+    return functools.partial(heard, same=same, steps=steps, aside=aside)
 
 
 def _goes_on(hearing: Hearing, same: Callable[..., bool | None], steps: bool, args: Any, kwargs: Any) -> bool:

@@ -46,6 +46,7 @@ class _OfThread(threading.local):
 
     waited = 0.0  # seconds for batches that no model was called with yet
     checkpoint = False  # a reentrant checkpoint's first forward is running
+    aside = 0  # calls of models that run and are not followed
 
 
 class Calls:
@@ -121,7 +122,21 @@ class Calls:
         if self.hearing.perhaps_mine():
             self.loaders_seen = True
 
-    @heard_if(lambda self, root, args, kwargs: self._same.model(root) if self._learns() else None)
+    def of_training(self) -> bool:
+        """Whether what the calling thread multiplies is of the training: its own, or a part of its running forward.
+
+        A forward may have threads of its own, in which parts of a model run. One that calls the whole serves others.
+        """
+        if self.hearing.perhaps_mine():
+            return True
+        if inside_backward():
+            return not self.hearing.refused
+        return self.training and not self._thread.aside and self._learns()
+
+    @heard_if(
+        lambda self, root, args, kwargs: self._same.model(root) if self._learns() else None,
+        aside=lambda self, root, args, kwargs: self._begins_aside(),
+    )
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model is called."""
         if inside_backward():
@@ -158,7 +173,19 @@ class Calls:
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
 
-    @heard
+    def _begins_aside(self) -> None:
+        if not inside_backward():
+            self._thread.aside += 1
+
+    def _ended_aside(self, root: Root) -> None:
+        if inside_backward():
+            return
+        if self._thread.aside:
+            self._thread.aside -= 1
+        else:  # it was followed when it began, and the thread lost its turn
+            root.exit_autocast()
+
+    @heard_if(aside=lambda self, root, *_: self._ended_aside(root))
     def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
         """A model's call returned (or raised: then `output` is None); it had `missed` as keyword arguments as well."""
         if inside_backward() or self._depth == 0:
@@ -205,6 +232,8 @@ class Calls:
 
     def hand_over(self) -> None:
         """Another thread is followed from now on: what this one is in, an evaluation say, is not."""
+        if self._probe is not None:
+            self._probe.hand_over()
         self._depth = 0
         self._left()
 

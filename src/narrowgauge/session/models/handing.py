@@ -13,9 +13,14 @@ class Handing:
     def __init__(self, calls: Calls, steps: Steps, updates: Updates) -> None:
         self._calls, self._steps, self._updates = calls, steps, updates
 
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self._steps.ledger.steps
+
     def proven(self, turn_began: int) -> bool:
         """Whether the thread that is followed has made a step since so many were made."""
-        return self._steps.ledger.steps > turn_began
+        return self.steps > turn_began
 
     def between_steps(self, turn_began: int) -> bool:
         """Whether it has begun nothing that it has yet to end."""
@@ -40,4 +45,4 @@ class Handing:
         self._calls.hand_over()
         self._updates.hand_over()
         self._steps.hand_over()
-        return self._steps.ledger.steps
+        return self.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +11,13 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+
+class _OfThread(threading.local):
+    """What each thread that calls it has to undo: autocast is a thread's own."""
+
+    entered: ExitStack | None = None
+
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,7 +31,7 @@ class Root:
         self.half_seen = False  # a call is running whose keyword arguments nobody was told of
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype
-        self._entered: ExitStack | None = None
+        self._thread = _OfThread()
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._around: tuple[Callable[..., None], Callable[..., None]] | None = None
 
@@ -54,9 +62,12 @@ class Root:
         """Have the two called around each call of the model; `ended` with the keywords that `begins` missed."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            begins(self, args, kwargs)
+            if not _is_replica(module):
+                begins(self, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if _is_replica(module):
+                return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             ended(self, output, missed)
 
@@ -81,14 +92,19 @@ class Root:
     def enter_autocast(self) -> None:
         """Begin the autocast that `--baseline` added, if it did."""
         if self._dtype is not None:
-            self._entered = ExitStack()
-            self._entered.enter_context(torch.autocast(self.device.type, self._dtype))
+            entered = self._thread.entered = ExitStack()
+            entered.enter_context(torch.autocast(self.device.type, self._dtype))
 
     def exit_autocast(self) -> None:
-        """End it."""
-        if self._entered is not None:
-            self._entered.close()
-            self._entered = None
+        """End what this thread began."""
+        entered, self._thread.entered = self._thread.entered, None
+        if entered is not None:
+            entered.close()
+
+
+def _is_replica(module: nn.Module) -> bool:
+    """Whether nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's."""
+    return bool(vars(module).get("_is_replica"))
 
 
 def _living(module: ref[nn.Module]) -> nn.Module:

@@ -4,6 +4,10 @@
     anything else     of ranks that are fed the same: those that hold the same of another activation, as its DTensor
                       says. So the plain tensors of a layer that tensor parallelism leaves whole count once
 
+Of zeros, or of any constant, nobody can tell parts from copies by their values. They count once where they may be
+copies: of all that is merged only `numel` depends on it, and copies are what undeclared tensors mostly are. That they
+were equal holds no rank to stay so.
+
 Legend: P = most parts of a site, U = sites, W = width.
 """
 

@@ -116,7 +116,8 @@ class Landing:
             differ: dict[int, Any] | None = None
             for first, members in groups.items():
                 same = _alike(copies[members, d])
-                if first is None and same and len(members) == len(ranks) and not any(union.on_mesh[u]):
+                alone = first is None and len(members) == len(ranks) and not any(union.on_mesh[u])
+                if alone and same and _varied(*copies[members[0], d].tolist()):
                     self._alike.add(site)
                 if not same and (first is not None or site in self._alike):
                     differ = {ranks[i]: dict(zip(COMPARED, copies[i, d].tolist(), strict=True)) for i in members}
@@ -148,3 +149,8 @@ def _alike(values: npt.NDArray[np.float64]) -> bool:
     with np.errstate(invalid="ignore"):
         near = np.abs(values - first) <= ALIKE * np.abs(first)
     return bool((near | (values == first) | (np.isnan(values) & np.isnan(first))).all())
+
+
+def _varied(numel: float, amax: float, m2: float) -> bool:
+    """Whether equal numbers say anything: those of zeros, or of any constant, are the same in layers that are not."""
+    return ALIKE * numel * amax**2 < m2

@@ -42,6 +42,11 @@ def _taken_down() -> list[TorchFunctionMode]:
     return [_pop_mode() for _ in range(len(_get_current_function_mode_stack()))][::-1]
 
 
+def present() -> list[TorchFunctionMode]:
+    """The modes that are on in this thread, the lowest first."""
+    return list(_get_current_function_mode_stack())
+
+
 def insert(mode: TorchFunctionMode) -> None:
     """Put `mode` under every other mode but the default device's."""
     stack = [m for m in _taken_down() if m is not mode]

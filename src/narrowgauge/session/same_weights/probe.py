@@ -128,6 +128,16 @@ class SameWeightsProbe:
         self._tape = self._plan = self._loss = None
         self._leaves, self._grads_before = {}, []
 
+    def hand_over(self) -> None:
+        """Another thread goes on: what the last one began is none of the step, which is measured as this one makes it.
+
+        Its mode stays in that thread, where alone it can be taken off, and does nothing.
+        """
+        if self._tape is not None and not self._busy:
+            self._tape.stop()
+            self._tape = self._plan = self._loss = None
+            self._leaves, self._grads_before = {}, []
+
     # One microbatch.
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any, whole: nn.Module | None) -> None:

@@ -65,6 +65,9 @@ class Tape(TorchFunctionMode):
 
     def start(self) -> None:
         """Listen to torch functions, custom autograd functions and gradient scalers."""
+        for mode in function_modes.present():
+            if isinstance(mode, Tape) and not mode._open:  # left here when this thread lost its turn
+                function_modes.remove(mode)
         foreign = function_modes.others()
         if foreign:
             raise NotMeasurable(f"the script runs under a torch function mode of its own ({foreign[0]})")

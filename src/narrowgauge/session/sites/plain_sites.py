@@ -114,6 +114,7 @@ class PlainSites:
         followed: whether calls of anything that it compiled are followed, asked then.
         eagerly: makes what it compiled run uncompiled, meanwhile.
         unheard: while it is open, nobody hears what the program does.
+        mine: whether what the calling thread multiplies is of the training, asked at each layer's call.
 
     Attributes:
         shown: what became of the tensors.
@@ -129,8 +130,9 @@ class PlainSites:
         followed: Callable[[], bool] = lambda: True,
         eagerly: Callable[[], AbstractContextManager[object]] = lambda: torch.compiler.set_stance("force_eager"),
         unheard: Callable[[], AbstractContextManager[object]] = nullcontext,
+        mine: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.shown = Showing(by_name(recipe) if recipe else None, training)
+        self.shown = Showing(by_name(recipe) if recipe else None, training, mine)
         self._eager, self._compiles, self._followed = eager, compiles, followed
         self._eagerly, self._unheard = eagerly, unheard
         self._layers: list[Layer] = []

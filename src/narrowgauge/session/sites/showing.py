@@ -35,6 +35,7 @@ class Showing:
     Args:
         recipe: the one that they are judged by, unless a layer has a rule of its own; None shows nothing.
         training: whether a training forward is running.
+        mine: whether what the calling thread multiplies is of the training.
 
     Attributes:
         copies: sites whose values other ranks hold as well, and the lowest that does.
@@ -42,8 +43,10 @@ class Showing:
         dtype: of the first product's result.
     """
 
-    def __init__(self, recipe: Recipe | None, training: Callable[[], bool]) -> None:
-        self.recipe, self._training = recipe, training
+    def __init__(
+        self, recipe: Recipe | None, training: Callable[[], bool], mine: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.recipe, self._training, self._mine = recipe, training, mine
         self._clock = StepClock()
         self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
@@ -84,7 +87,7 @@ class Showing:
             self.say(part.hidden)
         x, w, y = part.x, part.w, part.y
         some = x if x is not None else w if w is not None else y
-        if self.recipe is None or some is None:
+        if self.recipe is None or some is None or not self._mine():
             return
         state = self._state(name, observer, self.recipe, some)
         if y is not None and not self.dtype:

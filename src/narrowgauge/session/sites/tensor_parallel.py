@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from narrowgauge.compute.nn.operands import OperandRole
+from narrowgauge.session.tensors.sharded import members
 
 
 class Copies(NamedTuple):
@@ -31,8 +30,6 @@ NONE = Copies()
 
 
 def copied(group: Any, *roles: OperandRole) -> Copies:
-    """These roles are the same on all ranks of `group`; nothing if that is none, or has one rank."""
-    if not roles or not isinstance(group, dist.ProcessGroup):
-        return NONE
-    ranks = dist.get_process_group_ranks(group)
+    """These roles are the same on all ranks of `group`; nothing if that has one rank, or none that are known."""
+    ranks = members(group) if roles else ()
     return Copies(roles, min(ranks)) if len(ranks) > 1 else NONE

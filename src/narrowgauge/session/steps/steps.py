@@ -88,6 +88,8 @@ class Steps:
             self.ledger.begin_anew()
         if self._doubted:
             self.ledger.begin_anew()
+            self._recorder.begin_anew()
+            self._plain.shown.begin()
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs)

@@ -42,6 +42,7 @@ __all__ = [
     "is_distributed",
     "local_of",
     "lowest",
+    "members",
     "mesh_size",
     "used_of",
 ]
@@ -133,8 +134,18 @@ def copied_by(modules: Iterable[nn.Module]) -> int | None:
         for where, name in WRAPPERS:
             kind = getattr(sys.modules.get(where), name, None)
             if kind is not None and isinstance(module, kind):
-                return min(dist.get_process_group_ranks(module.process_group))
+                return min(members(module.process_group), default=None)
     return None
+
+
+def members(group: Any) -> list[int]:
+    """The ranks of a process group; none if it is none, this rank is not in it, or it was destroyed."""
+    if not isinstance(group, dist.ProcessGroup):
+        return []
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:  # torch knows it no more, though a layer still has it
+        return []
 
 
 def class_name(module: nn.Module) -> str:
