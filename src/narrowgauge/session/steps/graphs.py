@@ -23,8 +23,9 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.steps.graphed import Graphed
+from narrowgauge.session.steps.looking import learning_rates
 from narrowgauge.session.steps.steps import Steps
-from narrowgauge.session.steps.updates import Updates, learning_rates
+from narrowgauge.session.steps.updates import Updates
 
 
 class Captured:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -30,13 +29,11 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.same_weights import SameWeightsProbe
-from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.steps.looking import learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
-from narrowgauge.session.tensors.norms import Parts, named, of_clips
-
-MOST_RATES = 16  # parameter groups whose learning rates are told apart
+from narrowgauge.session.tensors.norms import of_clips
 
 
 class Updates:
@@ -290,52 +287,13 @@ class Updates:
 
         return evaluate
 
+    def _look(self, optimizer: Optimizer) -> None:
+        if self._steps.line is not None:
+            look(self._steps.line, optimizer, self._clips, self._in_parts)
+
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:
         self._look(optimizer)
-
-    def _look(self, optimizer: Optimizer) -> None:
-        line = self._steps.line
-        if line is None:
-            return
-        learning_rates(line, optimizer)
-        found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
-        if isinstance(found, Tensor):
-            line.scalars["skipped"] = found.detach().clone()
-        if self._clips:
-            line.clipped = True
-            line.scalars.update(of_clips(self._clips))
-        elif not line.clipped:
-            self._gradients(line, optimizer)
-        if line.movement is not None:
-            line.movement.before(optimizer, in_parts=self._in_parts(optimizer))
-
-    def _gradients(self, line: Line, optimizer: Optimizer) -> None:
-        if inside_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
-            return
-        owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        with torch.no_grad():
-            found = Parts([p.grad for p in owners], owners, in_parts=self._in_parts(optimizer)).squares()
-            if found is None:
-                return
-            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
-            if isinstance(scale, Tensor):
-                found = found._replace(total=found.total / scale.to(found.total.device).double().square())
-            line.gradients = found.and_also(line.gradients)
-            line.scalars.update(named("grad", line.gradients))
-
-
-def learning_rates(line: Line, optimizer: Optimizer) -> None:
-    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
-    for group in optimizer.param_groups:
-        rate = group.get("lr")
-        if rate is not None and group["params"] and id(group) not in line.rated and len(line.rates) < MOST_RATES:
-            line.rated.add(id(group))
-            line.rates.append(rate.detach().clone() if isinstance(rate, Tensor) else float(rate))
-    if line.rates:
-        line.scalars["lr"] = line.rates[0]
-    if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
-        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})
 
 
 def _turn(optimizer: Optimizer) -> tuple[int, ...]:

@@ -1,0 +1,63 @@
+"""What is to be known of an optimizer that is about to step: learning rates, the gradients' norm, whether it skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.tensors.norms import Parts, named, of_clips
+
+MOST_RATES = 16  # parameter groups whose learning rates are told apart
+
+
+def look(line: Line, optimizer: Optimizer, clips: list[Tensor], in_parts: Callable[[Optimizer], bool]) -> None:
+    """Write it into the step's line.
+
+    Args:
+        clips: the norms of each clip since the last step, which are then the step's.
+        in_parts: whether other ranks hold more of what an optimizer trains.
+    """
+    learning_rates(line, optimizer)
+    found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
+    if isinstance(found, Tensor):
+        line.scalars["skipped"] = found.detach().clone()
+    if clips:
+        line.clipped = True
+        line.scalars.update(of_clips(clips))
+    elif not line.clipped:
+        _gradients(line, optimizer, in_parts(optimizer))
+    if line.movement is not None:
+        line.movement.before(optimizer, in_parts=in_parts(optimizer))
+
+
+def _gradients(line: Line, optimizer: Optimizer, in_parts: bool) -> None:
+    if inside_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
+        return
+    owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    with torch.no_grad():
+        found = Parts([p.grad for p in owners], owners, in_parts=in_parts).squares()
+        if found is None:
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
+        if isinstance(scale, Tensor):
+            found = found._replace(total=found.total / scale.to(found.total.device).double().square())
+        line.gradients = found.and_also(line.gradients)
+        line.scalars.update(named("grad", line.gradients))
+
+
+def learning_rates(line: Line, optimizer: Optimizer) -> None:
+    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is not None and group["params"] and id(group) not in line.rated and len(line.rates) < MOST_RATES:
+            line.rated.add(id(group))
+            line.rates.append(rate.detach().clone() if isinstance(rate, Tensor) else float(rate))
+    if line.rates:
+        line.scalars["lr"] = line.rates[0]
+    if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
+        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})
