@@ -13,11 +13,13 @@ import narrowgauge
 
 pytest.importorskip("triton")
 FUSED = Path(narrowgauge.__file__).parent / "compute" / "kernels" / "fused"
+ROOT = FUSED.parents[4]
+FOLDERS = (FUSED, ROOT / "benchmarks" / "producers")
 
 
 def launched():
     """The names of all kernels that no other calls: those that take an address and are launched."""
-    text = "\n".join(path.read_text() for path in FUSED.rglob("*.py"))
+    text = "\n".join(path.read_text() for folder in FOLDERS for path in folder.rglob("*.py"))
     kernels = re.findall(r"@triton\.jit(?:\(.*\))?\ndef (\w+)\(\s*\w+_ptr\b", text)
     return {name for name in kernels if not re.search(rf"(?<!def )(?<!\.)\b{name}\(", text)}
 
@@ -26,7 +28,7 @@ def test_all_kernels_compile_and_keep_their_numbers_in_registers(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     words = [sys.executable, "-m", "tests.compute.kernels.for_hopper"]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    ran = subprocess.run(words, env=environment, cwd=FUSED.parents[4], capture_output=True, text=True, check=False)
+    ran = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {row["kernel"] for row in found} == launched() != set()
