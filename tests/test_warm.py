@@ -80,3 +80,9 @@ def test_what_is_set_up_otherwise_is_a_process_of_its_own(warm_python, tmp_path)
         assert warm_python.run(words, cwd=tmp_path, env=env).stdout == f"{warm_python.pid} True\n"
     found = warm_python.run(words, cwd=tmp_path, env={**os.environ, "TORCHDYNAMO_DISABLE": "1"})
     assert found.stdout == f"{os.getpid()} False\n"
+
+
+def test_temporary_files_are_where_the_environment_says(warm_python, tmp_path):
+    (tmp_path / "train.py").write_text("import tempfile\nprint(tempfile.gettempdir())\n")
+    env = warm_environment() | {"TMPDIR": str(tmp_path)}
+    assert warm_python.run([sys.executable, "train.py"], cwd=tmp_path, env=env).stdout == f"{tmp_path}\n"

@@ -22,6 +22,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from importlib.machinery import ModuleSpec
@@ -222,6 +223,7 @@ def become(words, cwd, env):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # or TMPDIR is not asked any more, and what a killed program leaves lies in /tmp for ever
     if "PYTHONUNBUFFERED" in env:
         sys.stdout.reconfigure(write_through=True)
     for seed in (random.seed, sys.modules["numpy"].random.seed, sys.modules["torch"].seed):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from narrowgauge.cli.options import command_argument, config_option, steps_option
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import RunError, UsageError
 
 INSIDE = ("process", "restart")  # what folders of further runs begin with
 
@@ -66,7 +66,7 @@ def run_command(
     for told in unmet(folder):
         asked = "" if told.startswith("--") else f"{config or 'settings'}: "
         click.echo(f"narrowgauge: {asked}{told}", err=True)
-    for missing in (*not_found(folder), *unrecorded(folder)):
+    for missing in (*not_found(folder), *unrecorded(folder), *unended(folder, code)):
         click.echo(f"narrowgauge: {missing}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)
     if code:
@@ -92,6 +92,20 @@ def _what(missing: str) -> str:
 def unrecorded(folder: Path) -> list[str]:
     """That a program ended before its first recorded step, in one sentence; none if it did not."""
     return list(filter(None, [_facts(folder / "run.json").get("unrecorded")]))
+
+
+def unended(folder: Path, code: int) -> list[str]:
+    """Which ranks of the run, and of those inside of it, did not come to their end; none where there is one rank."""
+    from narrowgauge.observe.store import open_run
+
+    told = []
+    for path in (folder, *sorted(path for name in INSIDE for path in folder.glob(f"{name}-*"))):
+        with contextlib.suppress(RunError):
+            ends = open_run(path).ends
+            # A rank that makes no optimizer records nothing, and that is no news where all went well.
+            if ends.words and (ends.unended or (ends.missing and code)):
+                told.append(f"{'' if path == folder else f'{path.name}: '}{ends.words}; what was written is kept.")
+    return told
 
 
 def _facts(manifest: Path) -> dict[str, Any]:

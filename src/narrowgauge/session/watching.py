@@ -31,8 +31,8 @@ from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.folder import prepare
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.process.armed import rank_of_this_process
 from narrowgauge.session.process.exporting import exporting
+from narrowgauge.session.process.launched import rank_of_this_process
 from narrowgauge.session.process.live import Live
 
 _beginning = threading.Lock()  # of several threads that begin one, all but the first are refused

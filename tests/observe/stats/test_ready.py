@@ -218,7 +218,9 @@ if sys.argv[1] == "killed":
 @proc
 @pytest.mark.parametrize("end", ["killed", "normal"])
 @pytest.mark.parametrize("writable", [True, False])
-def test_the_process_ends_with_the_program_and_so_does_a_cache_that_had_no_place(end, writable, tmp_path, warm_python):
+def test_the_process_ends_with_the_program_and_a_cache_that_had_no_place_is_one_per_user(
+    end, writable, tmp_path, warm_python
+):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = dict(os.environ) | {"COLD": str(tmp_path / "cold") if writable else "", "TMPDIR": str(tmp_path)}
     done = warm_python.run([sys.executable, "program.py", end], cwd=tmp_path, env=environment)
@@ -231,5 +233,27 @@ def test_the_process_ends_with_the_program_and_so_does_a_cache_that_had_no_place
         threading.Event().wait(0.1)
     else:
         raise AssertionError(f"{pid} goes on")
-    if end == "normal" and not writable:
-        assert not Path(place).exists()
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("narrowgauge-")]
+    assert left == ([] if writable else [f"narrowgauge-cache-{os.geteuid()}"])  # where the next one finds it
+
+
+@forks
+@pytest.mark.parametrize("trouble", ["", "open to others", "a link", "a file"])
+def test_the_cache_of_a_user_is_only_taken_where_nobody_else_could_write(tmp_path, monkeypatch, trouble):
+    monkeypatch.setattr(host_ready.tempfile, "tempdir", str(tmp_path))
+    removed = []
+    monkeypatch.setattr(host_ready.atexit, "register", removed.append)
+    mine = tmp_path / f"narrowgauge-cache-{os.geteuid()}"
+    if trouble == "open to others":
+        mine.mkdir()
+        mine.chmod(0o777)
+    elif trouble == "a link":
+        mine.symlink_to(tmp_path)
+    elif trouble:
+        mine.touch()
+    first, second = (host_ready._temporary.__wrapped__() for _ in range(2))
+    assert (first == second == str(mine)) == (not trouble)
+    assert all(Path(folder).stat().st_mode & 0o777 == 0o700 for folder in (first, second))
+    for remove in removed:
+        remove()
+    assert [path.name for path in tmp_path.iterdir()] == [mine.name]

@@ -38,11 +38,7 @@ def run_facts(name: str, run: Run) -> RunFacts:
     """What one run says of itself."""
     meta = run.meta
     steps = run.steps
-    status = ENDS.get(run.status, run.status)
-    if run.reason:
-        status = f"the watch stopped: {words.scrub(run.reason)}"
-    if meta.get("error"):
-        status += f": {words.scrub(str(meta['error']))}"
+    status = how_it_ended(run)
     lost = {kind: n for kind, n in run.lost.items() if n}
     if lost:
         status += "; lost rows: " + ", ".join(f"{n:,} {kind}" for kind, n in lost.items())
@@ -62,6 +58,19 @@ def run_facts(name: str, run: Run) -> RunFacts:
         seeds=seed_text or words.NONE,
         watch=_watch(meta.get("watch")),
     )
+
+
+def how_it_ended(run: Run) -> str:
+    """In words, with the ranks that did not come to their end."""
+    state, ends = run.status, run.ends
+    if ends.words and state != "complete":
+        return words.scrub(ends.words)
+    told = ENDS.get(state, state)
+    if run.reason:
+        told = f"the watch stopped: {words.scrub(run.reason)}"
+    if run.meta.get("error"):
+        told += f": {words.scrub(str(run.meta['error']))}"
+    return f"{told}; {words.scrub(ends.words)}" if ends.words else told
 
 
 def common_facts(runs: Mapping[str, Run], verdict_versions: Mapping[str, str], started: str) -> list[tuple[str, str]]:

@@ -33,7 +33,8 @@ def text(run: Run) -> str:
 
 def lines(run: Run) -> Iterator[str]:
     """All that was recorded, line by line. Missing values are left out, values that are not finite are not."""
-    yield f"status {run.status}" + (f": {words.scrub(run.reason)}" if run.reason else "")
+    why = run.ends.words or run.reason
+    yield f"status {run.status}" + (f": {words.scrub(why)}" if why else "")
     meta = run.meta
     for key in HEAD:
         if meta.get(key) not in (None, "", [], {}):

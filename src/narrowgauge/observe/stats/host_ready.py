@@ -5,8 +5,8 @@
     wait()       where waiting is right       compiled in this process
 
 The process ends with this one and is none of its children, and what it wrote is numba's cache: beside the code, in the
-user's folder, or where NUMBA_CACHE_DIR says; where none of them can be written to, in a folder that is gone when this
-process is. A fork starts anew.
+user's folder, or where NUMBA_CACHE_DIR says; where none of them can be written to, in one temporary folder per user. A
+fork starts anew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -184,6 +185,22 @@ def cache_of_ours() -> dict[str, str]:
 
 @cache
 def _temporary() -> str:
+    """One folder per user: what is compiled there is found again, and killed programs leave no more than that."""
+    with contextlib.suppress(OSError, AttributeError):  # a system without users
+        owner = os.geteuid()
+        folder = os.path.join(tempfile.gettempdir(), f"narrowgauge-cache-{owner}")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        # Code is loaded from it: nobody else may have put something there.
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & 0o077
+        if own and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return _passing()
+
+
+def _passing() -> str:
+    """A folder that goes with this process, unless it is killed."""
     folder, owner = tempfile.mkdtemp(prefix="narrowgauge-"), os.getpid()
 
     def remove() -> None:

@@ -109,13 +109,15 @@ def read(folder: Path, rank: int = 0) -> Manifest:
 
 
 def process_started(pid: int) -> int | None:
-    """Clock ticks after boot at which a process started; None where the system does not tell.
+    """Clock ticks after boot at which a process started; None where the system does not tell, and of a process that
+    has ended and only waits for its parent to ask how.
 
     Process ids are used again; the pair (id, start) is not.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        return int(text.rpartition(")")[2].split()[19])
+        state, *numbers = text.rpartition(")")[2].split()
+        return None if state in "ZX" else int(numbers[18])
     except (OSError, ValueError, IndexError):
         return None
 

@@ -5,7 +5,7 @@
     run.sql("SELECT ...")      over the views tensors, scalars, events
 
 Opening reads run.json alone; every question looks at the folder anew, so a run can be followed while it is
-written. Numbers come back exactly as they were recorded.
+written. How it ended is asked of all ranks (ends.py). Numbers come back exactly as they were recorded.
 
 Legend: S = sites, T = steps (or bins of steps), B = bins of a histogram.
 """
@@ -24,6 +24,8 @@ import numpy.typing as npt
 from narrowgauge.errors import RunError, nearest
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.downsample import bin_width, extreme, keep_extrema
+from narrowgauge.observe.store.ends import Ends
+from narrowgauge.observe.store.ends import Reader as EndsReader
 from narrowgauge.observe.store.schema import HEATMAP_STEPS, KINDS, role_of
 from narrowgauge.observe.store.segments import quoted
 from narrowgauge.observe.store.source import Source, parquet, segments_in
@@ -72,6 +74,7 @@ class Run:
         self.path = path
         self.manifest = manifest
         self._source = source
+        self._ends = EndsReader(path, manifest)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.status})"
@@ -83,8 +86,16 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "unknown"."""
-        return manifests.status(self.manifest)
+        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "unknown".
+
+        Of several ranks: "running" while any of them writes, else the worst; see `ends`.
+        """
+        return self.ends.status
+
+    @property
+    def ends(self) -> Ends:
+        """How each rank ended, by the ranks' manifests as they are now; `ends.words` names those that did not."""
+        return self._ends.read()
 
     @property
     def reason(self) -> str:

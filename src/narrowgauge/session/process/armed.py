@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -27,9 +26,8 @@ from narrowgauge.errors import UsageError
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.models.family import Family
+from narrowgauge.session.process.launched import rank_of_this_process, times_started_again, world_of_this_process
 
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _attached: list[Any] = []  # the process's session, once there is one
 
 
@@ -67,37 +65,6 @@ def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer:
     watched.live.session.optimizer_made(optimizer)
 
 
-def rank_of_this_process() -> int:
-    """The rank that this process has in the program's process group, or that a launcher gave it; 0 without either.
-
-    >>> rank_of_this_process()
-    0
-    """
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    for name in RANKS:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 0
-
-
-def several_ranks() -> bool:
-    """Whether others train together with this process."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
-    return any(os.environ.get(name, "1") != "1" for name in SIZES)
-
-
-def times_started_again() -> int:
-    """How often torch's elastic launcher has started this rank before.
-
-    >>> times_started_again()
-    0
-    """
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(count) if count.isdigit() else 0
-
-
 class Watched:
     """A session in a program that knows nothing of it: how its errors are heard."""
 
@@ -115,7 +82,7 @@ class Watched:
             plan = replace(plan, out=str(plan.folder / f"restart-{again}"))
         # If another process of this program trains as well, under the same rank, its run stands there already. Ranks
         # have their launcher in common.
-        aside = f"process-{os.getppid() if several_ranks() else os.getpid()}"
+        aside = f"process-{os.getppid() if world_of_this_process() > 1 else os.getpid()}"
         self.live = Live(plan, rank=rank, aside=aside, family=family, compiled=compiled)
         self._excepthook = sys.excepthook
         sys.excepthook = self._failed

@@ -26,6 +26,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.attach import Session
 from narrowgauge.session.machine import device_facts, machine_facts
 from narrowgauge.session.plan import Plan
+from narrowgauge.session.process.launched import world_of_this_process
 
 PATIENCE = 5.0  # seconds
 MOST = 1000  # runs of one name in a folder
@@ -45,8 +46,10 @@ class Live:
     current: ClassVar[Live | None] = None
 
     def __init__(self, plan: Plan, *, rank: int = 0, aside: str = "", **session: Any) -> None:
-        meta = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
+        meta: dict[str, Any] = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
         meta |= machine_facts(wake=False)
+        if (world := world_of_this_process()) > 1:  # should the run be killed: who else was to write
+            meta["ranks"] = {"world": world}
         self.writer = _writer(plan.folder, meta, rank, aside)
         self.folder = self.writer.path
         self.session = Session(replace(plan, out=str(self.folder)), self.writer, **session)

@@ -26,6 +26,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
 from narrowgauge.session.ranks.apart import Apart
+from narrowgauge.session.ranks.gone import in_words
 from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.last_words import POLL, fetch, leave
@@ -286,7 +287,7 @@ class Ranks:
         """Give up merging: everything that is open is written by its own rank."""
         if not self._off:
             self._off = True
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = in_words(error, self._writer.path, self._all.rank, self._all.world)
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
             first = next((mine.step for mine in (*(each[0] for each in self._flying), *self._open)), 0)
             self._writer.add_event(first, "ranks_apart", self.notes[-1])

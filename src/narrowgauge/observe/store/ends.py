@@ -1,0 +1,142 @@
+"""How the ranks of a run ended. Each says it in its own manifest; one that was killed says nothing, and is gone.
+
+    any rank's process is there and writes                      running
+    else the worst that any rank came to, in this order         killed, failed, stopped, running (who knows), complete
+
+A rank without a manifest made no optimizer, or was gone before, or wrote to another machine's disk: it is named, and
+changes nothing. How many there should be, the ranks' metadata say (`ranks.world`); older runs', if they ended well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from narrowgauge.errors import RunError
+from narrowgauge.observe.store import manifest as manifests
+
+WORST_FIRST = ("killed", "failed", "stopped", "running", "unknown", "complete")
+FILES = "run.rank*.json"
+SAID = {
+    "killed": ("was killed", "were killed"),
+    "failed": ("failed", "failed"),
+    "stopped": ("was no longer watched", "were no longer watched"),
+    "running": ("was not seen to end", "were not seen to end"),
+    "writes": ("is still running", "are still running"),
+}
+
+
+class End(NamedTuple):
+    """One rank's: its state, and why, if it says so."""
+
+    state: str
+    why: str = ""
+    writes: bool = False  # its process is known to be there
+
+
+class Ends:
+    """Those of all ranks, as their manifests have it now.
+
+    Args:
+        by_rank: the end of each rank that wrote.
+        world: how many ranks there were to be; 0 where nobody says.
+    """
+
+    def __init__(self, by_rank: dict[int, End], world: int) -> None:
+        self.by_rank = by_rank
+        self.missing = tuple(sorted(set(range(world)) - set(by_rank)))
+        self.world = max(world, *(rank + 1 for rank in by_rank), 1)
+
+    @property
+    def status(self) -> str:
+        """The run's: "running" while any rank is known to write, else the worst."""
+        if any(end.writes for end in self.by_rank.values()):
+            return "running"
+        states = {end.state for end in self.by_rank.values()}
+        return next((state for state in WORST_FIRST if state in states), "unknown")
+
+    @property
+    def unended(self) -> tuple[int, ...]:
+        """Ranks that wrote, and did not come to an end that they could tell of."""
+        return tuple(sorted(rank for rank, end in self.by_rank.items() if end.state in ("killed", "running")))
+
+    @property
+    def words(self) -> str:
+        """Which ranks did not come to their end, in words; "" if all did, none has yet, or there is only one.
+
+        >>> Ends({0: End("complete"), 1: End("killed")}, 4).words
+        'rank 1 of 4 was killed; ranks 2 and 3 of 4 recorded nothing here'
+        """
+        if self.world < 2:
+            return ""
+        told = []
+        kinds = {rank: "writes" if end.writes else end.state for rank, end in self.by_rank.items()}
+        for kind, (is_, are) in SAID.items():
+            ranks = sorted(rank for rank, its in kinds.items() if its == kind)
+            if ranks and not (kind in ("writes", "running") and len(ranks) == self.world):
+                why = next((f" ({self.by_rank[rank].why})" for rank in ranks if self.by_rank[rank].why), "")
+                told.append(f"{self._named(ranks)} {is_ if len(ranks) == 1 else are}{why}")
+        if self.missing:
+            told.append(f"{self._named(self.missing)} recorded nothing here")
+        return "; ".join(told)
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        """
+        >>> Ends({}, 16)._named([1, 4, 5, 6, 7])
+        'ranks 1 and 4 to 7 of 16'
+        """
+        spans: list[list[int]] = []
+        for rank in ranks:
+            if spans and spans[-1][-1] == rank - 1:
+                spans[-1].append(rank)
+            else:
+                spans.append([rank])
+        if len(spans) == 1 and len(spans[0]) == self.world:
+            return f"all {self.world} ranks"
+        names = [f"{s[0]} to {s[-1]}" if len(s) > 2 else " and ".join(map(str, s)) for s in spans]
+        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        return f"rank{'' if spans == [spans[0][:1]] else 's'} {listed} of {self.world}"
+
+
+class Reader:
+    """Reads them, again and again: what has ended stays as it was read, so only those that have not are looked at."""
+
+    def __init__(self, folder: Path, first: manifests.Manifest) -> None:
+        self._folder, self._first = folder, first
+        self._ended: dict[int, End] = {}
+        self._attempts: dict[int, int] = {}
+        self._world = 0
+
+    def read(self) -> Ends:
+        """As it is now."""
+        self._take(0, self._first if self._first["status"] != "running" else None)
+        ranks = {0}
+        for path in self._folder.glob(FILES):
+            number = path.name.removeprefix("run.rank").removesuffix(".json")
+            if number.isdigit():
+                ranks.add(int(number))
+        found = {rank: self._ended.get(rank) or self._take(rank) for rank in sorted(ranks)}
+        # Of a run that was continued with fewer ranks, the others' ends are an earlier attempt's.
+        newest = self._attempts.get(0, 0)
+        return Ends({rank: end for rank, end in found.items() if self._attempts[rank] >= newest}, self._world)
+
+    def _take(self, rank: int, manifest: manifests.Manifest | None = None) -> End:
+        self._attempts.setdefault(rank, 0)
+        try:
+            manifest = manifest or manifests.read(self._folder, rank)
+            alive = manifest["status"] == "running" and manifests.is_alive(manifest)
+            if alive is False and manifest["status"] == "running":
+                manifest = manifests.read(self._folder, rank)  # it may have ended well since it was read
+        except (OSError, RunError):
+            return End("unknown")
+        self._attempts[rank] = int(manifest.get("attempt", 0))
+        meta = manifest.get("meta") or {}
+        told = meta.get("ranks")
+        self._world = max(self._world, int(told.get("world") or 0) if isinstance(told, dict) else 0)
+        state = manifests.status(manifest)
+        why = str(manifest.get("reason") or (meta.get("error") if state == "failed" else "") or "")
+        end = End(state, next(iter(why.strip().splitlines()), ""), bool(alive) and state == "running")
+        if state not in ("running", "killed"):
+            self._ended[rank] = end
+        return end

@@ -1,0 +1,121 @@
+"""How a run of several ranks ended, by what each rank's manifest says of it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from narrowgauge.cli.run import unended
+from narrowgauge.observe.report import facts
+from narrowgauge.observe.report.text import lines
+from narrowgauge.observe.store import RunWriter, ends, open_run
+from narrowgauge.observe.store import manifest as manifests
+
+GONE = {"pid": 2**22 + 1, "started": 1, "host": socket.gethostname()}  # no system counts that far
+ELSEWHERE = {**GONE, "host": "another-machine"}
+HERE = {"pid": os.getpid(), "started": manifests.process_started(os.getpid()), "host": socket.gethostname()}
+
+
+def made(folder, *ranks, world=0):
+    """A run of which each rank says (status, process, further); None: it wrote nothing."""
+    folder.mkdir(exist_ok=True)
+    for rank, said in enumerate(ranks):
+        if said is None:
+            continue
+        status, process, further = (*said, {})[:3]
+        meta = {"ranks": {"world": world}} if world else {}
+        manifest = {**manifests.fresh(rank, meta), "status": status, "process": process, **further}
+        manifests.write(folder, manifest)
+    return open_run(folder)
+
+
+FULL = ("stopped", GONE, {"reason": "disk full"})
+FAILED = ("failed", GONE, {"meta": {"error": "E: a\nb"}})
+WELL, KILLED, WRITES, FAR = ("complete", GONE), ("running", GONE), ("running", HERE), ("running", ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "status", "words"),
+    [
+        ((WELL,), 0, "complete", ""),
+        ((KILLED,), 0, "killed", ""),
+        ((WELL, WELL), 2, "complete", ""),
+        ((WELL, WELL), 0, "complete", ""),  # a run of an older version
+        ((WELL, KILLED), 2, "killed", "rank 1 of 2 was killed"),
+        ((WELL, KILLED), 0, "killed", "rank 1 of 2 was killed"),
+        ((KILLED, WELL), 2, "killed", "rank 0 of 2 was killed"),
+        ((KILLED, KILLED), 2, "killed", "all 2 ranks were killed"),
+        ((WRITES, KILLED), 2, "running", "rank 1 of 2 was killed; rank 0 of 2 is still running"),
+        ((WELL, WRITES), 2, "running", "rank 1 of 2 is still running"),
+        ((WRITES, WRITES), 2, "running", ""),
+        ((FAR, FAR), 2, "running", ""),
+        ((WELL, FAR), 2, "running", "rank 1 of 2 was not seen to end"),
+        ((WELL, FAR, KILLED), 3, "killed", "rank 2 of 3 was killed; rank 1 of 3 was not seen to end"),
+        ((FULL, WELL), 2, "stopped", "rank 0 of 2 was no longer watched (disk full)"),
+        ((WELL, FAILED, KILLED), 3, "killed", "rank 2 of 3 was killed; rank 1 of 3 failed (E: a)"),
+        ((WELL, None, WELL, None, None, None), 6, "complete", "ranks 1 and 3 to 5 of 6 recorded nothing here"),
+    ],
+)  # fmt: skip
+def test_a_run_is_what_its_ranks_say(tmp_path, ranks, world, status, words):
+    run = made(tmp_path / "run", *ranks, world=world)
+    assert (run.status, run.ends.words) == (status, words)
+    assert next(lines(run)).startswith(f"status {status}" + (f": {words}" if words else ""))
+    assert words in facts.how_it_ended(run)
+
+
+def test_a_rank_that_did_not_end_is_told_and_one_that_recorded_nothing_only_of_a_command_that_failed(tmp_path):
+    made(tmp_path / "run", WELL, KILLED, world=2)
+    made(tmp_path / "run" / "restart-1", WELL, None, world=2)
+    killed = "rank 1 of 2 was killed; what was written is kept."
+    nothing = "restart-1: rank 1 of 2 recorded nothing here; what was written is kept."
+    assert unended(tmp_path / "run", 0) == [killed]
+    assert unended(tmp_path / "run", 1) == [killed, nothing]
+    assert unended(tmp_path / "none", 1) == []
+
+
+def test_a_run_that_was_opened_while_it_was_written_has_ended_since(tmp_path):
+    run = made(tmp_path / "run", WRITES, WRITES, world=2)
+    assert run.status == "running"
+    made(tmp_path / "run", WELL, WELL, world=2)
+    assert run.status == "complete"
+
+
+def test_a_rank_of_an_attempt_that_was_continued_without_it_does_not_count(tmp_path):
+    made(tmp_path / "run", WELL, KILLED)
+    with RunWriter(tmp_path / "run", resume=True):
+        pass
+    assert open_run(tmp_path / "run").status == "complete"
+
+
+def test_a_manifest_of_a_rank_that_cannot_be_read_is_no_end(tmp_path):
+    made(tmp_path / "run", WELL, WELL)
+    (tmp_path / "run" / "run.rank1.json").write_text("{")
+    assert open_run(tmp_path / "run").status == "unknown"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system has no /proc")
+def test_a_process_that_ended_and_was_not_asked_for_is_gone(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = {"pid": child.pid, "started": manifests.process_started(child.pid), "host": socket.gethostname()}
+    run = made(tmp_path / "run", WELL, ("running", process), world=2)
+    assert run.status == "running"
+    child.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert run.status == "killed"
+    child.communicate()
+
+
+def test_of_many_ranks_what_has_ended_is_read_once(tmp_path, monkeypatch):
+    run = made(tmp_path / "run", *[WELL] * 300, KILLED, world=301)
+    assert run.status == "killed"
+    read, files = json.loads, []
+    monkeypatch.setattr(ends.manifests.json, "loads", lambda t: files.append(1) or read(t))
+    began = time.perf_counter()
+    assert run.ends.words == "rank 300 of 301 was killed"
+    assert len(files) <= 2
+    assert time.perf_counter() - began < 1
