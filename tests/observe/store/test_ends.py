@@ -57,7 +57,7 @@ WELL, KILLED, WRITES, FAR = ("complete", GONE), ("running", GONE), ("running", H
         ((WELL, FAR), 2, "running", "rank 1 of 2 was not seen to end"),
         ((WELL, FAR, KILLED), 3, "killed", "rank 2 of 3 was killed; rank 1 of 3 was not seen to end"),
         ((FULL, WELL), 2, "stopped", "rank 0 of 2 was no longer watched (disk full)"),
-        ((WELL, FAILED, KILLED), 3, "killed", "rank 2 of 3 was killed; rank 1 of 3 failed (E: a)"),
+        ((WELL, FAILED, KILLED), 3, "failed", "rank 1 of 3 failed (E: a); rank 2 of 3 was killed"),
         ((WELL, None, WELL, None, None, None), 6, "complete", "ranks 1 and 3 to 5 of 6 recorded nothing here"),
     ],
 )  # fmt: skip

@@ -1,7 +1,9 @@
 """How the ranks of a run ended. Each says it in its own manifest; one that was killed says nothing, and is gone.
 
     any rank's process is there and writes                      running
-    else the worst that any rank came to, in this order         killed, failed, stopped, running (who knows), complete
+    else the worst that any rank came to, in this order         failed, killed, stopped, running (who knows), complete
+
+An error comes first because it tells why launchers killed the others.
 
 A rank without a manifest made no optimizer, or was gone before, or wrote to another machine's disk: it is named, and
 changes nothing. How many there should be, the ranks' metadata say (`ranks.world`); older runs', if they ended well.
@@ -16,11 +18,11 @@ from typing import NamedTuple
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import manifest as manifests
 
-WORST_FIRST = ("killed", "failed", "stopped", "running", "unknown", "complete")
+WORST_FIRST = ("failed", "killed", "stopped", "running", "unknown", "complete")
 FILES = "run.rank*.json"
 SAID = {
-    "killed": ("was killed", "were killed"),
     "failed": ("failed", "failed"),
+    "killed": ("was killed", "were killed"),
     "stopped": ("was no longer watched", "were no longer watched"),
     "running": ("was not seen to end", "were not seen to end"),
     "writes": ("is still running", "are still running"),
