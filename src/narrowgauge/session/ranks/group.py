@@ -99,6 +99,11 @@ class Group:
             self._group = dist.ProcessGroupGloo(store, rank, world, PATIENCE)
 
     @property
+    def meeting(self) -> bool:
+        """Whether it still waits for ranks, in its thread."""
+        return self._meeting.is_alive()
+
+    @property
     def backend(self) -> str:
         """Its name."""
         return "gloo" if self._stream is None else "nccl"

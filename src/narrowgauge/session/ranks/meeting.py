@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+PATIENCE = 5.0  # seconds for a store to take another connection
 
 
 class Met(NamedTuple):
@@ -50,15 +53,44 @@ class Meeting:
         self._shared, self.rank, self.world = met
         return True
 
+    def keep(self) -> None:
+        """Hold the program's store to the end of the process: somebody may wait for it in a thread of its own.
+
+        A thread that torch wakes with an error while Python takes itself apart aborts the process.
+        """
+        if self._shared is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shared))
+
     def store(self, name: str) -> Any:
         """A part of the program's own store, over a connection that nobody else waits on; of this watch alone."""
         store = self._shared
-        with suppress(Exception):  # some stores are files, or in this process
-            store = store.clone()
+        store = _cloned(store)
         # A program may be watched more than once, and would find the keys of the watch before.
         start = _start()
         self._turn = self._turn or store.add(f"narrowgauge/watches{start}/{self.rank}", 1)
         return dist.distributed_c10d.PrefixStore(f"narrowgauge{start}/{self._turn}/{name}", store)
+
+
+def _cloned(store: Any) -> Any:
+    """The store over a connection of its own; the store itself if it has none.
+
+    Raises:
+        RuntimeError: it does not answer. torch goes on trying for minutes where the process that had it is gone.
+    """
+    found: list[Any] = []
+
+    def clone() -> None:
+        try:
+            found.append(store.clone())
+        except Exception:  # it has none
+            found.append(store)
+
+    trying = threading.Thread(target=clone, daemon=True, name="narrowgauge-store")
+    trying.start()
+    trying.join(PATIENCE)
+    if not found:
+        raise RuntimeError(f"the ranks' store did not answer in {PATIENCE:g} s: the rank that had it is gone")
+    return found[0]
 
 
 def _start() -> str:

@@ -150,6 +150,8 @@ class Ranks:
             self._pulse.stop()
         with self._collector.guard(self._failed):
             if self._group is not None:
+                if self._group.meeting:
+                    self._all.keep()
                 self._group.close(broken=self._off or bool(self._flying))
         for mine, _, _ in self._flying:
             self._apart.keep(mine.packed)
