@@ -3,17 +3,15 @@
 import json
 import math
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from tests.ports import free_port
 
 import narrowgauge
 from narrowgauge.observe.store import open_run
@@ -234,15 +232,6 @@ def play(works, folders, name, launcher=("python",), warm=None, really=True, **e
     assert plain.code == 0, plain.err
     converted = case.converted() if works.converted else None
     return Seen(case, plain, case.watched(really=really), converted)
-
-
-def free_port():
-    """A port that nobody listens on now, below those that connections of other programs are given meanwhile."""
-    while True:
-        port = random.randrange(15000, 32000)
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("", port))
-            return port
 
 
 def check_unharmed(seen, within=0.0):

@@ -166,9 +166,10 @@ def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, basic_alone, wo
     assert not list((tmp_path / "home").iterdir())
 
 
-def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path):
+def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path, free_port):
+    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", str(free_port))
     done = run(
-        tmp_path, "torchrun", "--nproc-per-node", "2", "train.py", options=("--convert", "current", "--every", "2"),
+        tmp_path, *launcher, "train.py", options=("--convert", "current", "--every", "2"),
         script=DDP, env={**PLAIN, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

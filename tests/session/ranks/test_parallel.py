@@ -5,7 +5,8 @@ One program trains the same small model four ways, one after the other; the same
 
 import pytest
 import torch
-from tests.integrations.watched import RANKS, free_port
+from tests.integrations.watched import RANKS
+from tests.ports import free_port
 from tests.session.test_watch import PLAIN
 from torch import nn
 

@@ -43,10 +43,10 @@ def test_a_run_of_which_a_rank_was_killed(warm_python, tmp_path, gone, free_port
     assert "pair.cc" not in notes
 
 
-def test_the_command_tells_which_rank_was_killed(tmp_path):
-    words = ("torchrun", "--nproc-per-node", "2", "train.py", "1")
+def test_the_command_tells_which_rank_was_killed(tmp_path, free_port):
+    words = ("torchrun", "--nproc-per-node", "2", "--master-port", str(free_port), "train.py", "1")
     done = run(tmp_path, *words, script=PROGRAM, env={**PLAIN, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("narrowgauge: rank")]
     assert told == ["narrowgauge: rank 1 of 2 was killed; what was written is kept."]
     assert open_run(tmp_path / "out").status == "killed"

@@ -12,7 +12,8 @@ Hybrid comes last: which ranks see the same data is known by all that they saw.
 
 import pytest
 import torch
-from tests.integrations.watched import RANKS, free_port
+from tests.integrations.watched import RANKS
+from tests.ports import free_port
 from tests.session.test_watch import PLAIN
 from torch import nn
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.integrations.watched import free_port
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
