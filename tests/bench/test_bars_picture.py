@@ -47,6 +47,14 @@ def test_phases_leave_out_what_is_nowhere_and_who_failed():
     assert not {"data", "broken"} & shown
 
 
+def test_a_step_that_would_shrink_all_others_is_told_in_words():
+    rows = [*STEP["rows"], {"variant": "fp32", "ms": 90.0, "x_bf16": 0.1, "phases": {"gemm": 90.0}}]
+    shown = words(pictures.phases({**STEP, "rows": rows}))
+    assert "ms of one profiled step (not drawn: fp32 90.0)" in shown
+    assert not {"fp32", "50"} & shown
+    assert "ms of one profiled step" in words(pictures.phases(STEP))
+
+
 def test_overhead_below_nothing_is_an_empty_bar_with_its_number():
     row = {"recipe": "current", "every_1_overhead_pct": 2.0, "every_10_overhead_pct": -0.1}
     text = pictures.overheads([{**STEP, "rows": [row]}])

@@ -11,17 +11,24 @@ from narrowgauge.observe.figures.palette import BAND, MUTED, NOISE, variant_colo
 
 _SHADES = ("data", "#d9d5cd"), ("quantize", "#d55e00"), ("gemm", "#0072b2"), ("attention", "#56a5d6")
 _REST = ("rest", MUTED), ("optimizer", NOISE), ("idle", "#f0ede6")
+WIDEST = 2.0
 PHASE_COLOURS = {name: dict((*_SHADES, *_REST))[name] for name in PHASES}
 
 
 def phases(found: Mapping[str, Any]) -> str:
-    """Where the time of a step goes, a bar per variant; what stands behind it is its speed over BF16."""
-    rows = [row for row in found["rows"] if "phases" in row]
+    """Where the time of a step goes, a bar per variant; what stands behind it is its speed over BF16.
+
+    Beside a bar of FP32 all others would be of one length: what takes over `WIDEST` times the first row's time is told
+    in words.
+    """
+    measured = [row for row in found["rows"] if "phases" in row]
+    rows = [row for row in measured if row["ms"] <= WIDEST * measured[0]["ms"]]
+    longer = ", ".join(f"{row['variant']} {row['ms']:.1f}" for row in measured if row not in rows)
     bars = [Bar(row["variant"], row["phases"], f"{row['ms']:.1f} ms   {row['x_bf16']:.2f}x") for row in rows]
     colours = {name: colour for name, colour in PHASE_COLOURS.items() if any(row["phases"].get(name) for row in rows)}
     shown = [bar._replace(parts={name: bar.parts[name] for name in colours}) for bar in bars]
     title = f"A training step by phase, {found['settings']['size']} ({found['hardware']}, {found['date']})"
-    return svg(title, "ms of one profiled step", shown, colours)
+    return svg(title, "ms of one profiled step" + (f" (not drawn: {longer})" if longer else ""), shown, colours)
 
 
 def overheads(founds: Sequence[Mapping[str, Any]]) -> str:
