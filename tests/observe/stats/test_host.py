@@ -76,6 +76,16 @@ def test_what_is_judged_agrees_with_the_oracle():
     assert_agrees(finalize(packer.pack()[1].numpy()), hard("sparse bfloat16"), q, rel=1e-9)
 
 
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
+def test_the_largest_number_that_is_flushed_alone_among_louder_ones(granularity):
+    x = torch.full((150, 64), 448.0)
+    x[70, 9] = 2.0**-10  # a tie, which goes to zero
+    found, _ = assert_judged_as_quantized(x, Operand(E4M3FN, granularity, CURRENT))
+    assert found.vector[FLUSHED_XX] == 2.0**-20
+    x[70, 9] = torch.nextafter(x[70, 9], torch.tensor(1.0))
+    assert assert_judged_as_quantized(x, Operand(E4M3FN, granularity, CURRENT))[0].vector[FLUSHED_XX] == 0.0
+
+
 def test_rows_that_do_not_lie_next_to_each_other():
     wide = torch.randn(40, 300)
     assert_judged_as_quantized(wide[:, 7:200], Operand(E5M2, PerTensor(), CURRENT), (1, 4), (0, 2))

@@ -111,8 +111,8 @@ def operand(
     ):  # fmt: skip
         return False
     _compare(
-        x_at, shift, M, K, stride, codes_at, tall, wide, facts, steps, scale, inv, flushed, first_compared,
-        every_compared, counted, vector[starts[0] : starts[1]], columns,
+        x_at, shift, M, K, stride, step, codes_at, tall, wide, facts, steps, scale, inv, low_of, flushed,
+        first_compared, every_compared, counted, vector[starts[0] : starts[1]], columns,
     )  # fmt: skip
     counted[_AMAX], counted[_AMIN], counted[_MEAN], counted[_M2] = as_float(largest), as_float(smallest), mean, m2
     counted[_N] = counted[_SCALED] = counted[_COMPARED] = np.float64(M) * K
@@ -167,12 +167,12 @@ def _count_lost(
 
 @compiled
 def _compare(
-    x_at: Number, shift: int, M: int, K: int, stride: int, codes_at: Number, tall: int, wide: int, facts: Array,
-    steps: Steps, scale: Array, inv: Array, flushed: Array, first: int, every: int, sums: Array, row_bins: Array,
-    columns: Array,
+    x_at: Number, shift: int, M: int, K: int, stride: int, step: int, codes_at: Number, tall: int, wide: int,
+    facts: Array, steps: Steps, scale: Array, inv: Array, low_of: Array, flushed: Array, first: int, every: int,
+    sums: Array, row_bins: Array, columns: Array,
 ) -> None:  # fmt: skip
     """Sum the errors of some rows, scaled up to all of them, along each of them, and along columns."""
-    C, at, rows = -(-K // wide), -1, 0
+    C, at, rows, most = -(-K // wide), -1, 0, np.int32(0)
     # What is found of a row waits here: to look for its bin at once would hold up the next row's sums.
     signals, errors = np.empty((M - first + every - 1) // every), np.empty((M - first + every - 1) // every)
     room, limit = np.empty(K, np.int32), np.empty(K, np.int32)
@@ -185,6 +185,9 @@ def _compare(
             if not codes_at:
                 spread(inv, at * C, C, wide, inv_of)
                 spread(flushed, at * C, C, wide, limit)
+                most = np.int32(0)
+                for c in range(C):
+                    most = max(most, flushed[at * C + c])
         bits = bits_of(x_at, shift, i * stride, K, room)
         x = bits.view(np.float32)
         if codes_at:
@@ -196,7 +199,7 @@ def _compare(
                     lost += v * v if (codes[j] & 0x7F) == 0 else 0.0
         else:
             round_row(x, inv_of, scale_of, steps, d)
-            if sums[_FLUSHED]:
+            if low_of[i // step] <= most:  # else nothing of this run of rows was flushed
                 for j in range(K):
                     v = np.float64(x[j])
                     lost += v * v if (bits[j] & MAGNITUDE) <= limit[j] else 0.0

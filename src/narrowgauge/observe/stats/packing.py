@@ -103,6 +103,7 @@ class Packer:
 
     def __post_init__(self) -> None:
         self._table: Array = np.empty((self.expected, MOMENTS.width))  # what `room` gives, row by row
+        self._table[:] = MOMENTS.neutral
         self._given: list[Array | None] = [None] * self.expected
         self._next = itertools.count()  # threads may ask at once
 
@@ -115,7 +116,6 @@ class Packer:
         if row >= self.expected:
             return MOMENTS.empty()
         vector: Array = self._table[row]
-        vector[:] = MOMENTS.neutral
         self._given[row] = vector
         return vector
 

@@ -14,6 +14,7 @@ limit (a SystemExit).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,6 +27,9 @@ from narrowgauge.session.doors.threads import Threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_cuda, _ident, _compiling = torch.cuda, threading.get_ident, torch.compiler.is_compiling
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_tracing, _NoFunctionModes = torch._C._get_tracing_state, torch._C.DisableTorchFunction
 _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -40,6 +44,12 @@ class Hearing(Threads):
         """Something of ours went wrong in `where`."""
         what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
         self._failed[what] = self._failed.get(what, 0) + 1
+
+    def kept(self, where: str, error: Exception) -> None:
+        """The same of one that is being handled; raises what must end the program."""
+        if isinstance(error, NarrowgaugeError):
+            raise
+        self.failed(where, error)
 
     @property
     def notes(self) -> list[str]:
@@ -70,10 +80,9 @@ def heard(
     """
 
     @functools.wraps(method)
-    def plainly(*args: P.args, **kwargs: P.kwargs) -> T | None:
+    def carefully(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
-        modes = torch._C._len_torch_dispatch_stack()
-        if capturing() or unreal(modes):
+        if capturing() or unreal(_modes()):
             return None
         hearing: Hearing = owner.hearing
         try:
@@ -82,18 +91,30 @@ def heard(
                     aside(*args, **kwargs)
                 return None
             return unseen_by_modes(method, *args, **kwargs)
-        except NarrowgaugeError:
-            raise
         except Exception as error:
-            hearing.failed(method.__name__, error)
+            hearing.kept(method.__name__, error)
             return None
 
-    uncompiled = not_compiled(plainly)
+    uncompiled = not_compiled(carefully)
 
+    # The usual case takes the shortest way: between the program's own operations nothing of this is in the processor's
+    # cache, and each function or name that is looked up costs microseconds.
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        heard_by: Callable[P, T | None] = uncompiled if torch.compiler.is_compiling() else plainly
-        return heard_by(*args, **kwargs)
+        if _compiling():
+            found: T | None = uncompiled(*args, **kwargs)
+            return found
+        owner: Any = args[0]
+        hearing: Hearing = owner.hearing
+        mine = hearing.ident == _ident() and not hearing.deaf
+        if not mine or _modes() or _transforms() or _tracing() is not None or (_cuda._initialized and capturing()):
+            return carefully(*args, **kwargs)
+        try:
+            with _NoFunctionModes():
+                return method(*args, **kwargs)
+        except Exception as error:
+            hearing.kept(method.__name__, error)
+            return None
 
     return run
 
@@ -124,7 +145,7 @@ def unreal(modes: int = 1) -> bool:
     in torch.jit.trace.
     """
     return (
-        torch._C._are_functorch_transforms_active()
+        _transforms()
         or (modes > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _UNREAL))
-        or torch._C._get_tracing_state() is not None
+        or _tracing() is not None
     )

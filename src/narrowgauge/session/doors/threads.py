@@ -68,8 +68,9 @@ _EVERY: WeakSet[Threads] = WeakSet()
 class Threads:
     """Which thread is followed.
 
-    `turn` counts the threads that were followed; `handing` is the session's. `waits`: the one that trains has called
-    `backward`, which has not returned. `others`: of another that trains, too, nothing is recorded.
+    `turn` counts the threads that were followed; `handing` is the session's. `ident` is the number of the one that is,
+    as long as it runs; above 0, `deaf` says that what the program does now is no training. `waits`: the one that trains
+    has called `backward`, which has not returned. `others`: of another that trains, too, nothing is recorded.
     """
 
     handing: Handing
@@ -79,7 +80,7 @@ class Threads:
         self._thread: ReferenceType[_Thread] | None = None
         self._before: ReferenceType[_Thread] | None = None  # had the turn before it
         self._before_trained = False  # it had made a step in its turn
-        self._ident = 0  # of the thread that is followed, as long as it runs
+        self.ident = 0
         self.turn, self._turn_began = 0, 0
         self._changing = threading.RLock()
         _EVERY.add(self)
@@ -89,16 +90,16 @@ class Threads:
         self._met_with: WeakSet[_Thread] = WeakSet()  # who is not followed since then, and made no step either
         self._refused: WeakSet[_Thread] = WeakSet()  # threads in which a step was begun that is not followed
         self.waits = False  # the thread that trains has called `backward`, which has not returned
-        self._deaf = 0  # above 0: what the program does now is no training
+        self.deaf = 0
 
     def mine(self) -> bool:
         """Whether the calling thread is the one that trains, or runs its backward pass for it.
 
         The first to ask is the one that trains, until it ends or another `goes_on`.
         """
-        if self._deaf:
+        if self.deaf:
             return False
-        if threading.get_ident() == self._ident:
+        if threading.get_ident() == self.ident:
             return True
         if inside_backward():  # says nothing of who trains: whoever called `backward` was asked about then
             return self.waits and not self.refused
@@ -115,7 +116,7 @@ class Threads:
         `same()` says whether what it does is of that training, and None if it is no training. Who `steps`, with an
         optimizer, trains: beside it a thread that only called the model was taken for the one that does by mistake.
         """
-        if self._deaf or threading.get_ident() == self._ident or inside_backward():
+        if self.deaf or threading.get_ident() == self.ident or inside_backward():
             return False
         while True:
             turn, found = self.turn, same()  # runs code of the program's, which may wait for other threads of it
@@ -177,9 +178,9 @@ class Threads:
         def gone(thread: ReferenceType[_Thread]) -> None:
             known = threads()
             if known is not None and known._thread is thread:
-                known._ident = 0
+                known.ident = 0
 
-        self._before, self._thread, self._ident = before, ref(self._here.itself, gone), threading.get_ident()
+        self._before, self._thread, self.ident = before, ref(self._here.itself, gone), threading.get_ident()
         self._before_trained = trained
         self.turn += 1
         self.waits = False
@@ -194,15 +195,15 @@ class Threads:
     @contextmanager
     def nothing(self) -> Iterator[None]:
         """Meanwhile nothing is heard, of any thread."""
-        self._deaf += 1
+        self.deaf += 1
         try:
             yield
         finally:
-            self._deaf -= 1
+            self.deaf -= 1
 
     def perhaps_mine(self) -> bool:
         """The same, of what says nothing of training: it makes no thread the one."""
-        return threading.get_ident() == self._ident or not self.turn
+        return threading.get_ident() == self.ident or not self.turn
 
     def forked(self) -> None:
         """This is a child: whoever was about to change threads is not here to end it."""

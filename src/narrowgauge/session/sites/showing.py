@@ -95,19 +95,20 @@ class Showing:
         own = _spread if part.own is not None and any(is_distributed(t) for t in (x, w, y)) else part.own
         held = Held(None) if x is None else local_of(x)
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
+        wanted = observer.wants(name)
         if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
             if x is not None:
-                self._show(state, "input", part.x_rows, own, held, part.copies.of("input"))
+                self._show(state, wanted, "input", part.x_rows, own, held, part.copies.of("input"))
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
-                self._show(state, "weight", part.w_rows, own, used_of(w, kept))
+                self._show(state, wanted, "weight", part.w_rows, own, used_of(w, kept))
         if y is not None and y.requires_grad:
             same, told = _copied_output(w, held, y), part.copies.of("grad_output")
             same = told if same is None else same
             turn = part.dy_rows  # the hook lives on y, and must not hold it
 
             def arrived(dy: Tensor) -> None:
-                unseen_by_modes(lambda: self._show(state, "grad_output", turn, own, local_of(dy), same))
+                unseen_by_modes(lambda: self._show(state, None, "grad_output", turn, own, local_of(dy), same))
 
             _at_gradient(y, arrived)
 
@@ -120,9 +121,16 @@ class Showing:
         return state
 
     def _show(
-        self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, held: Held, first: int | None = None
+        self,
+        state: LayerState,
+        wanted: bool | None,
+        role: OperandRole,
+        turn: Turn,
+        own: Own | None,
+        held: Held,
+        first: int | None = None,
     ) -> None:
-        """The one place where tensors go in."""
+        """The one place where tensors go in; if nobody has asked yet whether they are `wanted`, that is asked."""
         try:
             x = held.tensor
             if x is not None and x.is_nested:
@@ -135,7 +143,9 @@ class Showing:
             first = held.first if held.first is not None else first
             if first is not None or held.mesh is not None:
                 self._told_of_ranks(named(getattr(state.observer, "prefix", ""), state.name), role, first, held.mesh)
-            if state.observer is not None and state.observer.wants(state.name):
+            if wanted is None:
+                wanted = state.observer is not None and state.observer.wants(state.name)
+            if wanted:
                 self._look(state, role, turn(x), own)
         except Exception as error:
             self.failed(f"{state.name}:{role}", error)

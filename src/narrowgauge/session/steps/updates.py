@@ -241,7 +241,7 @@ class Updates:
         line = self._steps.line
         if line is not None and norm is not None:
             line.scalars.pop("grad_square_local", None)
-            line.scalars["grad_norm"] = norm
+            line.scalars["grad_norm"] = norm.detach().clone() if isinstance(norm, Tensor) else norm
 
     def _skipped(self) -> None:
         if self._steps.line is not None:
