@@ -15,8 +15,9 @@ a recorded one at most 30% more.
     layers-N-float32  the same without autocast
 
 All take turns in blocks of one process, over the same model and optimizer; a ratio is taken within each round, and the
-median over rounds is told with the quartiles. Wall time is what a user waits for; the process's CPU time does not
-depend on what else the machine does, and counts the thread that writes.
+median over rounds is told with the quartiles. Wall time is what a user waits for; the process's CPU time counts the
+thread that writes. Others on the same machine slow a step's CPU time as well, by what they take of its caches, so the
+ratio of the fastest tenths of all steps is told beside it: what is least disturbed, and without the writing.
 
     python -m benchmarks.watch_cost_cpu [--rounds 9] [--steps 5] [--sizes tiny layers-512 ...]
 """
@@ -76,8 +77,10 @@ def program(name: str) -> tuple[nn.Module, Loss, int]:
     return stack, square, N
 
 
-def block(kind: str, model: nn.Module, train: Callable[[], None], steps: int, folder: Path) -> tuple[float, float]:
-    """Seconds per step, of the wall's clock and of the process's."""
+def block(
+    kind: str, model: nn.Module, train: Callable[[], None], steps: int, folder: Path
+) -> tuple[float, float, list[float]]:
+    """Seconds per step, of the wall's clock and of the process's; and the latter of each step."""
     every = NEVER if kind == "unwatched" else 1 if kind.endswith("recorded") else None
     recipe = kind.partition(",")[0]
     wall, own = [], []
@@ -95,7 +98,7 @@ def block(kind: str, model: nn.Module, train: Callable[[], None], steps: int, fo
             if number >= WARM:
                 wall.append(time.perf_counter() - began)
                 own.append(time.process_time() - own_began)
-    return statistics.median(wall), statistics.mean(own)
+    return statistics.median(wall), statistics.mean(own), own
 
 
 def training(name: str) -> tuple[nn.Module, Callable[[], None], int]:
@@ -118,12 +121,15 @@ def compare(name: str, rounds: int, steps: int, recipes: list[str]) -> list[dict
     model, train, tokens = training(name)
     kinds = [kind for kind in BESIDE if kind.partition(",")[0] not in {*RECIPES} - {*recipes}]
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    each: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
             for at, kind in enumerate(kinds[number % len(kinds) :] + kinds[: number % len(kinds)]):
-                found = block(kind, model, train, steps, Path(folder) / f"{number}-{at}")
+                *found, own = block(kind, model, train, steps, Path(folder) / f"{number}-{at}")
                 if number:  # the first round compiles and imports
-                    times[kind].append(found)
+                    times[kind].append((found[0], found[1]))
+                    each[kind] += own
+    fastest = {kind: statistics.quantiles(each[kind], n=10)[0] for kind in kinds}
     rows = []
     for kind in kinds:
         row: dict[str, Any] = {"program": name, "step": kind, "beside": BESIDE[kind]}
@@ -132,6 +138,7 @@ def compare(name: str, rounds: int, steps: int, recipes: list[str]) -> list[dict
             ratios = [a[which] / b[which] for a, b in zip(times[kind], times[BESIDE[kind]], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             row |= {f"{clock} ratio": round(middle, 3), f"{clock} quartiles": f"{low:.3f} to {high:.3f}"}
+        row["fastest tenths' ratio"] = round(fastest[kind] / fastest[BESIDE[kind]], 3)
         if kind == "unwatched" or kind.endswith("recorded"):
             row["watching, % of the step without"] = round(100 * (row["cpu ratio"] - 1), 1)
         rows.append(row | {"tokens": tokens, "parameters": sum(p.numel() for p in model.parameters())})

@@ -108,10 +108,12 @@ class Recorder:
 
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
+        if self.selection.paused:
+            return False
         module = named(self.prefix, module)
-        if self._records(module, role):
+        if self.collector.wants(module) and self.selection.sites.selects(module, role):
             return True
-        return self.dumper is not None and not self.selection.paused and self.dumper.selects(module, role)
+        return self.dumper is not None and self.dumper.selects(module, role)
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""

@@ -41,12 +41,13 @@ def test_what_is_recorded_is_the_same_with_and_without_a_selection(tmp_path):
 
 def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypatch):
     looked = []
-    original = showing._judged
-    monkeypatch.setattr(
-        showing,
-        "_judged",
-        lambda state, role, *rest: looked.append(f"{state.name}:{role}") or original(state, role, *rest),
-    )
+    original = showing.Showing._look
+
+    def look(self, state, role, *rest):
+        looked.append(f"{state.name}:{role}")
+        return original(self, state, role, *rest)
+
+    monkeypatch.setattr(showing.Showing, "_look", look)
     follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
     assert looked == ["2:input"] * 2  # microbatches
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.errors import UsageError
+from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.device import count
 from narrowgauge.observe.stats.guard import Marks
-from narrowgauge.observe.stats.moments import judged, tallies_of
+from narrowgauge.observe.stats.moments import shares, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
 
@@ -84,11 +85,14 @@ class Held:
         return True
 
     def judge(self, site: str, role: str, x: Tensor, rule: Operand) -> bool:
-        """Count on the CPU what `rule` would make of x [M, K]; False where it has to be made."""
+        """Count on the CPU what `rule` would make of x [M, K], not empty; False where it has to be made."""
         if self._seen(site, role):
             return True
-        counted = judged(x, rule, self._turn, self._operands.room)
-        if counted is None:
+        if not host.ready():
+            return False
+        M, K = x.shape
+        counted = host.judge(x, rule, *shares(M, K, self._turn), self._operands.room())
+        if counted is None:  # not all of it is finite
             return False
         with self._lock:
             self._operands.add(site, (counted,))

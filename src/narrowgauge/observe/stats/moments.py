@@ -19,7 +19,6 @@ from functools import lru_cache
 from torch import Tensor
 
 from narrowgauge.compute.quant import Block, PerColumn, PerTensor, QTensor
-from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
 from narrowgauge.metrics.primes import last_prime
 from narrowgauge.observe.stats import host
@@ -78,20 +77,6 @@ def tallies_of(
         if counted is not None:
             return [counted]
     return [tally(part, codes, *_rows(x_MK, start, len(part), offset)) for start, part, codes in _runs(x_MK, q)]
-
-
-def judged(
-    x_MK: Tensor, rule: Operand, offset: int | None, room: Callable[[], host.Array] | None = None
-) -> host.Counted | None:
-    """The same of the codes that x would become by a rule, which are not made; None where they have to be.
-
-    That is on any device but the CPU, and where not all of x is finite. `x_MK` [M, K] is not empty; `room` gives
-    neutral moments, [width], that are filled.
-    """
-    if not x_MK.is_cpu or not host.ready():
-        return None
-    M, K = x_MK.shape
-    return host.judge(x_MK, rule, *shares(M, K, offset), None if room is None else room())
 
 
 def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.Share, host.Share]:

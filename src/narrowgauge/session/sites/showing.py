@@ -161,7 +161,11 @@ class Showing:
         rule: Rule | str = Rule(state.recipe.uses(role)[0]) if own is None else own(role, x)
         if isinstance(rule, str):
             self.say(rule)
-        elif x.numel() and not (x.dim() == 2 and _judged(state, role, x, rule)):
+            return
+        judge = getattr(state.observer, "judge", None) if x.dim() == 2 else None
+        if judge is not None and judge(state.name, role, x, rule.operand, rule.given):
+            return  # it was counted, and nothing had to be quantized for it
+        if x.numel():
             with torch.no_grad(), torch.cuda.device_of(x), _plain_math(x.device.type):
                 if own is not None:
                     _look_by(state, role, x, rule)
@@ -200,12 +204,6 @@ def _plain_math(device_type: str) -> Iterator[None]:
     finally:
         if was:
             torch.set_autocast_enabled(device_type, True)
-
-
-def _judged(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> bool:
-    """Whether the observer counted what the rule would make of x: nothing had to be quantized for it."""
-    judge = getattr(state.observer, "judge", None)
-    return judge is not None and judge(state.name, role, x_MK, rule.operand, rule.given)
 
 
 def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:

@@ -73,7 +73,7 @@ class Held(NamedTuple):
 def local_of(x: Tensor) -> Held:
     """What this process holds of `x`; the result shares its memory and needs no gradient."""
     if type(x) in PLAIN:
-        return Held(x.detach())
+        return Held(x.detach() if x.requires_grad or type(x) is not Tensor else x)
     x = _waited(_beneath(x).detach())
     if not is_distributed(x):
         return Held(x)
