@@ -41,7 +41,7 @@ def fresh(rank: int, meta: dict[str, Any], attempt: int = 0) -> Manifest:
         "ended": None,
         "rank": rank,
         "attempt": attempt,
-        "process": _this_process(),
+        "process": this_process(),
         "lost": {"tensors": 0, "scalars": 0, "events": 0},
         "reason": "",
         "meta": meta,
@@ -122,7 +122,8 @@ def process_started(pid: int) -> int | None:
         return None
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """This process's id, start time and host."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": socket.gethostname()}
 
 
