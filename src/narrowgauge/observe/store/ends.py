@@ -19,7 +19,6 @@ from narrowgauge.errors import RunError
 from narrowgauge.observe.store import manifest as manifests
 
 WORST_FIRST = ("failed", "killed", "stopped", "running", "unknown", "complete")
-FILES = "run.rank*.json"
 SAID = {
     "failed": ("failed", "failed"),
     "killed": ("was killed", "were killed"),
@@ -47,7 +46,7 @@ class Ends:
 
     def __init__(self, by_rank: dict[int, End], world: int) -> None:
         self.by_rank = by_rank
-        self.missing = tuple(sorted(set(range(world)) - set(by_rank)))
+        self.missing = tuple(sorted(set(range(max(world, 1))) - set(by_rank)))
         self.world = max(world, *(rank + 1 for rank in by_rank), 1)
 
     @property
@@ -81,6 +80,8 @@ class Ends:
                 told.append(f"{self._named(ranks)} {is_ if len(ranks) == 1 else are}{why}")
         if self.missing:
             told.append(f"{self._named(self.missing)} recorded nothing here")
+            if 0 in self.missing and self.by_rank:  # what the ranks merged, and whole steps, would be in its part
+                told[-1] += f", so this is the part of {self._named(sorted(self.by_rank))} alone"
         return "; ".join(told)
 
     def _named(self, ranks: Iterable[int]) -> str:
@@ -106,21 +107,18 @@ class Reader:
 
     def __init__(self, folder: Path, first: manifests.Manifest) -> None:
         self._folder, self._first = folder, first
+        self._lead = int(first.get("rank", 0))  # 0, unless its part is missing
         self._ended: dict[int, End] = {}
         self._attempts: dict[int, int] = {}
         self._world = 0
 
     def read(self) -> Ends:
         """As it is now."""
-        self._take(0, self._first if self._first["status"] != "running" else None)
-        ranks = {0}
-        for path in self._folder.glob(FILES):
-            number = path.name.removeprefix("run.rank").removesuffix(".json")
-            if number.isdigit():
-                ranks.add(int(number))
+        self._take(self._lead, self._first if self._first["status"] != "running" else None)
+        ranks = {self._lead, *manifests.ranks(self._folder)}
         found = {rank: self._ended.get(rank) or self._take(rank) for rank in sorted(ranks)}
         # Of a run that was continued with fewer ranks, the others' ends are an earlier attempt's.
-        newest = self._attempts.get(0, 0)
+        newest = self._attempts.get(self._lead, 0)
         return Ends({rank: end for rank, end in found.items() if self._attempts[rank] >= newest}, self._world)
 
     def _take(self, rank: int, manifest: manifests.Manifest | None = None) -> End:

@@ -27,6 +27,13 @@ def name(rank: int) -> str:
     return "run.json" if rank == 0 else f"run.rank{rank}.json"
 
 
+def ranks(folder: Path) -> list[int]:
+    """The ranks that have a manifest here, ascending."""
+    names = (path.name.removeprefix("run.rank").removesuffix(".json") for path in folder.glob("run.rank*.json"))
+    first = [0] if (folder / name(0)).is_file() else []
+    return first + sorted(int(number) for number in names if number.isdigit())
+
+
 def now() -> str:
     """This moment in UTC, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
