@@ -101,7 +101,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "unknown".
+        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "silent" (on
+        another host, without a sign of life for a minute), "unknown".
 
         Of several ranks: "running" while any of them writes, else the worst; see `ends`.
         """

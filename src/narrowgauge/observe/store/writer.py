@@ -48,7 +48,8 @@ class RunWriter:
 
     Arguments: `path`, the run folder (made if missing); `meta`, the caller's facts for run.json; `rank`,
     whose rows these are; `resume`, continue a run that the folder already holds; `flush_rows`,
-    `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first; `queue_bytes`, how much may
+    `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first (with 60 seconds or more, readers on
+    other hosts take the writer for silent); `queue_bytes`, how much may
     wait in memory before rows are dropped. Errors: RunError if the folder cannot be written, or holds a run
     and `resume` was not given.
 
@@ -245,6 +246,8 @@ class RunWriter:
             current = dict(self._manifest)
         if dirty or closing is not None:
             manifests.write(self.path, current)
+        elif not self.problem:
+            manifests.give_sign(self.path, self.rank)
 
     def _merge(self) -> None:
         """Keep the number of files small; a merge that fails costs nothing, so nobody need hear of it."""
