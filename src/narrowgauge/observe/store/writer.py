@@ -31,6 +31,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.claim import claim
 from narrowgauge.observe.store.compaction import merge_tier
+from narrowgauge.observe.store.forking import GATE
 from narrowgauge.observe.store.moments import Moments, finished
 from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import Array, Batch, SegmentWriter
@@ -84,7 +85,8 @@ class RunWriter:
         self._asked = self._done = 0  # flushes asked for and done
         self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
         try:
-            self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
+            with GATE.inside():
+                self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
             self._thread = UnlistedThread(self._run)
         except Exception:
             if not resume:  # nobody writes this run
@@ -209,12 +211,13 @@ class RunWriter:
                 deadline = time.monotonic() + self._seconds
                 taken = self._waiting.take()
                 ticket, closing = self._asked, self._closing
-            try:
-                self._write(taken, closing)
-            except Exception as error:
-                self._stop(error, taken)
-            with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
-                self._segments.close()
+            with GATE.inside():
+                try:
+                    self._write(taken, closing)
+                except Exception as error:
+                    self._stop(error, taken)
+                with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
+                    self._segments.close()
             with self._changed:
                 self._waiting.written()
                 self._done = ticket
