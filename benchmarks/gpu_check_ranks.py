@@ -215,7 +215,7 @@ def between(watched: Watched) -> Iterator[str]:
     assert len({sizes[step] for step in range(LEAVES, steps + 1, EVERY)}) == 1 < len(set(sizes.values())), sizes
     assert "Ranks are not merged" in told, told
     assert slowest < 4 * GONE, f"a step of rank 0 took {slowest:.1f} s"
-    yield f"  rank 1 was killed in step {LEAVES}; rows of rank 0: {sizes}"
+    yield f"  rank 1 was killed in step {LEAVES}; rows of rank 0: {sizes}, over {run.meta['ranks']['backend']}"
     yield f"  the slowest step of rank 0 took {slowest:.1f} s; a rank is gone after {GONE:.0f} without a sign of life"
     yield f"  told: {told[:160]}"
 

@@ -251,6 +251,15 @@ def test_what_never_trains_is_told_and_keeps_its_code(tmp_path, code):
     assert (tmp_path / "out").exists() is (code == 0)  # what failed is tried again, with the same --out
 
 
+def test_the_part_of_a_rank_whose_first_is_elsewhere_is_told_as_such(warm_python, tmp_path):
+    env = {**PLAIN, "RANK": "1", "WORLD_SIZE": "2"}  # as a launcher on the second of two machines has it
+    done = run(tmp_path, "train.py", script=programs.BASIC, env=env, warm=warm_python)
+    told = "rank 0 of 2 recorded nothing here, so this is the part of rank 1 of 2 alone"
+    assert quiet(done.stderr) == f"narrowgauge: {told}; what was written is kept.\nnarrowgauge: the run is in out\n"
+    with pytest.warns(UserWarning, match=told):
+        assert open_run(tmp_path / "out").scalars("loss").rows == 8
+
+
 def test_an_error_looks_as_without_us(warm_python, tmp_path):
     done = run(tmp_path, "train.py", script=programs.RAISES)
     plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN)

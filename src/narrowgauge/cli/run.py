@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_command(
 
 def not_found(folder: Path) -> list[str]:
     """What a program that trains has and no rank found, in the words of the first: the loss may be another stage's."""
-    first, *others = [_facts(path).get("not_found") for path in (folder / "run.json", *folder.glob("run.rank*.json"))]
+    first, *others = [facts.get("not_found") for facts in _of_ranks(folder)] or [None]
     # A rank that ended without a word says nothing.
     also = [{_what(missing) for missing in found} for found in others if found is not None]
     return [missing for missing in first or () if all(_what(missing) in found for found in also)]
@@ -91,7 +92,7 @@ def _what(missing: str) -> str:
 
 def unrecorded(folder: Path) -> list[str]:
     """That a program ended before its first recorded step, in one sentence; none if it did not."""
-    return list(filter(None, [_facts(folder / "run.json").get("unrecorded")]))
+    return [str(facts["unrecorded"]) for facts in _of_ranks(folder)[:1] if facts.get("unrecorded")]
 
 
 def unended(folder: Path, code: int) -> list[str]:
@@ -100,12 +101,21 @@ def unended(folder: Path, code: int) -> list[str]:
 
     told = []
     for path in (folder, *sorted(path for name in INSIDE for path in folder.glob(f"{name}-*"))):
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(RunError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it would say that rank 0's part is missing, as is said below
             ends = open_run(path).ends
-            # A rank that makes no optimizer records nothing, and that is no news where all went well.
-            if ends.words and (ends.unended or (ends.missing and code)):
+            # A rank that makes no optimizer records nothing, and that is no news where all went well, unless it is
+            # the one whose part is looked at first.
+            if ends.words and (ends.unended or (ends.missing and code) or 0 in ends.missing):
                 told.append(f"{'' if path == folder else f'{path.name}: '}{ends.words}; what was written is kept.")
     return told
+
+
+def _of_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What the session of each rank that has a part here learned."""
+    from narrowgauge.observe.store import manifest as manifests
+
+    return [_facts(folder / manifests.name(rank)) for rank in manifests.ranks(folder)]
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
@@ -120,7 +130,7 @@ def what_came_of_it(folder: Path, code: int) -> str:
     if not folder.exists():  # it held at least the plan
         return f"{folder} was removed while the command ran, and what was recorded with it."
     inside = sorted({path.parent.name for name in INSIDE for path in folder.glob(f"{name}-*/run*.json")})
-    if (folder / "run.json").exists():
+    if _of_ranks(folder):
         more = f"; inside of it are those of processes that began later: {', '.join(inside)}" if inside else ""
         return f"the run is in {folder}{more}"
     if inside:

@@ -119,3 +119,54 @@ def test_of_many_ranks_what_has_ended_is_read_once(tmp_path, monkeypatch):
     assert run.ends.words == "rank 300 of 301 was killed"
     assert len(files) <= 2
     assert time.perf_counter() - began < 1
+
+
+def last_sign(folder, rank, seconds):
+    """That long ago."""
+    then = time.time() - seconds
+    os.utime(folder / manifests.name(rank), (then, then))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "status", "words"),
+    [
+        ((FAR,), (90,), "silent", "no sign of life for 90 s"),
+        ((FAR,), (30,), "running", ""),
+        ((WRITES,), (9e9,), "running", ""),  # its process is asked
+        ((KILLED,), (9e9,), "killed", ""),
+        ((WELL, FAR), (0, 90), "silent", "rank 1 of 2 has given no sign of life for 90 s"),
+        ((WELL, FAR), (9e9, 5), "running", "rank 1 of 2 was not seen to end"),
+        ((FAR, FAR, FAR), (5, 90, 7300), "silent",
+         "ranks 1 and 2 of 3 have given no sign of life for 90 s; rank 0 of 3 was not seen to end"),
+        ((FAR, KILLED), (3600, 0), "killed",
+         "rank 1 of 2 was killed; rank 0 of 2 has given no sign of life for 60 min"),
+        ((FAR, WRITES), (90, 0), "running",
+         "rank 0 of 2 has given no sign of life for 90 s; rank 1 of 2 is still running"),
+    ],
+)  # fmt: skip
+def test_a_process_on_another_host_is_judged_by_its_signs_of_life(tmp_path, ranks, seconds, status, words):
+    run = made(tmp_path / "run", *ranks, world=len(ranks))
+    for rank, each in enumerate(seconds):
+        last_sign(run.path, rank, each)
+    assert (run.status, run.ends.words) == (status, words)
+    assert words in facts.how_it_ended(run)
+    assert bool(unended(run.path, 0)) == bool(words)
+
+
+def test_one_that_gives_signs_of_life_again_is_running(tmp_path):
+    run = made(tmp_path / "run", FAR, FAR, world=2)
+    last_sign(run.path, 1, 90)
+    assert run.status == "silent"
+    last_sign(run.path, 1, -3)  # by another clock
+    assert run.status == "running"
+
+
+def test_a_writer_that_has_nothing_to_write_gives_signs_of_life(tmp_path):
+    with RunWriter(tmp_path, flush_seconds=0.02):
+        before = (tmp_path / "run.json").read_bytes()
+        last_sign(tmp_path, 0, 90)
+        until = time.monotonic() + 20
+        while manifests.silence(tmp_path, 0) > 60 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert manifests.silence(tmp_path, 0) < 60
+        assert (tmp_path / "run.json").read_bytes() == before

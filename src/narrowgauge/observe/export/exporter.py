@@ -112,4 +112,4 @@ class Exporter:
         """Everything that is there for the moment has been given."""
 
     def close(self, status: str) -> None:
-        """The run ended as `status` says: "complete", "failed", "stopped", "killed"; "running" if nobody knows."""
+        """The run ended as `status` says ("complete", "failed", ...; "running", "silent": nobody knows)."""

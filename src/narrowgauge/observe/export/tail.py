@@ -15,7 +15,6 @@ written some steps after what the first rank says, and takes its place.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from narrowgauge.observe.export.exporter import Event, Look, Point
 from narrowgauge.observe.export.names import HIDDEN, METRICS
 from narrowgauge.observe.export.summing import Chosen, summaries_of, summing_query
 from narrowgauge.observe.store import manifest as manifests
-from narrowgauge.observe.store.database import connect
+from narrowgauge.observe.store.database import connect, spill
 from narrowgauge.observe.store.schema import KINDS, Kind
 from narrowgauge.observe.store.segments import literal
 from narrowgauge.observe.store.source import not_superseded, parquet, segments_in
@@ -153,7 +152,7 @@ class Tail:
         return found
 
     def _open(self) -> duckdb.DuckDBPyConnection:
-        return connect(Path(tempfile.gettempdir()) / "narrowgauge-export", threads=1, rereads=False)
+        return connect(spill(), threads=1, rereads=False)
 
     def _all(self, query: str) -> Rows:
         return self._db.execute(query).fetchall()

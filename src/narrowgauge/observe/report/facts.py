@@ -16,6 +16,7 @@ ENDS = {
     "stopped": "the watch stopped early",
     "failed": "with an error",
     "killed": "killed",
+    "silent": "no sign of life",
     "running": "still running",
 }
 

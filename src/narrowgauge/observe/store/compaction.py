@@ -134,7 +134,7 @@ def _refuse_running(folder: Path, rank: int, force: bool) -> None:
     try:
         manifest = manifests.read(folder, rank)
     except FileNotFoundError:
-        if rank:
+        if rank or manifests.ranks(folder):
             return
         raise RunError(f"{folder} holds no run.json, so it is not a run that could be compacted.") from None
     alive = manifests.is_alive(manifest) if manifest["status"] == "running" else False

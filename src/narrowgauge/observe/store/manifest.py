@@ -1,6 +1,6 @@
 """run.json: who writes a run, since when, how it ended, and the caller's own facts.
 
-    status   running -> complete | failed | stopped          (a reader adds: killed)
+    status   running -> complete | failed | stopped          (a reader adds: killed, silent)
 
 It is replaced as a whole (written aside, then renamed), so a reader never sees half of it. The process id,
 its start time and the host are there for one purpose: to tell a run that is still being written from one
@@ -9,9 +9,11 @@ whose process is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,13 @@ Manifest = dict[str, Any]
 def name(rank: int) -> str:
     """File name of a rank's manifest: the first rank's is the run's own."""
     return "run.json" if rank == 0 else f"run.rank{rank}.json"
+
+
+def ranks(folder: Path) -> list[int]:
+    """The ranks that have a manifest here, ascending."""
+    names = (path.name.removeprefix("run.rank").removesuffix(".json") for path in folder.glob("run.rank*.json"))
+    first = [0] if (folder / name(0)).is_file() else []
+    return first + sorted(int(number) for number in names if number.isdigit())
 
 
 def now() -> str:
@@ -41,7 +50,7 @@ def fresh(rank: int, meta: dict[str, Any], attempt: int = 0) -> Manifest:
         "ended": None,
         "rank": rank,
         "attempt": attempt,
-        "process": _this_process(),
+        "process": this_process(),
         "lost": {"tensors": 0, "scalars": 0, "events": 0},
         "reason": "",
         "meta": meta,
@@ -122,7 +131,8 @@ def process_started(pid: int) -> int | None:
         return None
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """This process's id, start time and host."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": socket.gethostname()}
 
 
@@ -139,6 +149,20 @@ def is_alive(manifest: Manifest) -> bool | None:
     except PermissionError:
         pass  # it exists and belongs to someone else
     return process.get("started") is None or process_started(pid) == process["started"]
+
+
+def give_sign(folder: Path, rank: int) -> None:
+    """Leave a sign of life of a writer that has nothing to write: other hosts cannot ask for its process."""
+    with contextlib.suppress(OSError):
+        os.utime(folder / name(rank))
+
+
+def silence(folder: Path, rank: int) -> float:
+    """Seconds since a rank's manifest was last touched, as its writer does every few seconds; of a copy, since then.
+
+    Whoever serves the disk has its own clock; where that is ahead of ours, 0. Errors: OSError.
+    """
+    return max(0.0, time.time() - (folder / name(rank)).stat().st_mtime)
 
 
 def status(manifest: Manifest) -> str:

@@ -13,6 +13,7 @@ Legend: S = sites, T = steps (or bins of steps), B = bins of a histogram.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,8 @@ Keep = Literal["extreme", "min", "max", "mean"]
 def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recover: bool = False) -> Run:
     """Open a run folder for reading; a run that is still being written, or was killed, can be opened too.
 
+    Where rank 0's part is missing, the others' are opened, with a warning that says whose they are.
+
     Arguments: `skip_corrupt`, go on without segments that cannot be read, with a warning that names them;
     `recover`, read the segments of a folder whose run.json is missing or damaged.
     Errors: RunError if the folder is missing, is not a run, or needs a newer narrowgauge.
@@ -47,7 +50,10 @@ def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recove
         found = "is a file" if folder.exists() else "does not exist"
         raise RunError(f"{folder} {found}; expected the folder of a run (the one that holds run.json).")
     manifest = manifests.unknown() if recover else _manifest(folder)
-    return Run(folder, manifest, Source(folder, skip_corrupt=skip_corrupt))
+    run = Run(folder, manifest, Source(folder, skip_corrupt=skip_corrupt))
+    if run.rank:
+        warnings.warn(f"{folder}: {run.ends.words}.", stacklevel=2)
+    return run
 
 
 def _manifest(folder: Path) -> manifests.Manifest:
@@ -55,12 +61,16 @@ def _manifest(folder: Path) -> manifests.Manifest:
         return manifests.read(folder)
     except FileNotFoundError:
         pass
+    wrote = {segment.rank for kind in KINDS for segment in segments_in(folder / kind)}
+    for rank in manifests.ranks(folder)[:1]:
+        if rank <= min(wrote, default=rank):  # else there was a run.json
+            return manifests.read(folder, rank)
     if any(segments_in(folder / kind) for kind in KINDS):
         raise RunError(
             f"{folder} holds recorded segments but no run.json: it was deleted or not copied. Copy it back, "
             f"or read the numbers without it by open_run({str(folder)!r}, recover=True)."
         )
-    inside = sorted(entry.name for entry in folder.iterdir() if (entry / "run.json").is_file())
+    inside = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and manifests.ranks(entry))
     if inside:
         raise RunError(f"{folder} is not a run but holds runs: {', '.join(inside)}. Open one of those.")
     what = "is empty" if not any(folder.iterdir()) else "holds no run.json"
@@ -80,13 +90,19 @@ class Run:
         return f"Run({str(self.path)!r}, {self.status})"
 
     @property
+    def rank(self) -> int:
+        """The rank whose numbers stand for the run: 0, or if its part is missing the lowest that there is."""
+        return int(self.manifest.get("rank", 0))
+
+    @property
     def meta(self) -> dict[str, Any]:
         """The facts that the writer was given, as run.json had them when the run was opened."""
         return dict(self.manifest.get("meta", {}))
 
     @property
     def status(self) -> str:
-        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "unknown".
+        """How it ended: "complete", "failed", "stopped" (see `reason`), "killed"; or "running", "silent" (on
+        another host, without a sign of life for a minute), "unknown".
 
         Of several ranks: "running" while any of them writes, else the worst; see `ends`.
         """
@@ -156,18 +172,18 @@ class Run:
         query = f"SELECT {picks} FROM tensors WHERE {' AND '.join(where)} ORDER BY site, step, rank"
         return Table(self._columns(query, parameters))
 
-    def scalars(self, name: str | None = None, *, rank: int = 0) -> Table:
+    def scalars(self, name: str | None = None, *, rank: int | None = None) -> Table:
         """Numbers of whole steps, one row per step: `step`, then a column per name (NaN where it has none).
 
         With `name`: only `step` and that column, only the steps that have it; no rows if it was never
-        recorded.
+        recorded. `rank`: whose rows; `Run.rank`'s by default.
         """
         names = self.scalar_names if name is None else (name,)
         picks = "".join(f", arg_max(value, wall_time) FILTER (name = ?) AS {quoted(each)}" for each in names)
         which = [] if name is None else [name]
         only = "AND name = ? " if which else ""
         query = f"SELECT step{picks} FROM scalars WHERE rank = ? {only}GROUP BY step ORDER BY step"
-        return Table(self._columns(query, [*names, rank, *which]))
+        return Table(self._columns(query, [*names, self.rank if rank is None else rank, *which]))
 
     def events(self, kind: str | None = None) -> Table:
         """What happened: `step`, `rank`, `kind`, `site` (or None), `message`, `data` (JSON), `wall_time`."""
@@ -175,17 +191,20 @@ class Run:
         picks = "step, rank, kind, site, message, data, wall_time"
         return Table(self._columns(f"SELECT {picks} FROM events {only}ORDER BY step, wall_time", which))
 
-    def series(self, site: str, metric: str, *, rank: int = 0, max_points: int | None = None) -> tuple[Array, Array]:
+    def series(
+        self, site: str, metric: str, *, rank: int | None = None, max_points: int | None = None
+    ) -> tuple[Array, Array]:
         """One metric of one site over time: steps int64 [T], values float64 [T] (histograms: [T, B]).
 
         Steps without a value are left out. `max_points` thins the series to about that many points and keeps
-        the lowest and highest of every stretch. Errors: RunError for an unknown metric or site.
+        the lowest and highest of every stretch; `rank` is as in `scalars`. Errors: RunError for an unknown metric
+        or site.
         """
         (name,) = self._known([metric])
         value = quoted(name)
         found = self._fetched(
             lambda db: db.execute(
-                f"SELECT step, {value} AS value FROM {self._source.tensors_of(rank)} "
+                f"SELECT step, {value} AS value FROM {self._source.tensors_of(self.rank if rank is None else rank)} "
                 f"WHERE site = ? AND {value} IS NOT NULL ORDER BY step",
                 [site],
             )

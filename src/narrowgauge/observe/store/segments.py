@@ -171,8 +171,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Release DuckDB and its memory, of which it keeps a little of every statement; the next segment opens it anew.
 
-        A child that is forked meanwhile has none. Of one that it cannot close, because threads are gone that it had,
-        duckdb would complain on the child's stderr.
+        A child that is forked between two segments has none; forks wait for one that is being written (forking.py).
         """
         db, self._db = self._db, None
         self._codes.clear()

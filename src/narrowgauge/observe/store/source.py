@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,11 +18,10 @@ from typing import TypeVar
 import duckdb
 
 from narrowgauge.errors import RunError
-from narrowgauge.observe.store.database import connect
+from narrowgauge.observe.store.database import connect, spill
 from narrowgauge.observe.store.schema import KEYS, KINDS, ROLLUPS, Kind, Segment, live
 from narrowgauge.observe.store.segments import literal
 
-SPILL = Path(tempfile.gettempdir()) / f"narrowgauge-{os.getpid()}"  # the run itself may be read-only
 MANY = 16  # groups of segments with the same columns; beyond, DuckDB unites them itself
 
 Result = TypeVar("Result")
@@ -67,7 +65,7 @@ class Source:
         # Of the segments that the last question saw: metric columns in order, and those that are histograms.
         self.metrics: tuple[str, ...] = ()
         self.histograms: frozenset[str] = frozenset()
-        self._db = connect(SPILL)
+        self._db = connect(spill())
 
     def ask(self, question: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
         """The answer to a question put to the current segments.
@@ -203,7 +201,7 @@ def _rank(file: Path) -> int:
 def _damage(file: Path) -> str:
     """Why a segment cannot be read to its end; "" if it can, or if it is no longer there."""
     try:
-        with connect(SPILL) as db:
+        with connect(spill()) as db:
             db.execute(f"SELECT bit_xor(hash(COLUMNS(*))) FROM {parquet([file])}").fetchall()
     except duckdb.Error as error:
         return _one_line(error) if file.exists() else ""

@@ -31,6 +31,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.claim import claim
 from narrowgauge.observe.store.compaction import merge_tier
+from narrowgauge.observe.store.forking import GATE
 from narrowgauge.observe.store.moments import Moments, finished
 from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import Array, Batch, SegmentWriter
@@ -48,7 +49,8 @@ class RunWriter:
 
     Arguments: `path`, the run folder (made if missing); `meta`, the caller's facts for run.json; `rank`,
     whose rows these are; `resume`, continue a run that the folder already holds; `flush_rows`,
-    `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first; `queue_bytes`, how much may
+    `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first (with 60 seconds or more, readers on
+    other hosts take the writer for silent); `queue_bytes`, how much may
     wait in memory before rows are dropped. Errors: RunError if the folder cannot be written, or holds a run
     and `resume` was not given.
 
@@ -83,7 +85,8 @@ class RunWriter:
         self._asked = self._done = 0  # flushes asked for and done
         self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
         try:
-            self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
+            with GATE.inside():
+                self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
             self._thread = UnlistedThread(self._run)
         except Exception:
             if not resume:  # nobody writes this run
@@ -208,12 +211,13 @@ class RunWriter:
                 deadline = time.monotonic() + self._seconds
                 taken = self._waiting.take()
                 ticket, closing = self._asked, self._closing
-            try:
-                self._write(taken, closing)
-            except Exception as error:
-                self._stop(error, taken)
-            with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
-                self._segments.close()
+            with GATE.inside():
+                try:
+                    self._write(taken, closing)
+                except Exception as error:
+                    self._stop(error, taken)
+                with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
+                    self._segments.close()
             with self._changed:
                 self._waiting.written()
                 self._done = ticket
@@ -245,6 +249,8 @@ class RunWriter:
             current = dict(self._manifest)
         if dirty or closing is not None:
             manifests.write(self.path, current)
+        elif not self.problem:
+            manifests.give_sign(self.path, self.rank)
 
     def _merge(self) -> None:
         """Keep the number of files small; a merge that fails costs nothing, so nobody need hear of it."""

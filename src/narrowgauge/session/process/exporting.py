@@ -95,7 +95,7 @@ def note(folder: Path, told: Sequence[str]) -> None:
     if not told:
         return
     with contextlib.suppress(OSError, RunError):
-        manifest = manifests.read(folder)
+        manifest = manifests.read(folder, *manifests.ranks(folder)[:1])
         if manifest["status"] == "running" and manifests.is_alive(manifest) is not False:
             return  # its writer would overwrite it
         meta = manifest.get("meta", {})
