@@ -96,18 +96,26 @@ def unrecorded(folder: Path) -> list[str]:
 
 
 def unended(folder: Path, code: int) -> list[str]:
-    """Which ranks of the run, and of those inside of it, did not come to their end; none where there is one rank."""
+    """Which ranks of the run, and of those inside of it, did not come to their end; none where there is one rank.
+
+    Where that cannot be read although somebody wrote there, why.
+    """
+    from narrowgauge.observe.store import manifest as manifests
     from narrowgauge.observe.store import open_run
 
     told = []
     for path in (folder, *sorted(path for name in INSIDE for path in folder.glob(f"{name}-*"))):
-        with contextlib.suppress(RunError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it would say that rank 0's part is missing, as is said below
-            ends = open_run(path).ends
-            # A rank that makes no optimizer records nothing, and that is no news where all went well, unless it is
-            # the one whose part is looked at first.
-            if ends.words and (ends.unended or (ends.missing and code) or 0 in ends.missing):
-                told.append(f"{'' if path == folder else f'{path.name}: '}{ends.words}; what was written is kept.")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it would say that rank 0's part is missing, as is said below
+                ends = open_run(path).ends
+        except RunError as error:
+            told += [str(error)] if manifests.ranks(path) else []
+            continue
+        # A rank that makes no optimizer records nothing, and that is no news where all went well, unless it is the
+        # one whose part is looked at first.
+        if ends.words and (ends.unended or (ends.missing and code) or 0 in ends.missing):
+            told.append(f"{'' if path == folder else f'{path.name}: '}{ends.words}; what was written is kept.")
     return told
 
 

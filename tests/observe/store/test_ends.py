@@ -76,6 +76,9 @@ def test_a_rank_that_did_not_end_is_told_and_one_that_recorded_nothing_only_of_a
     assert unended(tmp_path / "run", 0) == [killed]
     assert unended(tmp_path / "run", 1) == [killed, nothing]
     assert unended(tmp_path / "none", 1) == []
+    (tmp_path / "run" / "run.json").write_text("{")
+    (told,) = unended(tmp_path / "run", 0)
+    assert "run.json is not valid JSON" in told
 
 
 def test_a_run_that_was_opened_while_it_was_written_has_ended_since(tmp_path):
