@@ -108,3 +108,11 @@ def test_a_run_s_launcher_loads_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ran\n"
+
+
+def test_what_stands_behind_the_program_is_the_program_s(tmp_path):
+    """Also without `--`: a flag of its own that has the name of one of ours would be lost without a word."""
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])\n")
+    code = "from narrowgauge.cli.main import main; main(['run', '--every', '2', 'train.py', '--steps', '3', '--lr=1'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "['--steps', '3', '--lr=1']\n"), done.stderr

@@ -172,6 +172,18 @@ def test_torch_func_is_followed_by_its_optimizer(tmp_path):
     assert session.hearing.notes == []
 
 
+def test_a_conversion_that_met_no_model_is_told(tmp_path):
+    with followed(tmp_path, recipe="current", compiling=True) as (session, _):
+        model = linear()
+        stacked = torch.nn.Parameter(model.weight.detach()[None].repeat(2, 1, 1))
+        optimizer = torch.optim.SGD([stacked], lr=0.1)
+        (X @ stacked[0].T).square().mean().backward()
+        optimizer.step()
+    [told] = session.facts()["not_found"]
+    assert told.startswith("No model was found: ")
+    assert told.endswith(" Nothing was converted.")
+
+
 class Own:
     """An optimizer that derives from nothing."""
 

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 import narrowgauge.scripts
-from narrowgauge.cli.options import command_argument, config_option, steps_option
+from narrowgauge.cli.options import OWN_FLAGS_FIRST, command_argument, config_option, steps_option
 
 if TYPE_CHECKING:
     from narrowgauge.session.plan import Baseline
@@ -26,7 +26,7 @@ def default_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-@click.command("compare")
+@click.command("compare", context_settings=OWN_FLAGS_FIRST)
 @click.option("--recipes", default="current,delayed,blockwise", show_default=True, help="FP8 recipes, comma-separated.")
 @click.option(
     "--baseline",

@@ -14,6 +14,8 @@ steps_option = click.option(
 config_option = click.option(
     "--config", type=click.Path(path_type=Path), metavar="FILE", help="Settings: narrowgauge.toml."
 )
+# What stands behind the program is the program's, also where `--` is left out and a flag of ours has the same name.
+OWN_FLAGS_FIRST = {"allow_interspersed_args": False}
 command_argument = click.argument("command", nargs=-1, type=click.UNPROCESSED)
 
 

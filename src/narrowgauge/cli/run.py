@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from narrowgauge.cli.options import command_argument, config_option, steps_option
+from narrowgauge.cli.options import OWN_FLAGS_FIRST, command_argument, config_option, steps_option
 from narrowgauge.errors import RunError, UsageError
 
 INSIDE = ("process", "restart")  # what folders of further runs begin with
 
 
-@click.command("run")
+@click.command("run", context_settings=OWN_FLAGS_FIRST)
 @click.option("--convert", "recipe", metavar="RECIPE", help="Convert the model's linear layers to this recipe.")
 @steps_option
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Record tensors every N steps (default: 10).")

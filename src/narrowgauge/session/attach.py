@@ -72,7 +72,7 @@ class Session:
         compiled: CompiledCalls | None = None,
         only: nn.Module | None = None,
     ) -> None:
-        self._plan, self._writer, self._probe = plan, writer, probe
+        self.plan, self._writer, self._probe = plan, writer, probe
         self._only = None if only is None else ref(only)
         self.notes: list[str] = []
         self.optimizers = Trained()
@@ -175,7 +175,7 @@ class Session:
         return self._only is None or optimizer in self.optimizers
 
     def _loader_notes(self) -> list[str]:
-        if not self._plan.compiling or not self.ledger.steps or self.calls.loaders_seen:
+        if not self.plan.compiling or not self.ledger.steps or self.calls.loaders_seen:
             return []
         return ["No torch DataLoader was seen: how long the program waits for its data is not known."]
 
@@ -208,9 +208,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
-        few = self.roots.taken and too_few(
-            self._plan, self.recorder.selection, steps.ledger.steps, conversions.observed
-        )
+        few = self.roots.taken and too_few(self.plan, self.recorder.selection, steps.ledger.steps, conversions.observed)
         return {
             **self.roots.facts(),
             "steps": steps.ledger.steps,
@@ -219,7 +217,7 @@ class Session:
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
-            "watch": {"every": self._plan.every, "update_share": steps.moved_share, **self.recorder.facts()},
+            "watch": {"every": self.plan.every, "update_share": steps.moved_share, **self.recorder.facts()},
             **self.ranks.facts(),
             "not_found": not_found(self),
             "notes": [
@@ -237,7 +235,7 @@ class Session:
                 *self.recorder.notes,
                 *filter(None, [few, host.why_not()]),
             ],
-            "judged_by": self._plan.judge,
+            "judged_by": self.plan.judge,
             "unrecorded": few or "",
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
@@ -255,10 +253,11 @@ def not_found(session: Session) -> list[str]:
         found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
     elif not steps:
         found.append("No step was seen: no torch.optim optimizer stepped.")
-    if steps and not session.roots.taken and session.calls.scripted:
-        found.append("No model was found: what is trained is TorchScript, whose modules take no hooks.")
-    elif steps and not session.roots.taken:
-        found.append("No model was found: no module that owns what the optimizers train was called with gradients on.")
+    if steps and not session.roots.taken:
+        why = "no module that owns what the optimizers train was called with gradients on."
+        if session.calls.scripted:
+            why = "what is trained is TorchScript, whose modules take no hooks."
+        found.append(f"No model was found: {why}{' Nothing was converted.' if session.plan.recipe else ''}")
     if steps and not updates.backwards:
         found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")
     elif steps and not updates.losses:

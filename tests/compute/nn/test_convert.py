@@ -248,6 +248,11 @@ def test_refusals_say_what_was_found_and_leave_the_model_alone(gpt, how, message
     assert names(model) == []
 
 
+def test_no_rule_is_advised_where_none_would_help():
+    with pytest.raises(ConversionError, match=r"K=20 is not a multiple of 16, which FP8 gemms need\)\.$"):
+        convert(nn.Sequential(nn.Linear(20, 32), nn.ReLU()), "current")
+
+
 def test_refusals_for_models_without_anything_to_convert():
     with pytest.raises(
         ConversionError, match=r"Sequential has no linear layer to convert; .* of class Conv2d, LayerNorm"

@@ -38,6 +38,7 @@ from torch import Tensor
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, without_autocast
 from narrowgauge.compute.nn.observer import Samples
+from narrowgauge.compute.nn.once import TWICE
 from narrowgauge.compute.nn.operands import quantize_operand
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import switched_forward
@@ -266,10 +267,7 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 def _twice(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(
-        "trying to differentiate twice a converted layer: its gradients are products of FP8 codes, which have no "
-        "derivative. Leave out what is differentiated twice (skip=...), or revert the model."
-    )
+    raise RuntimeError(TWICE)
 
 
 derivative_of(linear_forward, _differentiate, _save)

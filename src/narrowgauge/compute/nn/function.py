@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, compute_dtype, without_autocast
+from narrowgauge.compute.nn.once import once
 from narrowgauge.compute.nn.operands import quantize_operand
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import Switched
@@ -88,12 +88,10 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        # With create_graph, dx depends on w and dw on x even where dy is a constant: differentiating them must fail.
-        return _Fp8Linear._once(ctx, dy.detach().requires_grad_() if torch.is_grad_enabled() else dy)
+        return once(_Fp8Linear._gradients, ctx, dy)
 
     @staticmethod
-    @once_differentiable
-    def _once(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         codes_xT, scale_xT, codes_wT, scale_wT = ctx.saved_tensors

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, without_autocast
+from narrowgauge.compute.nn.once import once
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.capture import capturing
@@ -48,12 +48,11 @@ class Switched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        """With create_graph dx depends on w and dw on x even where dy is a constant: differentiating them must fail."""
-        return Switched._once(ctx, dy.detach().requires_grad_() if torch.is_grad_enabled() else dy)
+        """dx, dw and db, not to be differentiated."""
+        return once(Switched._gradients, ctx, dy)
 
     @staticmethod
-    @once_differentiable
-    def _once(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         x, weight = ctx.saved_tensors
         call.deliver()

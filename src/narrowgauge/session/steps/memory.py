@@ -19,9 +19,9 @@ class PeakMemory:
         self._peak = 0
         self._short: bool | None = None  # whether the short way to the mark says the same; None before it was tried
 
-    def sample(self) -> None:
-        """Take the peak since the last `forget` into account."""
-        self._peak = max(self._peak, self._highest())
+    def sample(self, now: int = 0) -> None:
+        """Take the peak since the last `forget` into account, and what is held `now`: the mark may lag behind it."""
+        self._peak = max(self._peak, self._highest(), now)
 
     def forget(self) -> None:
         """Start anew: what was held until now was a probe's."""

@@ -202,8 +202,9 @@ class Steps:
         if line is not None and digest is not None:
             line.scalars["data_digest"] = stored(digest)
         if line is not None and line.recorded:
-            self.memory.sample()
-            line.scalars["memory_bytes"], line.scalars["peak_memory_bytes"] = self.memory.now(), self.memory.bytes()
+            now = line.scalars["memory_bytes"] = self.memory.now()
+            self.memory.sample(now)
+            line.scalars["peak_memory_bytes"] = self.memory.bytes()
         self._recorder.end_step()
 
     def _take_evaluation(self) -> None:

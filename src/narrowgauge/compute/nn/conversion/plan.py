@@ -89,6 +89,7 @@ class Plan:
     reason: str
     backend: Backend | None = None
     why_backend: str = ""
+    chosen: bool = False  # it stays high by a filter or a rule: another would convert it, as far as its shape allows
 
 
 def make_plans(request: Request, layers: Sequence[Layer], slow: SlowLayers | None = None) -> list[Plan]:
@@ -98,7 +99,7 @@ def make_plans(request: Request, layers: Sequence[Layer], slow: SlowLayers | Non
     for layer in layers:
         recipe, reason = request.decide(layer)
         if recipe is None:
-            plans.append(Plan(layer, None, reason))
+            plans.append(Plan(layer, None, reason, chosen=refusal(layer) is None))
             continue
         device = layer.weight.device
         key = (recipe, str(device))
@@ -138,7 +139,7 @@ def nothing_to_convert(model: nn.Module, plans: Sequence[Plan]) -> ConversionErr
     found = "; ".join(
         f"{some(names, 3)}: {reason}" for reason, names in sorted(by_reason.items(), key=lambda x: -len(x[1]))
     )
-    return ConversionError(
-        f"none of the {len(plans)} linear layers of {name} can be converted ({found}). "
-        "Change what keeps them high, or put rules.Rule.to(NAME) in front of the rules."
-    )
+    advice = ""
+    if any(plan.chosen for plan in plans):  # of what cannot run in FP8 no rule makes another
+        advice = " Change what keeps them high, or put rules.Rule.to(NAME) in front of the rules of ng.convert."
+    return ConversionError(f"none of the {len(plans)} linear layers of {name} can be converted ({found}).{advice}")

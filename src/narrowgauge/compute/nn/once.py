@@ -1,0 +1,28 @@
+"""Gradients that nobody may differentiate: they are products of codes, and rounding has no derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TWICE = (
+    "trying to differentiate twice a converted layer: its gradients are products of FP8 codes, which have no "
+    "derivative. Leave out what is differentiated twice, a critic under a gradient penalty say (skip=..., or `skip` of "
+    "[convert] in narrowgauge.toml), or revert the model."
+)
+
+
+def once(gradients: Callable[[Any, Tensor], tuple[Tensor | None, ...]], ctx: Any, dy: Tensor) -> Any:
+    """`gradients(ctx, dy)`, which whoever differentiates them (`create_graph`) is refused: RuntimeError.
+
+    torch's `once_differentiable` would let them pass as constants where dy is one: dx depends on w, and dw on x.
+    """
+    if not torch.is_grad_enabled():
+        return gradients(ctx, dy)
+    with torch.no_grad():
+        found = gradients(ctx, dy)
+    refused = torch._C._functions.DelayedError(TWICE.encode(), len(found))
+    return refused(*(None if g is None else g.detach().requires_grad_() for g in found))  # type: ignore[arg-type]
