@@ -215,6 +215,7 @@ def test_selecting_rows(tmp_path):
     table = run.tensors(["amax"], sites=[SITES[1]], steps=[1, 3, 99])
     assert table["amax"].tolist() == [2.0, 4.0]
     assert table.row(0) == {"step": 1, "rank": 0, "site": SITES[1], "amax": 2.0}
+    assert run.tensors("amax", SITES[1], 1).row(0) == table.row(0)  # and not the letters of a name
     assert repr(table) == "Table(2 rows: step, rank, site, amax)"
     with pytest.raises(RunError, match=r"has no metric 'amx': did you mean 'amax'"):
         run.tensors(["amx"])

@@ -150,15 +150,17 @@ class Run:
 
     def tensors(
         self,
-        columns: Sequence[str] | None = None,
-        sites: Sequence[str] | None = None,
-        steps: Sequence[int] | None = None,
+        columns: Sequence[str] | str | None = None,
+        sites: Sequence[str] | str | None = None,
+        steps: Sequence[int] | int | None = None,
     ) -> Table:
         """Rows of per-site statistics, sorted by (site, step): keys `step`, `rank`, `site`, then the columns.
 
-        `columns`, `sites` and `steps` restrict what is read; None means all. Histograms are object columns of
-        arrays [B], None where there is none. Errors: RunError for an unknown column.
+        `columns`, `sites` and `steps` restrict what is read: several, or one; None means all. Histograms are object
+        columns of arrays [B], None where there is none. Errors: RunError for an unknown column.
         """
+        columns, sites = ([one] if isinstance(one, str) else one for one in (columns, sites))
+        steps = [steps] if isinstance(steps, int) else steps
         wanted = self.metrics if columns is None else self._known(columns)
         picks = ", ".join(["step", "rank", "site", *(quoted(name) for name in wanted)])
         where: list[str] = ["true"]
