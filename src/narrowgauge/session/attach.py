@@ -208,6 +208,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
+        pace = steps.ledger.pace.note("what it compiled ran uncompiled" if self.plain.uncompiled else "")
         few = self.roots.taken and too_few(self.plan, self.recorder.selection, steps.ledger.steps, conversions.observed)
         return {
             **self.roots.facts(),
@@ -217,7 +218,12 @@ class Session:
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
-            "watch": {"every": self.plan.every, "update_share": steps.moved_share, **self.recorder.facts()},
+            "watch": {
+                "every": self.plan.every,
+                "update_share": steps.moved_share,
+                **steps.ledger.pace.facts(),
+                **self.recorder.facts(),
+            },
             **self.ranks.facts(),
             "not_found": not_found(self),
             "notes": [
@@ -233,7 +239,7 @@ class Session:
                 *self.plain.notes,
                 *self.ranks.notes,
                 *self.recorder.notes,
-                *filter(None, [few, host.why_not()]),
+                *filter(None, [few, pace, host.why_not()]),
             ],
             "judged_by": self.plan.judge,
             "unrecorded": few or "",

@@ -170,6 +170,19 @@ def test_what_is_compiled_already_is_found_by_the_process():
     assert before
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="its scheduler knows no idle processes")
+def test_the_process_that_compiles_gives_way_and_for_some_time_takes_only_what_nobody_wants():
+    policies = "print(os.sched_getscheduler(0), os.nice(0))"
+    run = (
+        f"import os, time; import host_compile; host_compile.IDLE_SECONDS = 0.2; before = os.nice(0); "
+        f"host_compile.give_way(); {policies}; time.sleep(1.0); {policies}; print(before + host_compile.POLITE)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(host_compile.__file__).parent)}
+    told = subprocess.run([sys.executable, "-c", run], env=environment, capture_output=True, text=True, check=True)
+    *lines, nice = told.stdout.splitlines()
+    assert [line.split() for line in lines] == [[str(os.SCHED_IDLE), nice], [str(os.SCHED_OTHER), nice]]
+
+
 PROGRAM = """
 import os, signal, sys
 import torch

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, mm
 
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.observer import GemmSample, Samples, picked, sample_rows
@@ -78,7 +78,7 @@ def dgrad(call: Call, dy: Factor, w_T: Factor, dtype: torch.dtype, dy_MN: Tensor
     if call.shows("grad_input") and state.observer is not None:
         check = None
         if call.checked == "grad_input" and samples is not None:
-            check = sample_rows(dx_MK, dy_MN, samples[2].T, None, state.sample_rows, call.turn)
+            check = sample_rows(dx_MK, dy_MN, samples[0].T, None, state.sample_rows, call.turn)
         state.observer.result(state.name, "grad_input", dx_MK, check)
     return dx_MK.to(dtype)
 
@@ -90,10 +90,11 @@ def wgrad(call: Call, dy_T: Factor, x_T: Factor, dtype: torch.dtype, dy_MN: Tens
     if call.shows("grad_weight") and state.observer is not None:
         check = None
         if call.checked == "grad_weight" and samples is not None:
-            columns, x_MC, _ = samples
+            columns, x_MC = samples
             # All rows of dw would read all of dy once more, in float32.
             rows = picked(dw_NK.shape[0], state.sample_outputs, call.turn, dw_NK.device)
-            check = GemmSample(got=dw_NK[rows][:, columns].float(), want=dy_MN[:, rows].float().T @ x_MC.float())
+            got = dw_NK.index_select(0, rows).index_select(1, columns).float()
+            check = GemmSample(got, want=mm(dy_MN.index_select(1, rows).float().T, x_MC.float()))
         state.observer.result(state.name, "grad_weight", dw_NK, check)
     return dw_NK.to(dtype)
 
@@ -104,15 +105,17 @@ def bias_gradient(dy_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_samples(call: Call, x_MK: Tensor, w_NK: Tensor) -> Samples:
-    """What the gradients' checks need of the high-precision operands: some columns of x, and w itself."""
+    """What the check of a gradient needs of the high-precision operands: w itself, or some columns of x."""
     if not call.watched or call.checked in (None, "output"):
         return None
     return unseen_by_modes(_samples, call, x_MK, w_NK)
 
 
 def _samples(call: Call, x_MK: Tensor, w_NK: Tensor) -> Samples:
+    if call.checked == "grad_input":
+        return (w_NK,)
     columns = picked(x_MK.shape[1], call.state.sample_columns, call.turn, x_MK.device)
-    return columns, x_MK[:, columns], w_NK
+    return columns, x_MK.index_select(1, columns)
 
 
 def _show_output(call: Call, y_MN: Tensor, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None) -> None:

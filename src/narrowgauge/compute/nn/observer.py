@@ -17,14 +17,14 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, mm
 
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import Operand
 
 OperandRole = Literal["input", "weight", "grad_output"]
 ResultRole = Literal["output", "grad_input", "grad_weight"]
-Samples = tuple[Tensor, Tensor, Tensor] | None  # columns, x at these columns, w: what the gradients' checks need
+Samples = tuple[Tensor, ...] | None  # what a gradient's check needs: w; or of grad_weight's, columns and x at these
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def spread(size: int, count: int, turn: int) -> list[int]:
 @lru_cache(256)
 def picked(size: int, count: int, turn: int, device: torch.device) -> Tensor:
     """Return `spread` as an index tensor; the layers of a model share them."""
+    if device.type == "cpu":
+        return torch.tensor(spread(size, count, turn))
     count = min(size, count)  # computed where it is needed: copying it there would wait for the device
     return ((torch.arange(count, device=device) * size // count + turn) % size).sort().values
 
@@ -109,11 +111,11 @@ def sample_rows(
     if y_MN.shape[0] == 0:
         return None
     rows = picked(y_MN.shape[0], count, turn, y_MN.device)
-    b_NC = b_NC.detach()  # whoever listens for products with parameters shall not take this for one
+    b_NC = b_NC.detach()
     if a_MC.is_cuda and a_MC.dtype == b_NC.dtype and a_MC.element_size() == 2:  # exact products, and no copy of b
-        want = torch.mm(a_MC[rows], b_NC.t(), out_dtype=torch.float32)
+        want = mm(a_MC.index_select(0, rows), b_NC.t(), out_dtype=torch.float32)
     else:
-        want = (b_NC.float() @ a_MC[rows].float().T).T  # half the time of the other way round on the CPU
+        want = mm(a_MC.index_select(0, rows).float(), b_NC.float().T)
     if bias_N is not None:
         want += bias_N
-    return GemmSample(got=y_MN[rows].float(), want=want)
+    return GemmSample(got=y_MN.index_select(0, rows).float(), want=want)

@@ -152,4 +152,7 @@ def _watch(watch: Any) -> str:
         parts.append(f"every {watch['every']} steps")
     if isinstance(watch.get("seconds"), (int, float)):
         parts.append(words.seconds(float(watch["seconds"])))
+    recorded, other = (watch.get(f"{kind}_step_seconds") for kind in ("recorded", "other"))
+    if isinstance(recorded, (int, float)) and isinstance(other, (int, float)) and other > 0:
+        parts.append(f"a recorded one takes {recorded / other:.2f} times as long as another")
     return ", ".join(parts) or words.NONE

@@ -47,7 +47,7 @@ class Held:
     def __init__(self, turn: int, expected: int, looks: Callable[[], Looks]) -> None:
         self.marks: Marks = []
         self._operands = Packer(expected)
-        self._results: dict[str, list[Tensor]] = {}
+        self._results: dict[str, list[Tensor | host.Array]] = {}
         self._weights: set[str] = set()
         self._turn, self._looks = turn, looks
         self._met = turn  # so that in every step others are timed

@@ -127,7 +127,7 @@ def _walk(x_MK: Tensor, codes: Codes, sampled: Share, compared: Share, vector: A
     return Counted(vector, columns)
 
 
-def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Array | None:
     """The head of the packed vector of a gemm's result [M, N] of any float dtype; None unless finite.
 
     Args:
@@ -148,14 +148,12 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Te
             )
         got, want = (t.float().contiguous() for t in check)
     head = _NEUTRAL_HEAD.copy()
-    if not _host().result(
-        y.data_ptr(), _SHIFTS[y.dtype], *y.shape, y.stride(0),
-        *((0, 0, 0) if got is None or want is None else (got.data_ptr(), want.data_ptr(), got.numel())),
-        _layout()[0], _check_places(), head,
-    ):  # fmt: skip
+    beside = (0, 0, 0) if got is None or want is None else (got.data_ptr(), want.data_ptr(), got.numel())
+    (M, N), (walk, *layout) = y.shape, _result()
+    if not walk.result(y.data_ptr(), _SHIFTS[y.dtype], M, N, y.stride(0), *beside, *layout, head):
         return None
-    head[_NUMEL] = y.numel()
-    return torch.from_numpy(head)
+    head[_NUMEL] = M * N
+    return head
 
 
 _NUMEL = MOMENTS.offsets["numel"]
@@ -233,5 +231,6 @@ def _layout() -> tuple[Array, Array]:
 
 
 @cache
-def _check_places() -> Array:
-    return np.array([MOMENTS.offsets[name] for name in _host().CHECKED])
+def _result() -> tuple[ModuleType, Array, Array]:
+    """The walks, and where a result's numbers go, and those of its check."""
+    return _host(), _layout()[0], np.array([MOMENTS.offsets[name] for name in _host().CHECKED])

@@ -55,11 +55,14 @@ def _places(names: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.tensor([MOMENTS.offsets[name] for name in names], device=device)
 
 
-def stack_parts(sites: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The vectors of every site's parts -> [S, ...], merged by law."""
-    most = max(len(parts) for parts in sites)
+def stack_parts(vectors: Sequence[Sequence[Tensor | Array]]) -> Tensor:
+    """The vectors of every site's parts, all of one device -> [S, ...], merged by law."""
+    most = max(len(parts) for parts in vectors)
+    if most == 1 and all(isinstance(part, np.ndarray) for (part,) in vectors):
+        return torch.from_numpy(np.stack([part for (part,) in vectors]))
+    sites = [[torch.as_tensor(part) for part in parts] for parts in vectors]
     if most == 1:
-        return torch.stack([parts[0] for parts in sites])
+        return torch.stack([part for (part,) in sites])
     first = sites[0][0]
     filler = empty(first.device, width=first.shape[-1])
     padded = [torch.stack([*parts, *[filler] * (most - len(parts))]) for parts in sites]

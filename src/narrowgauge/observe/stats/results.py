@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def result_head(y: Tensor, check: GemmSample | None = None) -> Tensor:
+def result_head(y: Tensor, check: GemmSample | None = None) -> Tensor | host.Array:
     """The head of the packed moments of a result [..., N] of any float dtype, not empty, and of its gemm check.
 
     Returns:
-        [head_width] float64 on y's device; a slot that nothing is known of is neutral.
+        [head_width] float64 on y's device, or outside of torch what was counted on the CPU; a slot that nothing is
+        known of is neutral.
     """
-    y_MN = y.detach().reshape(-1, y.shape[-1] if y.dim() else 1)
-    if y.device.type == "cpu" and host.ready():
+    y_MN = y.detach()
+    if y.dim() != 2:
+        y_MN = y_MN.reshape(-1, y.shape[-1] if y.dim() else 1)
+    if y.is_cpu and host.ready():
         counted = host.count_result(y_MN, None if check is None else (check.got, check.want))
         if counted is not None:
             return counted

@@ -207,9 +207,7 @@ class Calls:
             self._generators.add(output)
         if not self._learns():
             self._steps.evals.model_ended(output)
-            if self._steps.line is not None:
-                self._steps.line.away += time.perf_counter() - self._eval_began
-                self._steps.line.disturbed = True
+            self._steps.ledger.interrupted(time.perf_counter() - self._eval_began)
             return
         root.exit_autocast()
         if self._probe is not None:

@@ -118,6 +118,7 @@ class PlainSites:
 
     Attributes:
         shown: what became of the tensors.
+        uncompiled: whether what the program compiled ran uncompiled in a recorded step.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class PlainSites:
         self._census = Census()
         self._products = Products(self._heard, self.shown.failed, self._told)
         self._steps = 0
+        self.uncompiled = False
         self._deaf = False  # products were not listened to
         self._open = ExitStack()
         self._listening = False  # in a recorded step, of which not all has been seen
@@ -191,6 +193,7 @@ class PlainSites:
         self._layers = [layer for layer in self._layers if layer.hook()]
         compiles = self._compiles()
         eager = self._eager and self._followed()
+        self.uncompiled |= compiles and eager
         self._deaf = compiles and not eager  # a graph would be made anew for functions that come and go
         if not self._deaf:
             self._products.open()

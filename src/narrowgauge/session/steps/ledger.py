@@ -5,7 +5,8 @@
                        watching; device time where the device is a GPU
     tokens_per_second  tokens / step_seconds
     data_seconds       waited for batches of torch's data loaders that the step was trained on
-    clean              1 where that time is undisturbed: no evaluation, probe or recording fell into the step
+    clean              1 where that time is undisturbed: no evaluation, probe or recording fell into it
+    pace               what a recorded step takes beside another
 
 A line is written when the *next* step begins, because an evaluation after the optimizer's step still belongs to it.
 """
@@ -20,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from narrowgauge.session.steps.pace import Pace
 from narrowgauge.session.tensors.deferred import Deferred
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.norms import Squares
@@ -38,8 +40,7 @@ class Line:
     tokens: int = 0
     scalars: dict[str, float | Tensor] = field(default_factory=dict)
     recorded: bool = False  # tensors are looked at in this step
-    disturbed: bool = False
-    away: float = 0.0  # seconds spent on evaluation, probes and watching
+    disturbed: bool = False  # an evaluation or a probe fell into its time
     before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last one was added
     learned: int = 0  # tokens of those whose backward pass went through
     rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
@@ -65,6 +66,7 @@ class Ledger:
         self._deferred = Deferred()
         self._clock = Laps()
         self.line: Line | None = None
+        self.pace = Pace()
         self.steps = 0
         self.last_loss = float("nan")
         self.nonfinite_steps = 0
@@ -111,9 +113,13 @@ class Ledger:
         if self.line is not None:
             # A program with two optimizers steps twice; both laps belong to the one step.
             so_far = self.line.scalars.get("step_seconds", 0.0)
-            self.line.scalars["step_seconds"] = so_far + self._clock.lap(self.line.away)
-            self.line.away = 0.0
+            self.line.disturbed |= self._clock.away > 0.0
+            self.line.scalars["step_seconds"] = so_far + self._clock.lap()
             self.steps = self.line.step
+
+    def interrupted(self, seconds: float) -> None:
+        """The program, or a probe, did something else: it falls into the time of the step that ends next."""
+        self._clock.away += seconds
 
     def close(self) -> None:
         """Hand the finished line to the writer."""
@@ -125,18 +131,27 @@ class Ledger:
             scalars["loss"] = line.loss
         scalars["microbatches"] = line.microbatches
         scalars["tokens"] = line.tokens
-        scalars["clean"] = float(not line.disturbed)
-        step, on_device = line.step, self._clock.events()
-        self._deferred.put(scalars, lambda row: self._write(step, row, on_device))
+        scalars["clean"] = float(not (line.disturbed or line.recorded))
+        step, alone, recorded, on_device = line.step, not line.disturbed, line.recorded, self._clock.events()
+        if alone:
+            self._deferred.put(scalars, lambda row: self._write(step, self._timed(row, recorded, on_device)))
+        else:
+            self._deferred.put(scalars, lambda row: self._write(step, row))
 
     def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
         """Scalars of a step whose line was closed before, which go to `writer` once they have arrived."""
         self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
 
-    def _write(self, step: int, row: dict[str, float], on_device: Events) -> None:
-        if on_device is not None and row["clean"]:
+    def _timed(self, row: dict[str, float], recorded: bool, on_device: Events) -> dict[str, float]:
+        """The row of a step into which nothing fell but perhaps its recording, with its time on the device."""
+        if on_device is not None:
             # The scalars were copied after the second event, so both have passed.
             row["step_seconds"] = on_device[0].elapsed_time(on_device[1]) / 1000.0
+        if "step_seconds" in row:
+            self.pace.add(row["step_seconds"], recorded=recorded)
+        return row
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
         if row["tokens"] and row.get("step_seconds", 0.0) > 0.0:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
@@ -157,14 +172,15 @@ class Laps:
     """Seconds from step to step: host time on a CPU, event time on a GPU (read when it is there)."""
 
     def __init__(self) -> None:
+        self.away = 0.0  # of the lap, so many seconds were for something else
         self._last = time.perf_counter()
         self._before: torch.cuda.Event | None = None
         self._pair: Events = None
 
-    def lap(self, away: float) -> float:
-        """Host seconds since the last lap, less `away`."""
+    def lap(self) -> float:
+        """Host seconds since the last lap, less what was `away`."""
         now = time.perf_counter()
-        seconds, self._last = now - self._last - away, now
+        seconds, self._last, self.away = now - self._last - self.away, now, 0.0
         if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()

@@ -186,7 +186,7 @@ class Steps:
             self._recorder.selection.turns.stepped(stepped)
         line = self.ledger.open()
         self._ranks.tick(line.step)
-        line.recorded = line.disturbed = self._recorder.begin_step(line.step)
+        line.recorded = self._recorder.begin_step(line.step)
         if line.recorded:
             self._recorded_steps += 1
             line.movement = Movement(turn=self._recorded_steps, room=self._room)

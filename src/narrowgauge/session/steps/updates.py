@@ -155,8 +155,7 @@ class Updates:
         self._steps.memory.sample()
         self._probe.after_backward(loss)
         self._steps.memory.forget()
-        line.away += time.perf_counter() - began
-        line.disturbed = True
+        self._steps.ledger.interrupted(time.perf_counter() - began)
 
     @heard
     def backward_failed(self) -> None:

@@ -1,0 +1,68 @@
+"""What a recorded step costs, by the clock: it takes longer than another, and some steps in so many are recorded.
+
+    price  = recorded / other - 1           in steps: 0.3 where a recorded one takes 1.3 times as long
+    share  = price * recorded / all steps   by so much longer the program took for being watched
+
+Both times are medians of the latest steps in which nothing else fell: no evaluation, no probe. So the first ones, which
+compile and fill caches, are not what is told. A program that compiles pays most: recorded, it runs without its graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+LATEST = 64
+FEWEST = 3  # steps of a kind, before anything is said of it
+DEAR, CHEAP = 0.05, 0.02  # shares: of what is told, and of what is proposed
+CADENCES = tuple(step * 10**power for power in range(1, 6) for step in (1, 2, 5))
+
+
+class Pace:
+    """The seconds of recorded steps and of others.
+
+    >>> pace = Pace()
+    >>> for step in range(40): pace.add(0.3 if step % 10 == 0 else 0.1, recorded=step % 10 == 0)
+    >>> pace.facts()
+    {'recorded_step_seconds': 0.3, 'other_step_seconds': 0.1}
+    >>> pace.note("it ran uncompiled").partition("; ")[0]
+    'Watching made the program 20% slower: a recorded step took 3.0 times as long as another (it ran uncompiled)'
+    """
+
+    def __init__(self) -> None:
+        self._seconds = {recorded: deque[float](maxlen=LATEST) for recorded in (True, False)}
+        self._steps = {True: 0, False: 0}
+
+    def add(self, seconds: float, *, recorded: bool) -> None:
+        """A step took so long, and nothing but its recording fell into it."""
+        self._seconds[recorded].append(seconds)
+        self._steps[recorded] += 1
+
+    def _medians(self) -> tuple[float, float] | None:
+        """Of a recorded step and of another; None before there are enough of both."""
+        if min(map(len, self._seconds.values())) < FEWEST:
+            return None
+        recorded, other = (statistics.median(self._seconds[kind]) for kind in (True, False))
+        return (recorded, other) if other > 0 else None
+
+    def facts(self) -> dict[str, Any]:
+        """For the run's metadata; empty before both kinds are known."""
+        medians = self._medians()
+        return {} if medians is None else {"recorded_step_seconds": medians[0], "other_step_seconds": medians[1]}
+
+    def note(self, why: str) -> str:
+        """What watching took of the program's time, and what cadence would take little; "" where it was little."""
+        medians = self._medians()
+        if medians is None:
+            return ""
+        times = medians[0] / medians[1]
+        share = (times - 1) * self._steps[True] / sum(self._steps.values())
+        if share < DEAR:
+            return ""
+        every = next((every for every in CADENCES if (times - 1) / every <= CHEAP), CADENCES[-1])
+        because = f" ({why})" if why else ""
+        return (
+            f"Watching made the program {share:.0%} slower: a recorded step took {times:.1f} times as long as another"
+            f"{because}; with every = {every} it would be {(times - 1) / every:.1%}."
+        )

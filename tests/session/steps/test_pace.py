@@ -1,0 +1,67 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.session.steps import ledger
+from narrowgauge.session.steps.pace import Pace
+
+
+def test_nothing_is_said_of_too_few_steps_of_a_kind():
+    pace = Pace()
+    for recorded in (True, True, False, False, False):
+        pace.add(1.0 + recorded, recorded=recorded)
+    assert pace.facts() == {}
+    assert pace.note("") == ""
+    pace.add(2.0, recorded=True)
+    assert pace.facts() == {"recorded_step_seconds": 2.0, "other_step_seconds": 1.0}
+
+
+def test_a_first_step_that_compiles_is_not_what_is_told():
+    pace = Pace()
+    pace.add(100.0, recorded=False)
+    pace.add(200.0, recorded=True)
+    for step in range(30):
+        pace.add(0.15 if step % 3 == 0 else 0.1, recorded=step % 3 == 0)
+    assert pace.facts() == {"recorded_step_seconds": 0.15, "other_step_seconds": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        (1.4, ""),  # 4%
+        (1.6, "6% slower: a recorded step took 1.6 times as long as another; with every = 50 it would be 1.2%."),
+        (3.1, "21% slower: a recorded step took 3.1 times as long as another; with every = 200 it would be 1.1%."),
+    ],
+)
+def test_what_costs_little_is_not_told_and_of_what_costs_more_which_cadence_would_not(recorded, told):
+    pace = Pace()
+    for step in range(200):
+        pace.add(recorded if step % 10 == 0 else 1.0, recorded=step % 10 == 0)
+    assert pace.note("") == (told and f"Watching made the program {told}")
+    assert ("(since it rained)" in pace.note("since it rained")) is bool(told)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_run_tells_by_how_much_recorded_steps_are_longer_and_an_evaluation_is_in_neither(slow, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with ng.watch(out=tmp_path / "run", every=4):
+        for step in range(1, 25):
+            clock[0] += 300.0 if slow and step % 4 == 0 else 100.0
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 4 in (1, 2):  # so of two of three steps that are not recorded
+                with torch.no_grad():
+                    model(torch.randn(4, 16))
+                clock[0] += 5000.0
+    meta = json.loads((tmp_path / "run/run.json").read_text())["meta"]
+    assert meta["watch"]["other_step_seconds"] == 100.0
+    assert meta["watch"]["recorded_step_seconds"] == (300.0 if slow else 100.0)
+    assert any(note.startswith("Watching made the program") for note in meta["notes"]) is slow
