@@ -108,7 +108,7 @@ class Showing:
             turn = part.dy_rows  # the hook lives on y, and must not hold it
 
             def arrived(dy: Tensor) -> None:
-                unseen_by_modes(lambda: self._show(state, None, "grad_output", turn, own, local_of(dy), same))
+                unseen_by_modes(lambda: self._show(state, wanted, "grad_output", turn, own, local_of(dy), same))
 
             _at_gradient(y, arrived)
 
@@ -123,14 +123,14 @@ class Showing:
     def _show(
         self,
         state: LayerState,
-        wanted: bool | None,
+        wanted: bool,
         role: OperandRole,
         turn: Turn,
         own: Own | None,
         held: Held,
         first: int | None = None,
     ) -> None:
-        """The one place where tensors go in; if nobody has asked yet whether they are `wanted`, that is asked."""
+        """The one place where tensors go in; `wanted` is what the observer said of their layer when it was called."""
         try:
             x = held.tensor
             if x is not None and x.is_nested:
@@ -143,8 +143,6 @@ class Showing:
             first = held.first if held.first is not None else first
             if first is not None or held.mesh is not None:
                 self._told_of_ranks(named(getattr(state.observer, "prefix", ""), state.name), role, first, held.mesh)
-            if wanted is None:
-                wanted = state.observer is not None and state.observer.wants(state.name)
             if wanted:
                 self._look(state, role, turn(x), own)
         except Exception as error:
