@@ -32,11 +32,23 @@ def refused(capsys, *argv):
     return said.err
 
 
-@pytest.mark.parametrize("text", ['{"command": "tra', "[]", '{"schema": 1}', "null"])
-def test_a_damaged_verdict(folder, capsys, text):
-    (folder / "verdict.json").write_text(text)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"command": "tra', "it is no JSON"),
+        ("\xff", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[]", "it has no schema number"),
+        ("null", "it has no schema number"),
+        ('{"schema": "one"}', "it has no schema number"),
+        ('{"schema": 1}', "it has no 'variants'"),
+        ('{"schema": 1, "variants": 3}', "a part of it is no part of a verdict"),
+    ],
+)
+def test_a_damaged_verdict(folder, capsys, text, says):
+    (folder / "verdict.json").write_text(text, encoding="latin-1")
     said = refused(capsys, folder)
-    assert "verdict.json cannot be read" in said
+    assert f"verdict.json cannot be read: {says}. Delete it" in said
     assert "Delete it to have a page of the runs alone" in said
 
 

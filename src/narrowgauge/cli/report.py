@@ -87,12 +87,21 @@ def _verdict(path: Path) -> Verdict:
     hint = f"Delete it to have a page of the runs alone, or name the runs: {path.parent}/*/"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        schema = data["schema"]
-        if schema > known:
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if isinstance(schema, int) and schema > known:
             raise RunError(
                 f"{path} has verdict schema {schema}; this narrowgauge reads up to schema {known}. "
                 f"Upgrade narrowgauge. {hint}"
             )
-        return Verdict.from_dict(data)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} cannot be read ({type(error).__name__}: {error}). {hint}") from error
+        if isinstance(schema, int):
+            return Verdict.from_dict(data)
+        why: object = "it has no schema number"
+    except OSError as error:
+        why = error.strerror
+    except (ValueError, RecursionError):
+        why = "it is no JSON"
+    except KeyError as error:
+        why = f"it has no {error}"
+    except (TypeError, AttributeError):
+        why = "a part of it is no part of a verdict"
+    raise RunError(f"{path} cannot be read: {why}. {hint}")

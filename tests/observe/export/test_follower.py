@@ -122,7 +122,9 @@ def test_a_process_that_exports_ends_with_its_input(run):
     )  # fmt: skip
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert json.loads((run / REPORT).read_text()) == {"prometheus": {"step": STEPS, "problem": "", "notes": []}}
+    assert json.loads((run / REPORT).read_text()) == {
+        "prometheus": {"step": STEPS, "problem": "", "notes": [], "unmet": []}
+    }
     assert "narrowgauge_loss" in (run / "out.prom").read_text()
 
 

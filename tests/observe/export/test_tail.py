@@ -161,14 +161,19 @@ def test_a_damaged_segment_is_told_and_the_rest_goes_out(run):
 def test_globs_that_match_nothing_or_too_much_are_told(run):
     tail = Tail(run, ["lm_head"])
     drain(tail)
-    assert tail.notes == ["export: no recorded site matches 'lm_head'"]
+    [told] = tail.unmet
+    assert told.startswith("export.sites: no recorded site matches 'lm_head'; there is: 'head', 'layers.0.up', ")
+    assert told.endswith(" and 1 more.")
+    assert tail.notes == []
     chosen = Chosen(["layers"])
     assert sum(chosen.takes(f"layers.{n}:input") for n in range(MOST_SITES + 3)) == MOST_SITES
-    assert chosen.notes() == [f"export: 3 sites beyond the first {MOST_SITES} that match `sites` were left out"]
+    assert chosen.unmet() == [f"export.sites: 3 sites beyond the first {MOST_SITES} that match were left out."]
 
 
 def test_each_glob_that_no_site_matches_is_told():
     chosen = Chosen(["layers", "haed", "!layers.0"])
-    assert chosen.notes() == []  # nobody asked
+    assert chosen.unmet() == []  # nobody asked
     assert [chosen.takes(site) for site in ("layers.0:input", "layers.1:input", "head:input")] == [False, True, False]
-    assert chosen.notes() == ["export: no recorded site matches 'haed'"]
+    assert chosen.unmet() == [
+        "export.sites: no recorded site matches 'haed'; there is: 'layers.0', 'layers.1', 'head'."
+    ]

@@ -76,10 +76,18 @@ def test_half_a_run_json(run_folder, text):
         open_run(run_folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": "1"}'])
-def test_the_run_json_of_something_else(run_folder, text):
+@pytest.mark.parametrize(
+    ("text", "lacks"),
+    [
+        ("[]", "schema number"),
+        ("{}", "schema number"),
+        ('{"schema": "1"}', "schema number"),
+        ('{"schema": 1}', "status"),
+    ],
+)
+def test_the_run_json_of_something_else(run_folder, text, lacks):
     (run_folder / "run.json").write_text(text)
-    with pytest.raises(RunError, match=r"has no schema number, so it is not the run.json of a narrowgauge run"):
+    with pytest.raises(RunError, match=rf"has no {lacks}, so it is not the run.json of a narrowgauge run"):
         open_run(run_folder)
 
 

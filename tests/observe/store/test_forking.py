@@ -4,24 +4,29 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 from tests.observe.store.test_trouble import run_python
 
-from narrowgauge.observe.store import forking, open_run
+from narrowgauge.observe.store import RunWriter, forking, open_run
+from narrowgauge.observe.store import writer as writing
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 AMID = """
     import os, sys, threading, numpy
-    from narrowgauge.observe.store import RunWriter, segments
-    writer, amid, copy = RunWriter(sys.argv[1]), threading.Event(), segments.copy_aside
+    from narrowgauge.observe.store import RunWriter, segments, writer as writing
+    writer, amid = RunWriter(sys.argv[1]), threading.Event()
+    where, what = {"segments": segments, "writing": writing}[sys.argv[2]], sys.argv[3]
+    quick = getattr(where, what)
     def slow(*rest):
         amid.set()
         threading.Event().wait(0.1)
-        copy(*rest)
-    segments.copy_aside = slow
+        return quick(*rest)
+    setattr(where, what, slow)
     for step in range(5):
         writer.add_scalars(step, loss=1.0)
+        writer.add_tensors(step, ["a:input"], {"amax": numpy.array([1.0])})
         flushing = threading.Thread(target=writer.flush)
         flushing.start()
         amid.wait()
@@ -33,9 +38,34 @@ AMID = """
     writer.close()
     """
 
+GIVES_UP = """
+    import os, sys, threading
+    from narrowgauge.observe.store import RunWriter, segments
+    writer, gives_up, forked = RunWriter(sys.argv[1]), threading.Event(), threading.Event()
+    stop = writer._stop
+    def full(*_):
+        raise OSError("No space left on device")
+    def slow(*rest):
+        gives_up.set()
+        forked.wait(10)
+        stop(*rest)
+    segments.copy_aside, writer._stop = full, slow
+    writer.add_scalars(0, loss=1.0)
+    flushing = threading.Thread(target=writer.flush)
+    flushing.start()
+    gives_up.wait()
+    if os.fork() == 0:
+        sys.exit(0)
+    assert os.wait()[1] == 0
+    forked.set()
+    flushing.join()
+    writer.close()
+    """
 
-def test_a_child_forked_amid_a_write_says_nothing(tmp_path):
-    done = run_python(AMID, tmp_path / "run")
+
+@pytest.mark.parametrize("slow", [("segments", "copy_aside"), ("writing", "finished")])
+def test_a_child_forked_amid_a_write_says_nothing(tmp_path, slow):
+    done = run_python(AMID, tmp_path / "run", *slow)
     assert (done.returncode, done.stderr) == (0, "")
     assert open_run(tmp_path / "run").steps.tolist() == list(range(5))
 
@@ -65,6 +95,36 @@ def took(gate):
     gate.before_fork()
     gate.after_in_parent()
     return time.monotonic() - began
+
+
+def test_a_child_forked_while_the_writer_gives_up_says_nothing(tmp_path):
+    done = run_python(GIVES_UP, tmp_path / "run")
+    assert done.returncode == 0
+    [told] = done.stderr.splitlines()  # the writer's own
+    assert "No space left on device" in told
+
+
+def test_a_fork_does_not_wait_for_metrics_that_are_made(tmp_path, monkeypatch):
+    makes, made = threading.Event(), threading.Event()
+
+    def slow(rows):
+        makes.set()
+        made.wait(10)
+        return rows
+
+    monkeypatch.setattr(writing, "finished", slow)
+    with RunWriter(tmp_path) as writer:
+        writer.add_scalars(0, loss=1.0)
+        writer.add_tensors(0, ["a:input"], {"amax": np.array([1.0])})
+        flushing = threading.Thread(target=writer.flush)
+        flushing.start()
+        assert makes.wait(10)
+        assert took(forking.GATE) < 0.4
+        assert writer._segments._db is None
+        assert open_run(tmp_path).scalars("loss").rows == 1  # written first, and whole
+        made.set()
+        flushing.join(10)
+    assert open_run(tmp_path).steps.tolist() == [0]
 
 
 def test_nobody_enters_while_a_process_is_forked(gate):

@@ -1,5 +1,6 @@
 """`narrowgauge run` exports beside the program, which knows nothing of it, loads nothing of it and never waits."""
 
+import json
 import sys
 import time
 
@@ -10,7 +11,7 @@ from tests.session import programs
 
 from narrowgauge.cli.main import cli
 from narrowgauge.errors import UsageError
-from narrowgauge.observe.store import open_run
+from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.process import exporting as module
 from narrowgauge.session.process.exporting import exporting
@@ -38,8 +39,9 @@ def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_tol
     told = said.err.removeprefix("narrowgauge: ").removesuffix("\n").split("\nnarrowgauge: ")
     assert told[0].startswith("export to Prometheus stopped after step ")
     assert "FileNotFoundError" in told[0]
-    assert told[1:] == ["export: no recorded site matches 'lm_head'"]
-    assert run.meta["notes"] == told
+    assert told[1:] == []
+    unmet = ["export.sites: no recorded site matches 'lm_head'; there is: '0', '2', '4'."]
+    assert (run.meta["notes"], run.meta["unmet"]) == ([*told, *unmet], unmet)
 
     read = EventAccumulator(str(tmp_path / "board"))
     read.Reload()
@@ -52,6 +54,19 @@ def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_tol
             found = [(event.step, event.value) for event in read.Scalars(f"tensors/sqnr_db/{role}/{stat}")]
             assert [step for step, _ in found] == [4, 8]
             assert [value for _, value in found] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_site_that_no_program_has_is_told_with_the_file_that_asks_for_it(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(programs.BASIC)
+    (tmp_path / "ng.toml").write_text("[export]\nprometheus = true\nsites = ['0', 'lm_head']\n")
+    done = CliRunner().invoke(cli, ["run", "--every", "4", "--config", "ng.toml", "--out", "out", "--", "train.py"])
+    assert done.exit_code == 0, done.output
+    said = "export.sites: no recorded site matches 'lm_head'; there is: '0', '2', '4'."
+    assert done.stderr == f"narrowgauge: ng.toml: {said}\nnarrowgauge: the run is in out\n"
+    assert said not in capfd.readouterr().err  # once is enough
+    assert open_run(tmp_path / "out").meta["notes"][-1] == said
 
 
 @pytest.mark.parametrize("verb", ["run", "compare"])
@@ -97,6 +112,21 @@ def test_a_process_that_dies_at_once_is_told(tmp_path, monkeypatch):
         time.sleep(0.2)
     assert told == [f"export to TensorBoard, MLflow ended early (exit code 1); {tmp_path / 'export.log'} says why."]
     assert (tmp_path / "export.log").read_text() == "no such thing\n"
+
+
+def test_what_was_asked_in_vain_of_a_run_that_nobody_may_write_is_told_here(tmp_path, monkeypatch):
+    report = {"prometheus": {"step": 1, "problem": "", "notes": [], "unmet": ["export.sites: none of it."]}}
+    stand_in(
+        monkeypatch,
+        f"import sys; sys.stdin.read(); open({str(tmp_path / 'export.json')!r}, 'w').write({json.dumps(report)!r})",
+    )
+    with RunWriter(tmp_path), exporting(tmp_path, {"prometheus": {}}) as told:
+        pass
+    assert told == ["export.sites: none of it."]
+    with exporting(tmp_path, {"prometheus": {}}) as told:
+        pass
+    assert told == []
+    assert open_run(tmp_path).meta["unmet"] == ["export.sites: none of it."]
 
 
 def test_the_folder_may_vanish_with_the_run(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ class Follower(threading.Thread):
         self.problem = ""
         self.step = 0
         self.notes: list[str] = []
+        self.unmet: list[str] = []
         self._make, self._folder, self._sites = make, folder, sites
         self._ended = threading.Event()
 
@@ -50,7 +51,7 @@ class Follower(threading.Thread):
     def report(self) -> dict[str, Any]:
         """How far it came, for the one who started it."""
         hanging = "it has not finished; a tracker that does not answer?" if self.is_alive() else ""
-        return {"step": self.step, "problem": self.problem or hanging, "notes": self.notes}
+        return {"step": self.step, "problem": self.problem or hanging, "notes": self.notes, "unmet": self.unmet}
 
     def _run_appears(self) -> bool:
         path = self._folder / manifests.name(0)
@@ -66,7 +67,7 @@ class Follower(threading.Thread):
         while not ended:
             ended = self._ended.wait(POLL)  # asked before reading: after the end there is nothing new
             self._take_over(exporter, tail, final=ended)
-            self.notes = tail.notes
+            self.notes, self.unmet = tail.notes, tail.unmet
         run = open_run(self._folder)
         for note in run.meta.get("notes", ()):
             exporter.event(Event(self.step, 0.0, "note", str(note)))

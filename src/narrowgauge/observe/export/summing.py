@@ -76,13 +76,16 @@ class Chosen:
             self._known[site] = takes
         return self._known[site]
 
-    def notes(self) -> list[str]:
-        """What of the globs was not followed."""
+    def unmet(self) -> list[str]:
+        """What of the globs was not followed, in one sentence."""
         if self.refused:
-            return [f"export: {self.refused} sites beyond the first {MOST_SITES} that match `sites` were left out"]
+            return [f"export.sites: {self.refused} sites beyond the first {MOST_SITES} that match were left out."]
         wrong = self._unmet or () if self.taken else self.globs
         if wrong and self._known:
-            return [f"export: no recorded site matches {', '.join(map(repr, wrong))}"]
+            modules = list(dict.fromkeys(site.rpartition(":")[0] for site in self._known))
+            more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
+            there_is = f"there is: {', '.join(map(repr, modules[:5]))}{more}."
+            return [f"export.sites: no recorded site matches {', '.join(map(repr, wrong))}; {there_is}"]
         return []
 
     def _matches(self, site: str) -> bool:

@@ -38,7 +38,7 @@ _FIRST = "SELECT attempt, min(step) FROM {} WHERE attempt > 0 GROUP BY attempt"
 
 
 class Tail:
-    """Reads a run's folder as it grows. `notes` says what could not be read or was not followed."""
+    """Reads a run's folder as it grows. `notes` says what could not be read, `unmet` what was asked in vain."""
 
     def __init__(self, folder: Path, sites: Sequence[str] = ()) -> None:
         self._folder = folder
@@ -57,8 +57,13 @@ class Tail:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of what was not exported."""
-        return [*self._unreadable, *self._chosen.notes()]
+        """What could not be read, and so was not exported."""
+        return list(self._unreadable)
+
+    @property
+    def unmet(self) -> list[str]:
+        """What the settings ask for and was not exported."""
+        return self._chosen.unmet()
 
     def points(self, *, final: bool = False) -> Iterator[list[Point]]:
         """Steps whose scalars are settled, or all if it is `final`: in order, a list per segment."""

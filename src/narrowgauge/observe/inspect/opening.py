@@ -30,9 +30,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     start = _start(path)
     if path.suffix == ".json":
         return Shards(path)
-    if path.suffix == ".safetensors" or start[8:9] == b"{":
+    if start[8:9] == b"{" or (path.suffix == ".safetensors" and len(start) <= 8):  # cut off before it says what it is
         return SafetensorsFile(path)
-    if start[:2] == b"PK" or start[:1] == b"\x80" or path.suffix in TORCH_NAMES:
+    if start[:2] == b"PK" or start[:1] == b"\x80":
         return TorchFile(path)
     raise UsageError(f"{path} begins with {start[:8]!r}, which nothing known here does; {EXPECTED}.")
 
@@ -113,16 +113,23 @@ class Shards:
 def _weight_map(path: Path) -> dict[str, str]:
     """Tensor -> file; files are names beside the index and nothing else."""
     try:
-        where = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is no index ({type(error).__name__}: {error}); expected JSON with a weight_map."
-        ) from error
+    except json.JSONDecodeError as error:
+        raise _no_index(path, f"line {error.lineno} is no JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise _no_index(path, "it is not UTF-8" if isinstance(error, ValueError) else "it nests too deep") from error
+    if not isinstance(content, dict) or "weight_map" not in content:
+        raise _no_index(path, "it has no weight_map")
+    where = content["weight_map"]
     if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
         raise UsageError(f"{path} has no usable weight_map; expected tensor names, each with the name of its file.")
     for shard in set(where.values()):
-        if Path(shard).name != shard or shard.endswith(".json"):
+        if not shard or Path(shard).name != shard or shard.endswith(".json"):
             raise UsageError(f"{path} names the shard {shard!r}; expected the name of a file of tensors beside it.")
     return where
+
+
+def _no_index(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is no index ({why}); expected JSON with a weight_map.")

@@ -64,9 +64,8 @@ class SafetensorsFile:
         try:
             return safe_open(self.path, framework="pt")
         except SafetensorError as error:
-            cause = str(error).removeprefix("Error while deserializing header: ")
             raise UsageError(
-                f"{self.path} is no whole safetensors file ({cause}); it is {self.path.stat().st_size} bytes long. "
+                f"{self.path} is no whole safetensors file: {_fault(self.path, str(error))}. "
                 "If it was downloaded or copied, do that again."
             ) from error
         except OSError as error:
@@ -83,6 +82,18 @@ class SafetensorsFile:
             optimizer=names_an_optimizer(name),
             why_not="" if dtype is not None else f"{found} has no torch dtype of one value per element",
         )
+
+
+def _fault(path: Path, told: str) -> str:
+    """What is wrong with a file that was refused in these words."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if size < 8 + header:
+        return f"it ends within its header, after {size} bytes"
+    if "not fully covered" in told:
+        return f"its {size} bytes are more or fewer than its header tells of"
+    return f"its header is damaged ({told.removeprefix('Error while deserializing header: ')})"
 
 
 def said_of_dump(metadata: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ VALUES = 2_000_000  # and a few containers that hold each other twice unfold int
 
 # How torch words that a pickle asked for more than tensors: a name, or a step that its reader does not take.
 _NAMED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) ([^\s']+)")
-_REFUSED = "Weights only load failed"
+
+# What the format from before 2020 begins with: torch.serialization.MAGIC_NUMBER, pickled.
+MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 class TorchFile:
@@ -83,13 +86,34 @@ def _load(path: Path, mapped: bool) -> Any:
                 f"{path} can only be read by running code that comes with it ({wanted}), and nothing of a file is run "
                 "here. Save tensors alone: torch.save(model.state_dict(), ...), or safetensors."
             ) from error
-        cause = text.partition("WeightsUnpickler error:")[2] if _REFUSED in text else text
-        line = next((line.strip() for line in cause.splitlines() if line.strip()), "")
-        said = f"{type(error).__name__}: {line}" if line else type(error).__name__
         raise UsageError(
-            f"{path} is no whole torch checkpoint ({said[:200]}). If it was downloaded or copied, do that again; if "
-            "another program wrote it, save its tensors with torch.save or as safetensors."
+            f"{path} is no whole torch checkpoint: {_fault(path, error)}. If it was downloaded or copied, do that "
+            "again; if another program wrote it, save its tensors with torch.save or as safetensors."
         ) from error
+
+
+def _fault(path: Path, error: Exception) -> str:
+    """What is wrong with a file that could not be loaded: what its bytes say, else what torch says in words.
+
+    Errors that are no words for a reader are those of the code that stumbled over the file: the key that it missed.
+    """
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
+    if start[:2] == b"PK":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                whole = any(name.endswith("/data.pkl") for name in archive.namelist())
+        except Exception:  # the list of what is in it comes last; damaged it, too, fails in any way
+            return f"its end is missing or damaged, at {path.stat().st_size} bytes"
+        if not whole:
+            return "it is a zip archive without the data.pkl that torch.save writes"
+    elif not MAGIC.startswith(start) and not start.startswith(MAGIC):
+        return "it is a pickle that torch.save did not write"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if type(error) is RuntimeError:
+        return str(error).partition("\n")[0].partition(" This is an internal")[0].rstrip(".")[:200]
+    return "what it holds is damaged, or ends too early"
 
 
 def _leaves(value: Any, name: str, optimizer: bool, depth: int, path: Path) -> Iterator[tuple[str, Any, bool]]:

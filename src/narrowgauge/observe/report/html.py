@@ -55,7 +55,7 @@ def html(verdict: Verdict | None, runs: Mapping[str, Run], out: Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{out} cannot be written ({error}). Choose another file with -o.") from error
+        raise RunError(f"{out} cannot be written ({error.strerror}). Choose another file with -o.") from error
     return out
 
 

@@ -1,6 +1,6 @@
 """A fork waits until no writer of this process is inside of DuckDB, for half a second at most.
 
-    writer thread    with GATE.inside(): open DuckDB, write, close it
+    writer thread    make metrics        with GATE.inside(): open DuckDB, write, close it
     os.fork          before: wait until nobody is inside, and let nobody in        after: let them in
 
 A child that got DuckDB open has no thread that could close it, and its bindings say so on the child's stderr when it

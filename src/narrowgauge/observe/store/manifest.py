@@ -109,6 +109,8 @@ def read(folder: Path, rank: int = 0) -> Manifest:
         ) from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
         raise RunError(f"{path} has no schema number, so it is not the run.json of a narrowgauge run.")
+    if "status" not in manifest:
+        raise RunError(f"{path} has no status, so it is not the run.json of a narrowgauge run.")
     if manifest["schema"] > SCHEMA:
         raise RunError(
             f"{folder} was written with run schema {manifest['schema']}; this narrowgauge reads up to schema "

@@ -20,7 +20,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -211,13 +212,10 @@ class RunWriter:
                 deadline = time.monotonic() + self._seconds
                 taken = self._waiting.take()
                 ticket, closing = self._asked, self._closing
-            with GATE.inside():
-                try:
-                    self._write(taken, closing)
-                except Exception as error:
-                    self._stop(error, taken)
-                with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
-                    self._segments.close()
+            try:
+                self._write(taken, closing)
+            except Exception as error:
+                self._stop(error, taken)
             with self._changed:
                 self._waiting.written()
                 self._done = ticket
@@ -231,16 +229,20 @@ class RunWriter:
         else:
             self._report_losses(taken)
             # Scalars first: if the disk fills, the loss curve is what must survive.
-            if taken.scalars:
-                self._segments.scalars(taken.scalars)
-                taken.scalars = []
-            if taken.events:
-                self._segments.events(taken.events)
-                taken.events = []
+            with self._inside() as segments:
+                if taken.scalars:
+                    segments.scalars(taken.scalars)
+                    taken.scalars = []
+                if taken.events:
+                    segments.events(taken.events)
+                    taken.events = []
+                self._merge()
             if taken.tensors:
-                self._segments.tensors(finished(taken.tensors))
-                taken.tensors = []
-            self._merge()
+                batches = finished(taken.tensors)  # outside: it takes as long as much of the writing
+                with self._inside() as segments:
+                    segments.tensors(batches)
+                    taken.tensors = []
+                    self._merge()
         with self._changed:
             dirty, self._waiting.dirty = self._waiting.dirty, False
             self._manifest["lost"] = dict(self.lost)
@@ -251,6 +253,19 @@ class RunWriter:
             manifests.write(self.path, current)
         elif not self.problem:
             manifests.give_sign(self.path, self.rank)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[SegmentWriter]:
+        """DuckDB may be open in this block, and is closed behind it: forks wait that long, and no longer."""
+        with GATE.inside():
+            try:
+                yield self._segments
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # they hold DuckDB, as would a child forked from now on
+                raise
+            finally:
+                with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
+                    self._segments.close()
 
     def _merge(self) -> None:
         """Keep the number of files small; a merge that fails costs nothing, so nobody need hear of it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
-from datetime import date, time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from narrowgauge.errors import UsageError, nearest
 from narrowgauge.session.config.lines import line_of
 from narrowgauge.session.config.tables import Config
+from narrowgauge.session.config.words import as_toml
 
 EXPECTED = {  # in plainer words than pydantic's
     "int_type": "expected a whole number",
@@ -44,6 +44,8 @@ def load(path: Path | None) -> Config:
         raise UsageError(f"{path} is not valid TOML: it is not UTF-8 ({error.reason}).") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} nests too deep; expected tables with keys.") from error
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -70,14 +72,7 @@ def _said(mistake: Any) -> str:
     if kind == "list_type":
         one = f": {json.dumps([value])}" if isinstance(value, str) else ""
         expected = f"expected a list of tables: [[{name}]]" if _holds_tables(where) else f"expected a list{one}"
-    return f"{name} is {_toml(value)}; {expected}."
-
-
-def _toml(value: Any) -> str:
-    """A value as the file has it, where Python writes it otherwise."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, date | time) else repr(value)
+    return f"{name} is {as_toml(value)}; {expected}."
 
 
 def _holds_tables(where: Sequence[str | int]) -> bool:

@@ -7,6 +7,7 @@ was found, what was expected and what is nearest.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import date, time
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -25,6 +26,21 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 def wrong(message: str) -> PydanticCustomError:
     """An error whose text is ours; braces in it are no places to fill."""
     return PydanticCustomError("narrowgauge", "{text}", {"text": message})
+
+
+def as_toml(value: Any) -> str:
+    """A value as the file has it, where Python writes it otherwise.
+
+    >>> as_toml([True, {"every": 1}])
+    '[true, {every = 1}]'
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(part)}" for key, part in value.items()) + "}"
+    return str(value) if isinstance(value, date | time) else repr(value)
 
 
 def _one_of(kind: str, options: Iterable[str]) -> AfterValidator:
@@ -77,7 +93,7 @@ def _site_glob(word: str) -> str:
 
 def _span(value: Any) -> step_ranges.Span:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise wrong(f'{value!r} is no range of steps; expected "7", "0-100" or "500-"')
+        raise wrong(f'{as_toml(value)} is no range of steps; expected "7", "0-100" or "500-"')
     try:
         return step_ranges.parse(value)
     except ValueError as error:

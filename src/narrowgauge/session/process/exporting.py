@@ -5,7 +5,8 @@
     told                                                     what the user should know of how it went
 
 It gets no signal of the terminal, and ends when its input does: with this `with`, or with us. That what it forgot,
-because a tracker failed or hung, also stands in the run's notes.
+because a tracker failed or hung, also stands in the run's notes; and there alone what `[export]` asked in vain, which
+the command tells with what the other tables did.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ def exporting(folder: Path, settings: Mapping[str, Any], *, patience: float = PA
     try:
         yield told
     finally:
-        told += _end(child, folder, settings, patience)
-        note(folder, told)
+        ended, unmet = _end(child, folder, settings, patience)
+        told += ended
+        if not note(folder, [*ended, *unmet], unmet):
+            told += unmet
 
 
 def _start(folder: Path, settings: Mapping[str, Any], patience: float) -> subprocess.Popen[bytes]:
@@ -67,8 +70,10 @@ def _start(folder: Path, settings: Mapping[str, Any], patience: float) -> subpro
     return child
 
 
-def _end(child: subprocess.Popen[bytes], folder: Path, settings: Mapping[str, Any], patience: float) -> list[str]:
-    """Wait for the process, but not for ever; what there is to tell."""
+def _end(
+    child: subprocess.Popen[bytes], folder: Path, settings: Mapping[str, Any], patience: float
+) -> tuple[list[str], list[str]]:
+    """Wait for the process, but not for ever; what there is to tell, and what the settings asked of it in vain."""
     if child.stdin is not None:
         with contextlib.suppress(OSError):
             child.stdin.close()
@@ -81,22 +86,30 @@ def _end(child: subprocess.Popen[bytes], folder: Path, settings: Mapping[str, An
         report: dict[str, Any] = json.loads((folder / REPORT).read_text())
     except (OSError, ValueError):
         names = ", ".join(KNOWN[name].title for name in chosen(settings))
-        return [f"export to {names} ended early (exit code {child.returncode}); {folder / LOG} says why."]
+        return [f"export to {names} ended early (exit code {child.returncode}); {folder / LOG} says why."], []
     told = [
         f"export to {KNOWN[name].title} stopped after step {row['step']}: {row['problem']}"
         for name, row in report.items()
         if row["problem"]
     ]
-    return told + list(dict.fromkeys(note for row in report.values() for note in row["notes"]))
+    notes, unmet = (list(dict.fromkeys(x for row in report.values() for x in row[key])) for key in ("notes", "unmet"))
+    return told + notes, unmet
 
 
-def note(folder: Path, told: Sequence[str]) -> None:
-    """Leave it in the run's notes, if the run has ended and there is one."""
+def note(folder: Path, told: Sequence[str], unmet: Sequence[str] = ()) -> bool:
+    """Leave it in the run's notes, and what is `unmet` of the settings where the command looks for that.
+
+    False if there is no run, or none that has ended.
+    """
     if not told:
-        return
+        return True
     with contextlib.suppress(OSError, RunError):
         manifest = manifests.read(folder, *manifests.ranks(folder)[:1])
         if manifest["status"] == "running" and manifests.is_alive(manifest) is not False:
-            return  # its writer would overwrite it
-        meta = manifest.get("meta", {})
-        manifests.write(folder, {**manifest, "meta": {**meta, "notes": [*meta.get("notes", ()), *told]}})
+            return False  # its writer would overwrite it
+        meta = dict(manifest.get("meta", {}))
+        more = {"notes": told, "unmet": unmet}
+        meta |= {key: [*meta.get(key, ()), *texts] for key, texts in more.items() if texts}
+        manifests.write(folder, {**manifest, "meta": meta})
+        return True
+    return False
