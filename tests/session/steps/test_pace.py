@@ -45,6 +45,15 @@ def test_what_costs_little_is_not_told_and_of_what_costs_more_which_cadence_woul
     assert ("(since it rained)" in pace.note("since it rained")) is bool(told)
 
 
+@pytest.mark.parametrize(("seconds", "told"), [(0.2, False), (0.3, True)])
+def test_nothing_is_said_of_a_trial_that_lost_a_few_seconds(seconds, told):
+    pace = Pace()
+    for step in range(200):  # 20 recorded steps, each longer than another by `seconds`
+        pace.add(0.1 + seconds if step % 10 == 0 else 0.1, recorded=step % 10 == 0)
+    assert bool(pace.note("")) is told
+    assert pace.facts()["recorded_step_seconds"] == 0.1 + seconds
+
+
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_run_tells_by_how_much_recorded_steps_are_longer_and_an_evaluation_is_in_neither(slow, tmp_path, monkeypatch):
     clock = [0.0]

@@ -5,6 +5,7 @@
 
 Both times are medians of the latest steps in which nothing else fell: no evaluation, no probe. So the first ones, which
 compile and fill caches, are not what is told. A program that compiles pays most: recorded, it runs without its graphs.
+Of a trial of a few seconds nothing is said: what it lost is nobody's matter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 LATEST = 64
 FEWEST = 3  # steps of a kind, before anything is said of it
 DEAR, CHEAP = 0.05, 0.02  # shares: of what is told, and of what is proposed
+WORTH_TELLING = 5.0  # seconds that the program lost
 CADENCES = tuple(step * 10**power for power in range(1, 6) for step in (1, 2, 5))
 
 
@@ -23,9 +25,9 @@ class Pace:
     """The seconds of recorded steps and of others.
 
     >>> pace = Pace()
-    >>> for step in range(40): pace.add(0.3 if step % 10 == 0 else 0.1, recorded=step % 10 == 0)
+    >>> for step in range(40): pace.add(6.0 if step % 10 == 0 else 2.0, recorded=step % 10 == 0)
     >>> pace.facts()
-    {'recorded_step_seconds': 0.3, 'other_step_seconds': 0.1}
+    {'recorded_step_seconds': 6.0, 'other_step_seconds': 2.0}
     >>> pace.note("it ran uncompiled").partition("; ")[0]
     'Watching made the program 20% slower: a recorded step took 3.0 times as long as another (it ran uncompiled)'
     """
@@ -58,7 +60,7 @@ class Pace:
             return ""
         times = medians[0] / medians[1]
         share = (times - 1) * self._steps[True] / sum(self._steps.values())
-        if share < DEAR:
+        if share < DEAR or (medians[0] - medians[1]) * self._steps[True] < WORTH_TELLING:
             return ""
         every = next((every for every in CADENCES if (times - 1) / every <= CHEAP), CADENCES[-1])
         because = f" ({why})" if why else ""
