@@ -30,6 +30,7 @@ from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.leaving import leave_models_clean
 from narrowgauge.session.doors.megatron import Megatron
+from narrowgauge.session.doors.recorded_graphs import compiling_seconds
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.family import Family
@@ -40,6 +41,7 @@ from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.selection.too_few import too_few
+from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
@@ -90,6 +92,14 @@ class Session:
             eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
             unheard=self.hearing.nothing,
             mine=lambda: self.calls.of_training(),
+            in_graphs=lambda failed: nullcontext() if self._compiled is None else self._compiled.in_graphs(failed),
+            inside=lambda: self._compiled is not None and self._compiled.inside(),
+            choice=Choice(
+                plan.watch.get("compiled", "auto"),
+                lambda: self.ledger.pace.lost(),
+                compiling_seconds,
+                Ranks.world,
+            ),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
         told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)
@@ -208,7 +218,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
-        pace = steps.ledger.pace.note("what it compiled ran uncompiled" if self.plain.uncompiled else "")
+        pace = steps.ledger.pace.note(self.plain.why())
         few = self.roots.taken and too_few(self.plan, self.recorder.selection, steps.ledger.steps, conversions.observed)
         return {
             **self.roots.facts(),

@@ -16,6 +16,7 @@ skip = ["*:weight"]
 roles = ["input", "weight"]
 metrics = ["amax", "*sqnr*"]
 what_if = ["current", "blockwise"]
+compiled = "graphs"
 ranks = true
 [convert]
 skip = ["lm_head"]
@@ -76,6 +77,7 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         "roles": ["input", "weight"],
         "metrics": ["amax", "*sqnr*"],
         "what_if": ["current", "blockwise"],
+        "compiled": "graphs",
         "ranks": True,
     }
     roles = ["input", "weight", "grad_output"]

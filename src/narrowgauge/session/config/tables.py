@@ -69,6 +69,9 @@ class Watch(Table):
     what_if: list[RecipeName] = ["current"]
     """Recipes that tell what they would do: the first without state to layers that nobody converted, as the run's own
     rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty."""
+    compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
+    """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
+    steps; `auto` is uncompiled until that has lost as much time as compiling took, and stays so with several ranks."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 

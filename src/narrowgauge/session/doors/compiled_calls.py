@@ -6,10 +6,10 @@
 
 While a graph is traced nothing is told. Without a listener, before there is one and once it is gone, nothing is either.
 
-In recorded steps what the program compiles runs uncompiled, so that its layers are seen. Functions that a library
-compiles for itself have none inside (TransformerEngine's fused activations, torch's flex_attention): they run as ever,
-or their results would be rounded otherwise than in the step before. So does an optimizer's step without a closure,
-when all has been seen of the layers.
+In recorded steps what the program compiles runs uncompiled, or in graphs of its own (recorded_graphs.py), so that its
+layers are seen. Functions that a library compiles for itself have none inside (TransformerEngine's fused activations,
+torch's flex_attention): they run as ever, or their results would be rounded otherwise than in the step before. So does
+an optimizer's step without a closure, when all has been seen of the layers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.doors import recorded_graphs
 from narrowgauge.session.doors.unseen import unseen
 
 _LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
@@ -47,6 +48,7 @@ class CompiledCalls:
         self._heard = bool(self._wrapped)  # the program compiled something
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False
+        self._failed: Callable[[Exception], None] | None = None  # in graphs of recorded steps: told if one fails
         self._depth = 0  # calls that are followed and have not returned
         self._lasting: ExitStack = ExitStack()  # undone when they have
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
@@ -63,7 +65,7 @@ class CompiledCalls:
             optimizer = _optimizer_of(model)
             if optimizer is not None:
                 return self._updating(optimizer, compiled)
-            return compiled if isinstance(model, nn.Module) else self._followed(model, compiled)
+            return self._in_place(compiled) if isinstance(model, nn.Module) else self._followed(model, compiled)
 
         @unseen
         @functools.wraps(self._compile_in_place)
@@ -104,10 +106,26 @@ class CompiledCalls:
                 if self._depth:
                     self._lasting = stack.pop_all()
 
+    @contextmanager
+    def in_graphs(self, failed: Callable[[Exception], None]) -> Iterator[None]:
+        """Meanwhile what the program compiled runs in graphs of recorded steps; `failed` is told why one cannot."""
+        self._failed = failed
+        try:
+            yield
+        finally:
+            self._failed = None
+
+    def inside(self) -> bool:
+        """Whether a call of a compiled function runs."""
+        return self._depth > 0
+
     def adopt(self, module: nn.Module) -> None:
         """Know of a module that was compiled before, and follow it if that was in place."""
         call = module._compiled_call_impl
-        self._heard |= call is not None or type(module).__name__ == "OptimizedModule"
+        if type(module).__name__ == "OptimizedModule":
+            self._heard = True
+            self._in_place(module)
+        self._heard |= call is not None
         if call is not None and not hasattr(call, "followed"):
             module._compiled_call_impl = self._followed(module, call)
 
@@ -160,6 +178,35 @@ class CompiledCalls:
         self._wrapped.add(call)
         return call
 
+    def _in_place(self, module: Any) -> Any:
+        """What torch.compile made of a module: its forward is the compiled one."""
+        compiled = vars(module).get("forward")
+        if compiled is None or hasattr(compiled, "followed"):
+            return module
+
+        @unseen
+        @functools.wraps(compiled)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (
+                compiled(*args, **kwargs)
+                if torch.compiler.is_compiling()
+                else self._heir()._run(compiled, args, kwargs)
+            )
+
+        forward.followed = True  # type: ignore[attr-defined]
+        module.forward = forward
+        return module
+
+    @unseen
+    def _run(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._failed is None or self.listener is None or not self.listener.learns():
+            return compiled(*args, **kwargs)
+        return recorded_graphs.run(compiled, args, kwargs, self._given_up)
+
+    def _given_up(self, error: Exception) -> None:
+        if self._failed is not None:
+            self._failed(error)
+
     @contextmanager
     def _call(self, known: Any) -> Iterator[list[Any]]:
         """A call of what is compiled; of what is given, the second is what it returned."""
@@ -182,7 +229,7 @@ class CompiledCalls:
             if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
                 return compiled(*args, **kwargs)
             with heir._call(heir.listener.compiled_begins(owner, args, kwargs)) as told:
-                told[1] = compiled(*args, **kwargs)
+                told[1] = heir._run(compiled, args, kwargs)
             return told[1]
 
         call.followed = True  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from torch import nn
 
 from narrowgauge.session.doors.seams import Seams
 
+SEAT = "_narrowgauge_seat"  # what a module has of ours beside a hook
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _SAID_OF_THEM = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -58,7 +59,7 @@ def _clean(part: Any) -> Any:
     if not isinstance(part, dict) or not any(part.get(name) for name in _HOOKS):
         return part
     ours = {at for name in _HOOKS for at, hook in (part.get(name) or {}).items() if _is_ours(hook)}
-    return part if not ours else {**part, **_without(part, ours)}
+    return part if not ours else {name: value for name, value in part.items() if name != SEAT} | _without(part, ours)
 
 
 def _without(state: dict[str, Any], ours: set[int]) -> dict[str, Any]:
@@ -75,9 +76,10 @@ def _aside(model: nn.Module) -> Iterator[None]:
             state = vars(module)
             clean = _clean(state)
             if clean is not state:
-                changed = (*_HOOKS, *_SAID_OF_THEM)
+                changed = (*_HOOKS, *_SAID_OF_THEM, SEAT)
                 kept.append((module, {name: state[name] for name in changed if name in state}))
-                state.update({name: clean[name] for name in changed if name in state})
+                state.update({name: clean[name] for name in changed if name in clean})
+                state.pop(SEAT, None)
         yield
     finally:
         for module, before in kept:

@@ -92,7 +92,7 @@ class Calls:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers:
             return
-        if inside_backward() or not self._learns() or not unseen_by_modes(self._optimizers.owns, module):
+        if inside_backward() or not self.learns() or not unseen_by_modes(self._optimizers.owns, module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -113,7 +113,8 @@ class Calls:
         """A reentrant checkpoint begins what it will run again with gradients, or has ended it."""
         self._thread.checkpoint = runs
 
-    def _learns(self) -> bool:
+    def learns(self) -> bool:
+        """Whether what is called now is called with gradients, or will be when a checkpoint runs it again."""
         return torch.is_grad_enabled() or self._thread.checkpoint
 
     def batch_loaded(self, seconds: float) -> None:
@@ -131,10 +132,10 @@ class Calls:
             return True
         if inside_backward():
             return not self.hearing.refused
-        return self.training and not self._thread.aside and self._learns()
+        return self.training and not self._thread.aside and self.learns()
 
     @heard_if(
-        lambda self, root, args, kwargs: self._same.model(root) if self._learns() else None,
+        lambda self, root, args, kwargs: self._same.model(root) if self.learns() else None,
         aside=lambda self, root, args, kwargs: self._begins_aside(),
     )
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -148,7 +149,7 @@ class Calls:
         self._outermost, self._running = _call(), root
         root.heard_in = self.hearing.turn
         self._deaf(True)
-        if not self._learns():
+        if not self.learns():
             self._thread.waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
@@ -197,7 +198,7 @@ class Calls:
         self._left()
         if raised:
             self._take_back()
-        elif missed and self._learns() and not self._steps.paused and not self._in_generator:
+        elif missed and self.learns() and not self._steps.paused and not self._in_generator:
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
@@ -205,7 +206,7 @@ class Calls:
             self._steps.batches.made(output)
         if isinstance(output, GeneratorType):
             self._generators.add(output)
-        if not self._learns():
+        if not self.learns():
             self._steps.evals.model_ended(output)
             self._steps.ledger.interrupted(time.perf_counter() - self._eval_began)
             return
@@ -215,7 +216,7 @@ class Calls:
 
     def _take_back(self) -> None:
         """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
-        if self._steps.line is not None and self._learns():
+        if self._steps.line is not None and self.learns():
             self._steps.line.tokens -= self._tokens
         self._tokens = 0
 
@@ -259,7 +260,7 @@ class Calls:
         return root
 
     def _same_compiled(self, owner: Any) -> bool | None:
-        if not self._learns() or not self._optimizers:
+        if not self.learns() or not self._optimizers:
             return None
         root = self._compiled.get(id(owner))
         if root is not None and root.alive:

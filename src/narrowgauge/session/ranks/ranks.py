@@ -31,7 +31,7 @@ from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.last_words import POLL, fetch, leave
 from narrowgauge.session.ranks.layout import Layout
-from narrowgauge.session.ranks.meeting import Meeting, Met
+from narrowgauge.session.ranks.meeting import Meeting, Met, programs_own
 from narrowgauge.session.ranks.open_step import OpenStep, Told
 from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
@@ -116,6 +116,12 @@ class Ranks:
             return True
         self._open.append(mine)
         return True
+
+    @staticmethod
+    def world() -> int:
+        """How many ranks the program has now, met or not."""
+        met = programs_own()
+        return 1 if met is None else met.world
 
     def add_scalars(self, step: int, **values: float) -> None:
         """A step's scalars have arrived from this rank's device."""

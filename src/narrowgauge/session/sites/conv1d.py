@@ -16,7 +16,7 @@ from narrowgauge.session.sites.part import Part, first_tensor, is_a, output_of
 class HuggingFaceConv1D:
     """`transformers.pytorch_utils.Conv1D`."""
 
-    whole = True
+    whole = in_graph = True
 
     def knows(self, module: nn.Module) -> bool:
         """Known by its name."""

@@ -27,7 +27,7 @@ from narrowgauge.session.sites.part import Part
 class Computing:
     """A convolution that computes its weight."""
 
-    whole = False
+    whole = in_graph = False
 
     def knows(self, module: nn.Module) -> bool:
         """Whether its weight is no parameter."""

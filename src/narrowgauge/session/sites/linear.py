@@ -24,7 +24,7 @@ from narrowgauge.session.sites.part import Part, first_tensor, output_of
 class Plain:
     """`nn.Linear` as torch made it."""
 
-    whole = True
+    whole = in_graph = True
 
     def knows(self, module: nn.Module) -> bool:
         """Whether it runs nn.Linear's forward on a weight that is a parameter."""
@@ -44,7 +44,7 @@ class Plain:
 class Derived(Plain):
     """A subclass with a forward of its own, or whose weight is computed."""
 
-    whole = False
+    whole = in_graph = False
 
     def knows(self, module: nn.Module) -> bool:
         """Whether it is any other nn.Linear, but for ours."""

@@ -23,7 +23,7 @@ from narrowgauge.session.sites.tensor_parallel import NONE, Copies, copied
 class Megatron:
     """`ColumnParallelLinear`, `RowParallelLinear` and their subclasses."""
 
-    whole = True
+    whole, in_graph = True, False
 
     def knows(self, module: nn.Module) -> bool:
         """Known by name, in Megatron-Core as in older Megatrons."""

@@ -73,12 +73,22 @@ class Part:
     copies: Copies = NONE
 
 
+def is_plain(part: Part) -> bool:
+    """Whether both tensors are ordinary ones, of which this rank has all."""
+    return type(part.x) is Tensor and type(part.w) is nn.Parameter and not part.hidden and part.copies == NONE
+
+
 class Kind(Protocol):
     """An adapter: one kind of layer, known by its class."""
 
     @property
     def whole(self) -> bool:
         """Whether `parts` tells of all that the layer multiplies; else products heard inside of it come first."""
+        ...
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether its first argument and the gradient of its result say everything: a graph can tell of these."""
         ...
 
     def knows(self, module: nn.Module) -> bool:

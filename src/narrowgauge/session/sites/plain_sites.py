@@ -8,91 +8,36 @@ Which layers are known, and how, lies beside this. Products of torch's functions
 layer tells of them. What becomes of a product's tensors is `showing`'s business. What is not seen is named in the run's
 notes.
 
-A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, and the next
-one uses the graphs again as they are. Where all that was compiled is older than the watch, nobody tells when it is
-called and returns: it stays compiled and is not seen inside, but for layers that were converted, whose operators look
-themselves. So do those of a converted run, which stays compiled as well.
+A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, or in graphs
+of its own (`choice`), and the next one uses the graphs again as they are. Where all that was compiled is older than the
+watch, nobody tells when it is called and returns: it stays compiled and is not seen inside, but for layers that were
+converted, whose operators look themselves. So do those of a converted run, which stays compiled as well.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name
+from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.known import kind_of, weight_shape
-from narrowgauge.session.sites.part import Kind, Part
+from narrowgauge.session.sites.layer import Layer
+from narrowgauge.session.sites.part import Part, is_plain
 from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.showing import Showing
-
-
-class Layer:
-    """A module of a known kind.
-
-    Args:
-        name: the module's.
-        module: the program's, which may drop it.
-        kind, observer: how it is looked at, and by whom.
-        begins, called: told, as torch's hooks are, before and after each of its calls while hooked.
-    """
-
-    _numbers = itertools.count(2)
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        kind: Kind,
-        observer: Observer,
-        begins: Callable[..., None],
-        called: Callable[..., None],
-    ) -> None:
-        self.name, self.kind, self.observer = name, kind, observer
-        self._known = ref(module)
-        self._begins, self._called = partial(begins, self), partial(called, self)
-        self._number = -next(Layer._numbers)  # torch's own hooks have none below zero
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module; None once it is gone."""
-        return self._known()
-
-    def hook(self) -> bool:
-        """Be told of its calls; False if it is gone.
-
-        As `register_forward_hook` does it, which takes ten times as long: there is a layer for every few tensors.
-        First of all hooks that come after: a sharded weight is whole here, and perhaps not after them.
-        """
-        module, number = self._known(), self._number
-        if module is None:
-            return False
-        module._forward_pre_hooks[number] = self._begins
-        module._forward_hooks[number] = self._called
-        module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
-        module._forward_hooks_with_kwargs[number] = module._forward_hooks_always_called[number] = True
-        return True
-
-    def unhook(self) -> None:
-        """Be told no more; twice is harmless."""
-        module, number = self._known(), self._number
-        if module is not None and module._forward_hooks.pop(number, None) is not None:
-            module._forward_pre_hooks.pop(number, None)
-            module._forward_hooks_with_kwargs.pop(number, None)
-            module._forward_hooks_always_called.pop(number, None)
 
 
 @dataclass(eq=False)
@@ -115,10 +60,13 @@ class PlainSites:
         eagerly: makes what it compiled run uncompiled, meanwhile.
         unheard: while it is open, nobody hears what the program does.
         mine: whether what the calling thread multiplies is of the training, asked at each layer's call.
+        in_graphs: makes what it compiled run in graphs that are kept for such steps, meanwhile; tells of an error.
+        inside: whether a call of what it compiled is running.
+        choice: which of both ways a recorded step of a compiled program goes.
 
     Attributes:
         shown: what became of the tensors.
-        uncompiled: whether what the program compiled ran uncompiled in a recorded step.
+        uncompiled: whether what the program compiled ran uncompiled in the latest recorded step.
     """
 
     def __init__(
@@ -132,15 +80,21 @@ class PlainSites:
         eagerly: Callable[[], AbstractContextManager[object]] = lambda: torch.compiler.set_stance("force_eager"),
         unheard: Callable[[], AbstractContextManager[object]] = nullcontext,
         mine: Callable[[], bool] = lambda: True,
+        in_graphs: Callable[[Callable[[Exception], None]], AbstractContextManager[object]] = lambda failed: (
+            nullcontext()
+        ),
+        inside: Callable[[], bool] = lambda: False,
+        choice: Choice | None = None,
     ) -> None:
         self.shown = Showing(by_name(recipe) if recipe else None, training, mine)
-        self._eager, self._compiles, self._followed = eager, compiles, followed
+        self._eager, self._compiles, self._followed, self._mine = eager, compiles, followed, mine
         self._eagerly, self._unheard = eagerly, unheard
+        self._in_graphs, self._inside, self.choice = in_graphs, inside, choice or Choice("uncompiled")
         self._layers: list[Layer] = []
         self._census = Census()
         self._products = Products(self._heard, self.shown.failed, self._told)
         self._steps = 0
-        self.uncompiled = False
+        self.uncompiled = self._graphs = False
         self._deaf = False  # products were not listened to
         self._open = ExitStack()
         self._listening = False  # in a recorded step, of which not all has been seen
@@ -153,17 +107,24 @@ class PlainSites:
         self._census.add(model, observer)
         taken = {id(layer.module) for layer in self._layers}
         found = [
-            Layer(plain_name(name), module, kind, observer, self._begins, self._called)
+            Layer(plain_name(name), module, kind, observer, self)
             for name, module in model.named_modules()
             if id(module) not in taken and (kind := kind_of(module)) is not None
         ]
         self._layers += found
         return len(found)
 
+    def why(self) -> str:
+        """What makes recorded steps of this program long, in words; "" if nothing does that is known."""
+        if not self.uncompiled:
+            return ""
+        because = f", as {self.choice.refused}" if self.choice.refused else ""
+        return f"what it compiled ran uncompiled{because}"
+
     @property
     def notes(self) -> list[str]:
         """What was not looked at; empty if everything was."""
-        notes = self.shown.notes
+        notes = [*self.shown.notes, *self.choice.notes]
         if self._deaf and self._eager:
             notes.append(
                 "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after "
@@ -190,23 +151,35 @@ class PlainSites:
         self._steps += 1
         self._running = threading.local()
         self._open.callback(self._unhook)
-        self._layers = [layer for layer in self._layers if layer.hook()]
         compiles = self._compiles()
         eager = self._eager and self._followed()
-        self.uncompiled |= compiles and eager
+        self._graphs = compiles and eager and self.choice.begin()
+        self.uncompiled = compiles and eager and not self._graphs
         self._deaf = compiles and not eager  # a graph would be made anew for functions that come and go
+        hook = Layer.hook_in_graphs if self._graphs else Layer.hook
+        self._layers = [layer for layer in self._layers if hook(layer)]
+        if self._graphs:  # which nothing but layers has to be told of: that was made sure
+            self._open.enter_context(self._in_graphs(self._failed))
+            return
         if not self._deaf:
             self._products.open()
             self._open.callback(self._products.close)
         if compiles:
             self._open.enter_context(self._eagerly() if eager else launched(self._unheard))
 
-    def end(self) -> None:
-        """It ended: no hook is left, and no parameter held."""
+    def end(self, *, seen: bool = False) -> None:
+        """It ended, or all of it was `seen`: no hook is left, and no parameter held."""
         if self._listening:
             self._listening = False
+            if seen and (self._graphs or self.uncompiled):
+                self.choice.ended(frozenset(self.shown.heard), self._inside())
             self._open.close()
             self._census.end()
+
+    def _failed(self, error: Exception) -> None:
+        """The compiler could not make a graph for a recorded step."""
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        self.choice.refuse(f"torch could not compile them ({cause})")
 
     def _unhook(self) -> None:
         for layer in self._layers:
@@ -218,13 +191,15 @@ class PlainSites:
             calls = self._running.calls = []
         return calls
 
-    def _begins(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def begins(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """As `HearsLayers` says; so are the next ones."""
         if not torch.compiler.is_compiling():
             self._calls().append(Running(layer))
 
-    def _called(
+    def ended(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Show what it multiplied, unless a product inside of it was heard."""
         if torch.compiler.is_compiling():
             return
         calls = self._calls()
@@ -235,17 +210,45 @@ class PlainSites:
             return
         running = calls[at]
         del calls[at:]
-        if output is None or running.heard or unreal():
+        if output is not None and not running.heard:
+            self.called(layer, module, args, kwargs, output)
+
+    def called(
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Show what it multiplied."""
+        if unreal():
             return
         try:
             unseen_by_modes(self._show, layer, module, args, kwargs, output)
         except Exception as error:
             self.shown.failed(f"a call of {layer.name or type(module).__name__}", error)
 
+    def input_in_graph(self, layer: Layer, x: Tensor) -> None:
+        """Show it, and the layer's weight."""
+        module = layer.module
+        if module is None or not self._listening:
+            return
+        try:
+            (part,) = layer.kind.parts(module, (x,), {}, None)
+            if not inside_backward():
+                layer.latest = (part, layer.observer.wants(layer.name)) if self._mine() else None
+            self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
+        except Exception as error:
+            self.shown.failed(f"a call of {layer.name} in a graph", error)
+
+    def gradient_in_graph(self, layer: Layer, dy: Tensor) -> None:
+        """Show it."""
+        if layer.latest is not None:
+            part, wanted = layer.latest
+            self.shown.gradient(layer.name, layer.observer, part, wanted, dy)
+
     def _show(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         parts = layer.kind.parts(module, args, kwargs, output)
+        if self.uncompiled and not (layer.kind.in_graph and len(parts) == 1 and is_plain(parts[0])):
+            self.choice.refuse(f"{type(module).__name__} cannot be seen in a graph")
         for part in parts:
             known = layer.module or module  # of which `module` may be a replica
             self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
@@ -276,6 +279,8 @@ class PlainSites:
         inside = calls[-1] if calls else None
         owner = self._census.owner(part.w) if known else None
         module = None if inside is None else inside.layer.module
+        if self.uncompiled and (inside or owner) is not None:
+            self.choice.refuse("it multiplies outside of known layers")
         # Its weight, or what it computed of it.
         own = tuple(part.w.shape) == weight_shape(module) if owner is None else owner.module is module
         if inside is not None and module is not None and own:

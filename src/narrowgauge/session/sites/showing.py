@@ -40,6 +40,7 @@ class Showing:
     Attributes:
         copies: sites whose values other ranks hold as well, and the lowest that does.
         meshes: sites of weights on a mesh, and its lowest rank.
+        heard: what came in the open step, wanted or not, by observer, name and role.
         dtype: of the first product's result.
     """
 
@@ -52,6 +53,7 @@ class Showing:
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
         self.copies: dict[str, int] = {}
         self.meshes: dict[str, int] = {}
+        self.heard: set[tuple[int, str, str]] = set()
         self.dtype = ""
         self._passed_over: Counter[str] = Counter()
         self._said: dict[str, None] = {}
@@ -61,6 +63,7 @@ class Showing:
         self._weights.clear()
         self.copies.clear()
         self.meshes.clear()
+        self.heard.clear()
 
     @property
     def notes(self) -> list[str]:
@@ -112,6 +115,12 @@ class Showing:
 
             _at_gradient(y, arrived)
 
+    def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
+        """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
+        if self.recipe is not None:
+            state, same = self._state(name, observer, self.recipe, dy), part.copies.of("grad_output")
+            self._show(state, wanted, "grad_output", part.dy_rows, part.own, local_of(dy), same)
+
     def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor) -> LayerState:
         key = id(observer), name
         state = self._states.get(key)
@@ -138,6 +147,7 @@ class Showing:
             if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
                 self._passed_over[f"{role} {_kind(held.tensor)}"] += 1
                 return
+            self.heard.add((id(state.observer), state.name, role))
             if not x.numel() or not selects(state.observer, state.name, role):
                 return
             first = held.first if held.first is not None else first
@@ -176,9 +186,12 @@ class Showing:
 def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
     """Have `arrived` called with the gradient of y that the product is given.
 
-    Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it.
+    Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it. Of rows that
+    were made as a matrix and are seen as [..., N], that is what made the matrix: y is seen otherwise once the program
+    changes it in place, and then no gradient comes by where it was.
     """
-    node, number = y.grad_fn, y.output_nr
+    made, shape = _made_as(y), y.shape
+    node, number = made.grad_fn, made.output_nr
     if node is None:
         y.register_hook(arrived)
         return
@@ -186,9 +199,16 @@ def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
     def before(gradients: Sequence[Tensor | None]) -> None:
         dy = gradients[number]
         if dy is not None:
-            arrived(dy)
+            arrived(dy.reshape(shape))
 
     node.register_prehook(before)
+
+
+def _made_as(y: Tensor) -> Tensor:
+    """The tensor of which y is another view, element by element in the same order; y itself if there is none."""
+    base = y._base if type(y) is Tensor and y._is_view() else None
+    same = base is not None and base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()
+    return base if base is not None and same and base.grad_fn is not None else y
 
 
 @contextmanager

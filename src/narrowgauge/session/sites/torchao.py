@@ -34,7 +34,8 @@ _GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise":
 class TorchAO:
     """`torchao.float8.float8_linear.Float8Linear`."""
 
-    whole = True
+    whole = in_graph = True
+    as_autocast = True  # casts its input as autocast says, on whichever device
 
     def knows(self, module: nn.Module) -> bool:
         """Known by its name."""

@@ -43,7 +43,7 @@ KEPT_HIGH: WeakSet[nn.Module] = WeakSet()  # those that the settings keep out of
 class TransformerEngine:
     """`Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`, and what is derived from them."""
 
-    whole = True
+    whole, in_graph = True, False
 
     def knows(self, module: nn.Module) -> bool:
         """Known by name; Megatron-Core's TE layers are derived from these."""

@@ -53,6 +53,13 @@ class Pace:
         medians = self._medians()
         return {} if medians is None else {"recorded_step_seconds": medians[0], "other_step_seconds": medians[1]}
 
+    def lost(self) -> float:
+        """Seconds that recorded steps took longer than others; where there are no others, a fifth of what they took."""
+        medians = self._medians()
+        if medians is not None:
+            return (medians[0] - medians[1]) * self._steps[True]
+        return 0.2 * sum(self._seconds[True]) if not self._steps[False] else 0.0
+
     def note(self, why: str) -> str:
         """What watching took of the program's time, and what cadence would take little; "" where it was little."""
         medians = self._medians()

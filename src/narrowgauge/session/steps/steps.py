@@ -121,7 +121,7 @@ class Steps:
     def end(self) -> None:
         """An optimizer stepped, or a gradient scaler chose not to."""
         self._moved()
-        self._plain.end()
+        self._plain.end(seen=True)
         self.ledger.stepped()
         self.made, self.zeroed, self._doubted = True, False, False
 
@@ -138,7 +138,7 @@ class Steps:
 
     def looked(self) -> None:
         """Of the open step's layers all has been seen; what is compiled runs compiled from here on."""
-        self._plain.end()
+        self._plain.end(seen=True)
 
     def another_model(self) -> None:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""

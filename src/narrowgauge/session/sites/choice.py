@@ -1,0 +1,77 @@
+"""How a recorded step runs what the program compiled: uncompiled, or in graphs that are made for recorded steps.
+
+    uncompiled    everything is heard as it is in any program, and the step takes as long as it did before compiling
+    graphs        layers tell from inside; torch compiles once more, which may take minutes
+
+So the first recorded steps run uncompiled: they show what there is to be seen, and whether a graph could tell of all of
+it. Graphs are made once these steps have lost as much time as compiling takes: so watching costs at most twice what the
+better way would have cost from the beginning. What a graph then leaves out ends them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+Wish = Literal["auto", "graphs", "uncompiled"]
+Heard = frozenset[tuple[int, str, str]]  # by observer, name and role
+
+
+class Choice:
+    """One program's.
+
+    Args:
+        wish: what the settings say.
+        lost: seconds that recorded steps took longer than others so far.
+        compiling: seconds that torch has spent compiling.
+        world: how many ranks train together; the others would wait for each one's compiler.
+
+    Attributes:
+        refused: why recorded steps have no graphs, or no longer; "" if nothing is against them.
+        graphs: whether the open step, or the last one, has graphs of its own.
+    """
+
+    def __init__(
+        self,
+        wish: Wish = "auto",
+        lost: Callable[[], float] = lambda: 0.0,
+        compiling: Callable[[], float] = lambda: float("inf"),
+        world: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self._wish, self._lost, self._compiling, self._world = wish, lost, compiling, world
+        self._always: Heard | None = None  # what was heard in every uncompiled step
+        self.refused = ""
+        self.graphs = False
+        self._tell = wish == "graphs"
+
+    def begin(self) -> bool:
+        """A recorded step begins; whether it has graphs."""
+        self.graphs = bool(self._always) and not self.refused and self._wanted()
+        self._tell |= self.graphs
+        return self.graphs
+
+    @property
+    def notes(self) -> list[str]:
+        """That recorded steps have no graphs, or no longer, where somebody asked for them or they had some."""
+        if not (self._tell and self.refused):
+            return []
+        return [f"Recorded steps ran what the program compiled uncompiled, not in graphs of their own: {self.refused}."]
+
+    def _wanted(self) -> bool:
+        if self._wish == "auto":
+            return self._world() == 1 and self._lost() >= self._compiling()
+        return self._wish == "graphs"
+
+    def refuse(self, why: str) -> None:
+        """No graphs from the next recorded step on; of several reasons the first is told."""
+        self.refused = self.refused or why
+
+    def ended(self, heard: Heard, inside: bool) -> None:
+        """A recorded step was heard to its end, which is `inside` a compiled function's call or not."""
+        if inside:
+            self.refuse("its optimizer steps within a compiled function")
+        if not self.graphs:
+            self._always = heard if self._always is None else self._always & heard
+        elif self._always is not None and not self._always <= heard:
+            _, name, role = min(self._always - heard)
+            self.refuse(f"{name}:{role} was not seen in a graph")

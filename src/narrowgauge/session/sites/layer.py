@@ -1,0 +1,128 @@
+"""A module of a known kind, and the hooks by which it tells of its calls: only in recorded steps it has any."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.compute.nn.observer import Observer
+from narrowgauge.session.doors.leaving import SEAT
+from narrowgauge.session.sites import in_graph
+from narrowgauge.session.sites.part import Kind, Part
+
+IN_GRAPH = (
+    -1
+)  # the number of the hook that is traced: guards know hooks by their numbers, and so it is the same for all
+
+
+class HearsLayers(Protocol):
+    """Who is told by a layer."""
+
+    def begins(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """It is called."""
+
+    def ended(
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """It returned, or raised an error: the output is None then."""
+
+    def called(
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """It was called outside of graphs, in a step that has graphs of its own."""
+
+    def input_in_graph(self, layer: Layer, x: Tensor) -> None:
+        """A graph calls it with x."""
+
+    def gradient_in_graph(self, layer: Layer, dy: Tensor) -> None:
+        """A graph's backward pass has the gradient of its result."""
+
+
+class Layer:
+    """A module of a known kind.
+
+    Args:
+        name: the module's.
+        module: the program's, which may drop it.
+        kind, observer: how it is looked at, and by whom.
+        hears: told of its calls while it is hooked.
+
+    Attributes:
+        latest: of its latest call in a graph, the product, and whether it was to be looked at.
+    """
+
+    _numbers = itertools.count(2)
+
+    def __init__(self, name: str, module: nn.Module, kind: Kind, observer: Observer, hears: HearsLayers) -> None:
+        self.name, self.kind, self.observer = name, kind, observer
+        self._known, self._hears = ref(module), hears
+        self._begins, self._ended = partial(hears.begins, self), partial(hears.ended, self)
+        self._number = -next(Layer._numbers)  # torch's own hooks have none below zero
+        self._seat: in_graph.Seat | None = None
+        self.latest: tuple[Part, bool] | None = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once it is gone."""
+        return self._known()
+
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """It was called outside of graphs, in a step that has graphs of its own."""
+        self._hears.called(self, module, args, kwargs, output)
+
+    def input_in_graph(self, x: Tensor) -> None:
+        """A graph calls it with x."""
+        self._hears.input_in_graph(self, x)
+
+    def gradient_in_graph(self, dy: Tensor) -> None:
+        """The gradient of its result arrived."""
+        self._hears.gradient_in_graph(self, dy)
+
+    def hook(self) -> bool:
+        """Be told of its calls; False if it is gone.
+
+        As `register_forward_hook` does it, which takes ten times as long: there is a layer for every few tensors.
+        First of all hooks that come after: a sharded weight is whole here, and perhaps not after them.
+        """
+        module, number = self._known(), self._number
+        if module is None:
+            return False
+        module._forward_pre_hooks[number] = self._begins
+        module._forward_hooks[number] = self._ended
+        module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+        module._forward_hooks_with_kwargs[number] = module._forward_hooks_always_called[number] = True
+        return True
+
+    def hook_in_graphs(self) -> bool:
+        """Be told of its calls, also from inside of graphs that are made from now on; False if it is gone."""
+        in_graph.prepare()
+        module = self._known()
+        if module is None:
+            return False
+        weight = next(module.parameters(recurse=False), None)
+        device = torch.device("cpu") if weight is None else weight.device
+        if self._seat is None or self._seat.handle.device != device:
+            self._seat = in_graph.Seat.of(self, device, getattr(self.kind, "as_autocast", False))
+        self._seat.pretended.grad = None
+        vars(module)[SEAT] = self._seat
+        module._forward_hooks[IN_GRAPH] = in_graph.called
+        module._forward_hooks.move_to_end(IN_GRAPH, last=False)  # type: ignore[attr-defined]
+        module._forward_hooks_with_kwargs[IN_GRAPH] = True
+        return True
+
+    def unhook(self) -> None:
+        """Be told no more; twice is harmless."""
+        module = self._known()
+        if module is None:
+            return
+        vars(module).pop(SEAT, None)
+        for number in (self._number, IN_GRAPH):
+            if module._forward_hooks.pop(number, None) is not None:
+                module._forward_pre_hooks.pop(number, None)
+                module._forward_hooks_with_kwargs.pop(number, None)
+                module._forward_hooks_always_called.pop(number, None)

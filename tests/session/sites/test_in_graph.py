@@ -1,0 +1,322 @@
+"""A recorded step of a compiled program has graphs of its own, and what is seen in them is what is seen without."""
+
+import copy
+import functools
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from tests.session.sites.compiled_programs import (
+    EVERY,
+    STEPS,
+    Counting,
+    Net,
+    compiled,
+    notes,
+    same_rows,
+    tokens_of,
+    train,
+    watched,
+)
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.session.doors import recorded_graphs
+from narrowgauge.session.sites import in_graph
+from narrowgauge.session.sites.choice import Choice
+from narrowgauge.session.sites.layer import Layer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's, of an input
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's
+]
+RECORDED = STEPS // EVERY
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def show(monkeypatch):
+    """How often a graph showed an input, and a gradient, while it ran."""
+    shown = {"input": 0, "gradient": 0}
+
+    def counted(kind, method):
+        @functools.wraps(method)
+        def run(self, *args):
+            shown[kind] += 1
+            return method(self, *args)
+
+        return run
+
+    for kind in shown:
+        name = f"{kind}_in_graph"
+        monkeypatch.setattr(Layer, name, counted(kind, getattr(Layer, name)))
+    return shown
+
+
+def both(tmp_path, net, how, options=None, **training):
+    """The same program unwatched, with uncompiled recorded steps and with graphs; the graphs' run and its backend."""
+    twin = copy.deepcopy(net)
+    plain = Counting()
+    alone = train(twin, compiled(twin, how, plain, **(options or {})), **training)
+    losses, uncompiled = watched(tmp_path / "uncompiled", net, how, Counting(), "uncompiled", options, **training)
+    backend = Counting()
+    found, graphs = watched(tmp_path / "graphs", net, how, backend, "graphs", options, **training)
+    assert losses == pytest.approx(alone, rel=1e-5)
+    assert found == pytest.approx(alone, rel=1e-5)
+    same_rows(uncompiled, graphs)
+    assert notes(uncompiled) == notes(graphs) == []
+    return graphs, backend.graphs / plain.graphs
+
+
+@pytest.mark.parametrize("how", ["module", "in place", "blocks", "function"])
+def test_a_recorded_step_has_one_graph_more_that_shows_every_layer(how, tmp_path, show):
+    run, times = both(tmp_path, Net(), how)
+    assert times == 2
+    layers = 4 if how == "blocks" else 5  # the head is in no block
+    assert show == {"input": layers * (RECORDED - 1), "gradient": layers * (RECORDED - 1)}
+    assert len(run.sites) == 15
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["module", "blocks"])
+def test_a_recomputed_forward_counts_once(how, reentrant, tmp_path):
+    if reentrant and how == "module":
+        pytest.skip("torch does not compile a reentrant checkpoint")
+    both(tmp_path, Net(reentrant=reentrant), how)
+
+
+def test_microbatches_add_up(tmp_path):
+    run, times = both(tmp_path, Net(), "module", microbatches=3)
+    assert set(run.tensors(["numel"], sites="head:input")["numel"].tolist()) == {3 * 4 * 16 * 32}
+    assert times == 2
+
+
+def test_a_frozen_layer_has_no_gradient_and_asks_for_none(tmp_path):
+    net = Net()
+    net.embedding.requires_grad_(False)
+    net.blocks[0].requires_grad_(False)
+    run, _ = both(tmp_path, net, "module")
+    assert "blocks.0.up:input" in run.sites
+    assert "blocks.0.up:grad_output" not in run.sites
+
+
+@pytest.mark.parametrize("options", [{"fullgraph": True}, {"dynamic": True}])
+def test_a_graph_without_breaks_and_one_for_all_shapes(options, tmp_path):
+    _, times = both(tmp_path, Net(), "module", options, lengths=(16, 24) if "dynamic" in options else (16,))
+    assert times == (1.5 if "dynamic" in options else 2)  # all recorded steps have one of the two lengths
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_under_autocast_and_a_default_device(how, tmp_path):
+    def around():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    with torch.device("cpu"):
+        run, times = both(tmp_path, Net(), how, around=around)
+    assert times == 2
+    assert run.tensors(["numel"], sites="head:grad_output")["numel"][0] == 4 * 16 * 64
+
+
+def test_an_evaluation_uses_the_graphs_of_other_steps(tmp_path):
+    net, backend = Net(), Counting()
+
+    def trained(folder):
+        model = copy.deepcopy(net)
+        run = compiled(model, "module", backend)
+
+        def evaluate(step):
+            model.eval()
+            with torch.no_grad():
+                run(tokens_of(step))
+            model.train()
+
+        (tmp_path / folder).mkdir()
+        config = tmp_path / folder / "narrowgauge.toml"
+        config.write_text('[watch]\nevery = 1\ncompiled = "graphs"\n')
+        with ng.watch(model, out=tmp_path / folder / "run", config=config):
+            train(model, run, then=evaluate)
+        return ng.open_run(tmp_path / folder / "run")
+
+    run = trained("a")
+    assert backend.graphs == 2  # all steps are recorded: theirs, and the evaluation's
+    assert set(run.tensors(["numel"], sites="head:input")["numel"].tolist()) == {4 * 16 * 32}
+
+
+def test_compiled_by_inductor_it_is_the_same(tmp_path):
+    net = Net(blocks=1)
+    losses, uncompiled = watched(tmp_path / "a", net, "module", "inductor", "uncompiled")
+    found, graphs = watched(tmp_path / "b", net, "module", "inductor", "graphs")
+    assert found == pytest.approx(losses, rel=1e-5)
+    same_rows(uncompiled, graphs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_nothing_is_left_and_nothing_leaves_with_a_copy(tmp_path):
+    net, found = Net(blocks=1), []
+    before = {name: set(vars(module)) for name, module in net.named_modules()}
+
+    def around_each(module, args):
+        if torch.compiler.is_compiling() or in_graph.SEAT not in vars(net.head):
+            return
+        for copied in (copy.deepcopy(net.head), pickle.loads(pickle.dumps(net.head))):
+            found.append((in_graph.SEAT in vars(copied), len(copied._forward_hooks)))
+        torch.save(net.head, io.BytesIO())
+        torch.jit.script(net.head)
+
+    net.register_forward_pre_hook(around_each)
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+    with ng.watch(net, out=tmp_path / "run", config=config):
+        train(net, compiled(net, "blocks", "aot_eager"))
+    assert found == [(False, 0)] * 2 * (RECORDED - 1)
+    torchs_own = {"_compiled_call_impl", "__overloads__"}
+    assert {name: set(vars(module)) - torchs_own for name, module in net.named_modules()} == before
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+class Refusing(Counting):
+    """Cannot compile a graph that shows layers."""
+
+    def __call__(self, graph, inputs):
+        if any("show" in str(node.target) for node in graph.graph.nodes):
+            raise RuntimeError("no such operator here")
+        return super().__call__(graph, inputs)
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_cannot_be_compiled_runs_uncompiled(how, fullgraph, tmp_path):
+    net, options = Net(), {"fullgraph": fullgraph}
+    losses, uncompiled = watched(tmp_path / "a", net, how, Counting(), "uncompiled", options)
+    found, refused = watched(tmp_path / "b", net, how, Refusing(), "graphs", options)
+    assert found == losses
+    same_rows(uncompiled, refused)
+    [note] = notes(refused)
+    assert note.startswith("Recorded steps ran what the program compiled uncompiled, not in graphs of their own: torch")
+    assert "no such operator here" in note
+
+
+def test_a_graph_that_leaves_a_layer_out_is_the_last(tmp_path, monkeypatch):
+    called = in_graph.called
+
+    def deaf(module, args, kwargs, output):
+        if torch.compiler.is_compiling() and module.in_features == 64:  # the blocks' second layers
+            return None
+        return called(module, args, kwargs, output)
+
+    monkeypatch.setattr(in_graph, "called", deaf)
+    _, run = watched(tmp_path / "a", Net(), "module", Counting(), "graphs")
+    [note] = notes(run)
+    assert note.endswith("blocks.0.down:grad_output was not seen in a graph.")
+    steps = run.tensors(["numel"], sites="blocks.0.down:input")["step"].tolist()
+    assert steps == [2, *range(6, STEPS + 1, 2)]  # but for the one whose graph left it out
+
+
+class Tied(Net):
+    """Its head multiplies by the embedding's weight, and is no layer."""
+
+    def forward(self, tokens):
+        return nn.functional.linear(super().forward(tokens)[..., :32], self.embedding.weight)
+
+
+class Convolving(Net):
+    """A convolution before its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv1d(64, 64, 1)
+
+    def forward(self, tokens):
+        return self.mix(super().forward(tokens).transpose(1, 2))
+
+
+class Masked(nn.Linear):
+    """A linear layer with another forward."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 0.5, self.bias)
+
+
+def with_a_masked_layer():
+    net = Net()
+    net.head = Masked(32, 64)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Tied, "it multiplies outside of known layers"),
+        (Convolving, "it multiplies outside of known layers"),
+        (with_a_masked_layer, "it multiplies outside of known layers"),
+    ],
+)
+def test_what_a_graph_could_not_tell_of_stays_uncompiled(make, why, tmp_path, show):
+    net = make()
+    losses, uncompiled = watched(tmp_path / "a", net, "module", Counting(), "uncompiled")
+    backend = Counting()
+    found, run = watched(tmp_path / "b", net, "module", backend, "graphs")
+    assert found == losses
+    assert backend.graphs == 1
+    assert notes(run)[-1].endswith(f"{why}.")
+    assert not any(show.values())
+    same_rows(uncompiled, run)
+
+
+def test_a_step_that_is_one_compiled_function_stays_uncompiled(tmp_path, show):
+    net = Net(blocks=1)
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+    with ng.watch(net, out=tmp_path / "run", config=config):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        @functools.partial(torch.compile, backend="aot_eager")
+        def step(tokens):
+            loss = net(tokens).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(STEPS):
+            step(tokens_of(number))
+    run = ng.open_run(tmp_path / "run")
+    assert notes(run)[-1].endswith("its optimizer steps within a compiled function.")
+    assert not any(show.values())
+    assert run.tensors(["numel"], sites="head:input")["step"].tolist() == [2, 4, 6, 8]
+
+
+HEARD = frozenset({(1, "a", "input")})
+
+
+def chosen(wish="auto", lost=0.0, compiling=10.0, world=1):
+    choice = Choice(wish, lambda: lost, lambda: compiling, lambda: world)
+    assert not choice.begin()  # nothing has shown yet what there is to be seen
+    choice.ended(HEARD, inside=False)
+    return choice.begin()
+
+
+def test_graphs_are_made_when_uncompiled_steps_have_lost_what_they_take():
+    assert not chosen(lost=9.9)
+    assert chosen(lost=10.0)
+    assert not chosen(lost=10.0, world=2)
+    assert not chosen(lost=10.0, compiling=math.inf)
+    assert chosen("graphs")
+    assert chosen("graphs", world=2)
+    assert not chosen("uncompiled", lost=1e9)
+
+
+def test_torch_may_keep_twice_as_many_graphs(tmp_path):
+    """Two for a program that asks for static shapes and has two, and two for its recorded steps."""
+    recorded_graphs._prepare.cache_clear()
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+        options = {"fullgraph": True}
+        _, run = watched(tmp_path / "a", Net(), "module", Counting(), "graphs", options, lengths=(16, 16, 24, 24))
+        assert torch._dynamo.config.recompile_limit == 4
+    assert notes(run) == []
