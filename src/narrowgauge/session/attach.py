@@ -98,11 +98,11 @@ class Session:
                 plan.watch.get("compiled", "auto"),
                 lambda: self.ledger.pace.lost(),
                 compiling_seconds,
-                Ranks.world,
+                lambda: self.ranks.dear if Ranks.world() > 1 else None,
             ),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
-        told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh)
+        told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh, self.plain.choice.dear)
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)

@@ -63,8 +63,8 @@ class Rank:
         self.writer = RunWriter(folder, {}, rank=rank)
         self.collector = Collector(self.writer, every=every)
         said = copies or {}
-        self.models = 1
-        told = Told(said.get, (meshes or {}).get, models=lambda: self.models)
+        self.models, self.dear = 1, False
+        told = Told(said.get, (meshes or {}).get, models=lambda: self.models, dear=lambda: self.dear)
         self.ranks = Ranks(plan, self.writer, self.collector, told, meet=lambda: Met(store, rank, world))
         self.step = 0
 
@@ -375,6 +375,19 @@ def test_a_late_rank_is_left_behind_and_merged_again_when_it_is_back(tmp_path):
     assert (
         told[0]["message"] == "step 1 is not merged over the ranks: rank 1 had not recorded it; each wrote its own rows"
     )
+
+
+def test_all_ranks_begin_at_one_step_with_what_one_of_them_finds_worth_compiling(tmp_path):
+    program, began = made(tmp_path, every=2), [[], []]
+    for _ in range(16):
+        for r, rank in enumerate(program):
+            rank.dear = r == 1 and rank.step >= 3  # from its recorded step 4 on
+            if rank.begin():
+                rank.see("a:input", batch(r, rank.step))
+            began[r].append(rank.ranks.dear)
+            rank.end(loss=1.0)
+    finished(program, tmp_path)
+    assert began[0] == began[1] == [step >= 4 + LAG for step in range(1, 17)]
 
 
 def test_a_rank_that_is_gone_keeps_nobody(tmp_path):

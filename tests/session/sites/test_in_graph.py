@@ -295,8 +295,8 @@ def test_a_step_that_is_one_compiled_function_stays_uncompiled(tmp_path, show):
 HEARD = frozenset({(1, "a", "input")})
 
 
-def chosen(wish="auto", lost=0.0, compiling=10.0, world=1):
-    choice = Choice(wish, lambda: lost, lambda: compiling, lambda: world)
+def chosen(wish="auto", lost=0.0, compiling=10.0, agreed=None):
+    choice = Choice(wish, lambda: lost, lambda: compiling, lambda: agreed)
     assert not choice.begin()  # nothing has shown yet what there is to be seen
     choice.ended(HEARD, inside=False)
     return choice.begin()
@@ -305,10 +305,11 @@ def chosen(wish="auto", lost=0.0, compiling=10.0, world=1):
 def test_graphs_are_made_when_uncompiled_steps_have_lost_what_they_take():
     assert not chosen(lost=9.9)
     assert chosen(lost=10.0)
-    assert not chosen(lost=10.0, world=2)
+    assert not chosen(lost=10.0, agreed=False)  # not before the other ranks
+    assert chosen(lost=0.0, agreed=True)
     assert not chosen(lost=10.0, compiling=math.inf)
     assert chosen("graphs")
-    assert chosen("graphs", world=2)
+    assert chosen("graphs", agreed=False)
     assert not chosen("uncompiled", lost=1e9)
 
 

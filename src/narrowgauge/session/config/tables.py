@@ -71,7 +71,7 @@ class Watch(Table):
     rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty."""
     compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
-    steps; `auto` is uncompiled until that has lost as much time as compiling took, and stays so with several ranks."""
+    steps; `auto` is uncompiled until that has lost as much time as compiling took."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 

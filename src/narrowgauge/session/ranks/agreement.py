@@ -1,6 +1,6 @@
 """How ranks agree whether they merge a step, without one waiting for another.
 
-    end of recorded step s     every rank:  add 1 to the step's count; who completes it sets   what[s] = "merge"
+    end of recorded step s     every rank:  add 1 to the step's count; who completes it sets   what[s] = "merge ..."
     LAG steps later            every rank:  compare_set(what[s], "" -> "apart")                one answer for all
 
 A collective that one rank starts and another does not would hang. Here all read the same key, which is set once, and
@@ -27,17 +27,25 @@ LAG = 4  # steps: a rank whose host is that far ahead of another's goes on witho
 
 
 class Posted(NamedTuple):
-    """What a rank says of its table of a step: how many numbers, on which kind of device, in which order."""
+    """What a rank says of its table of a step: how many numbers, on which kind of device, in which order.
+
+    `dear`: it finds that recorded steps are worth compiling for. All begin at once, or each would wait for each.
+    """
 
     size: int
     device: str
     digest: str
+    dear: bool = False
 
 
 class Decision(NamedTuple):
-    """What all ranks do with a step: merge tables of `size` numbers, or (size 0) each for itself."""
+    """What all ranks do with a step: merge tables of `size` numbers, or (size 0) each for itself.
+
+    `dear`: any of them finds that recorded steps are worth compiling for.
+    """
 
     size: int
+    dear: bool = False
 
     @property
     def merge(self) -> bool:
@@ -66,12 +74,13 @@ class Agreement:
         if mine.digest not in self._known:
             self._store.set(f"layout/{mine.digest}", layout)
             self._known.add(mine.digest)
-        self._store.set(f"of/{step}/{self._rank}", f"{mine.size} {mine.device} {mine.digest}")
+        self._store.set(f"of/{step}/{self._rank}", f"{mine.size} {mine.device} {mine.digest} {mine.dear:d}")
         self._undeleted.append(step)
         if self._store.add(f"n/{step}", 1) == self._world:
             posted = self.posted(step)
             alike = len({each.device for each in posted}) == 1
-            self._store.compare_set(f"what/{step}", "", f"{MERGE} {max(p.size for p in posted)}" if alike else APART)
+            merge = f"{MERGE} {max(p.size for p in posted)} {any(p.dear for p in posted):d}"
+            self._store.compare_set(f"what/{step}", "", merge if alike else APART)
 
     def decided(self, step: int) -> Decision | None:
         """What was decided, if anything was; nothing is decided by asking."""
@@ -89,7 +98,8 @@ class Agreement:
     def posted(self, step: int) -> list[Posted]:
         """What every rank posted, in their order; only if all of them have."""
         found = self._store.multi_get([f"of/{step}/{rank}" for rank in range(self._world)])
-        return [Posted(int(size), device, digest) for size, device, digest in (each.decode().split() for each in found)]
+        fields = (each.decode().split() for each in found)
+        return [Posted(int(size), device, digest, dear == "1") for size, device, digest, dear in fields]
 
     def missing(self, step: int) -> list[int]:
         """The ranks that have not posted `step`."""
@@ -133,5 +143,5 @@ class Agreement:
 
 
 def _read(value: bytes) -> Decision:
-    what, _, size = value.decode().partition(" ")
-    return Decision(int(size) if what == MERGE else 0)
+    what, *numbers = value.decode().split()
+    return Decision(int(numbers[0]), numbers[1] == "1") if what == MERGE else Decision(0)

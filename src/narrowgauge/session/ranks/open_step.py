@@ -22,12 +22,14 @@ class Told:
         meshes: of a weight's site, the lowest rank of the mesh that it lies on; None without one.
         models: how many models the program has had so far.
         mesh: the lowest rank of the mesh that what is trained lies on; None without one.
+        dear: whether recorded steps have lost this rank as much time as compiling for them would take.
     """
 
     copies: Callable[[str], int | None] = lambda site: None
     meshes: Callable[[str], int | None] = lambda site: None
     models: Callable[[], int] = lambda: 0
     mesh: Callable[[], int | None] = lambda: None
+    dear: Callable[[], bool] = lambda: False
 
 
 @dataclass

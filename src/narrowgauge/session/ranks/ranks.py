@@ -67,6 +67,7 @@ class Ranks:
         self.notes: list[str] = []
         self._agreement: Agreement | None = None
         self._off = False
+        self.dear = False
         self._group: Group | None = None
         self._pulse: Pulse | None = None
         self._lost = ""  # why gathers that are under way will not end
@@ -109,7 +110,8 @@ class Ranks:
                 GONE,
             )
             assert self._agreement is not None
-            self._agreement.post(step, Posted(max(size, 1), device.type, mine.layout.digest), mine.layout.text)
+            posted = Posted(max(size, 1), device.type, mine.layout.digest, self._told.dear())
+            self._agreement.post(step, posted, mine.layout.text)
         except Exception as error:
             self._failed(error)
             self._apart.keep(packed)
@@ -211,6 +213,7 @@ class Ranks:
         assert self._agreement is not None
         mine = self._open[0]
         decision = self._agreement.decide(mine.step)
+        self.dear |= decision.dear
         if decision.merge and self._agreement.given_up():
             raise RuntimeError("another rank has given up merging")
         if decision.merge:

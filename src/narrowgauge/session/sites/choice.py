@@ -24,7 +24,8 @@ class Choice:
         wish: what the settings say.
         lost: seconds that recorded steps took longer than others so far.
         compiling: seconds that torch has spent compiling.
-        world: how many ranks train together; the others would wait for each one's compiler.
+        agreed: where several ranks train together, who wait for each other's compilers, whether they have agreed to
+            begin; None where there is one.
 
     Attributes:
         refused: why recorded steps have no graphs, or no longer; "" if nothing is against them.
@@ -36,9 +37,9 @@ class Choice:
         wish: Wish = "auto",
         lost: Callable[[], float] = lambda: 0.0,
         compiling: Callable[[], float] = lambda: float("inf"),
-        world: Callable[[], int] = lambda: 1,
+        agreed: Callable[[], bool | None] = lambda: None,
     ) -> None:
-        self._wish, self._lost, self._compiling, self._world = wish, lost, compiling, world
+        self._wish, self._lost, self._compiling, self._agreed = wish, lost, compiling, agreed
         self._always: Heard | None = None  # what was heard in every uncompiled step
         self.refused = ""
         self.graphs = False
@@ -58,9 +59,14 @@ class Choice:
         return [f"Recorded steps ran what the program compiled uncompiled, not in graphs of their own: {self.refused}."]
 
     def _wanted(self) -> bool:
-        if self._wish == "auto":
-            return self._world() == 1 and self._lost() >= self._compiling()
-        return self._wish == "graphs"
+        if self._wish != "auto":
+            return self._wish == "graphs"
+        agreed = self._agreed()
+        return self.dear() if agreed is None else agreed
+
+    def dear(self) -> bool:
+        """Whether uncompiled steps have lost as much time as compiling would take, and nothing is against it."""
+        return self._wish == "auto" and bool(self._always) and not self.refused and self._lost() >= self._compiling()
 
     def refuse(self, why: str) -> None:
         """No graphs from the next recorded step on; of several reasons the first is told."""
