@@ -16,7 +16,7 @@ WORKS = WorksWith(
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 STEPS, RECORDED = 5, {2, 4}
-# Recorded steps are not compiled. On a CPU they come to the same bits; a GPU's kernels round otherwise in a graph. Adam
+# Recorded steps are not compiled, or apart. On a CPU they come to the same bits; a GPU's kernels round otherwise. Adam
 # moves a weight as far for a gradient near zero as for any, and FP8 moves by a step of its grid: so rounding grows.
 SAME = {"logged": 0.0, "rows": TOLERANCES, "converted": TOLERANCES, "losses": 1e-6}
 if DEVICE != "cpu":
@@ -69,6 +69,19 @@ def test_every_tensor_of_a_recorded_step_is_what_it_is_by_hand_without_graphs(se
 
 def test_loss_norm_and_rate_are_those_that_the_trainer_logs_in_compiled_steps_too(seen):
     check_logged(seen, seen.watched.said["logged"], within=max(SAME["logged"], 1e-5))
+
+
+def test_recorded_steps_have_a_graph_of_their_own_that_tells_what_it_is_by_hand(seen):
+    case, config = seen.case, seen.case.folder / "graphs.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+    options = ("--config", str(config), "--every", "2")
+    ended = case.watched(*options, really=False, name="in_graphs", COMPILED="yes")
+    assert ended.code == 0, ended.err
+    assert (ended.said["graphs"], ended.said["breaks"]) == (2, {})
+    want = recorded(case.rows_by_hand())
+    assert differences(case.rows("in_graphs"), want, SAME["rows"]) == []
+    losses = [[row["loss"] for row in each.said["logged"]] for each in (ended, seen.plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=max(SAME["logged"], 1e-6))
 
 
 def test_converted_layers_stay_in_one_graph_and_tell_there_what_they_tell_without(seen, converted):

@@ -114,12 +114,12 @@ class Case:
         words, run = [*self._launcher(), BY_HAND], self._warm.run if self._warm else alone
         return execute(self.folder / "plain", words, run, SCRIPT=self._script, **self._env, **env)
 
-    def watched(self, *options, really=True, **env):
+    def watched(self, *options, really=True, name="watched", **env):
         """Under `narrowgauge run`; `really`, as anyone would start it."""
         words = ["run", *OPTIONS, *options, "--", *self._launcher(really), self._script]
         if really or self._warm is None:
-            return execute(self.folder / "watched", [*NARROWGAUGE, *words], alone, **self._env, **env)
-        return execute(self.folder / "watched", words, self._warm.narrowgauge, **self._env, **env)
+            return execute(self.folder / name, [*NARROWGAUGE, *words], alone, **self._env, **env)
+        return execute(self.folder / name, words, self._warm.narrowgauge, **self._env, **env)
 
     def converted(self, *options, name="converted", hand=True, **env):
         """Converted, its tensors measured by hand as well; it need not be started as anyone would."""

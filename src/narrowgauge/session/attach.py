@@ -232,6 +232,7 @@ class Session:
                 "every": self.plan.every,
                 "update_share": steps.moved_share,
                 **steps.ledger.pace.facts(),
+                **({"steps_in_graphs": self.plain.choice.steps} if self.plain.choice.steps else {}),
                 **self.recorder.facts(),
             },
             **self.ranks.facts(),

@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.observe.store import open_run
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.doors.stance import Uncompiled, stance
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
 
@@ -62,8 +64,9 @@ def test_what_a_library_compiles_for_itself_runs_as_ever(module, eager, tmp_path
     assert set(open_run(tmp_path / "run").tensors(["amax"], sites=["0:input"])["step"].tolist()) == {2, 4}
 
 
-def test_a_compiled_step_of_the_optimizer_is_the_program_s_own():
+def test_a_compiled_step_of_the_optimizer_is_the_program_s_own(monkeypatch):
     """It lies in torch's module, and is not torch's to compile."""
+    monkeypatch.setattr(CompiledCalls, "_wrapped", WeakSet())  # what other tests have left alive
     optimizer = torch.optim.SGD(nn.Linear(16, 8).parameters(), lr=0.1)
     calls = CompiledCalls()
     try:
@@ -93,3 +96,26 @@ def test_a_list_of_modules_that_is_cut_in_a_graph_breaks_nothing(tmp_path):
             compiled(torch.ones(4, 32)).sum().backward()
             optimizer.step()
     assert session.facts()["steps"] == 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_stance_of_the_programs_and_ours_leave_none_behind(nested):
+    theirs, ours = torch.compiler.set_stance, Uncompiled()
+    if nested:  # it lies in theirs, and ends behind it
+        with theirs("eager_on_recompile"):
+            ours.begin()
+            assert stance() == "force_eager"
+        assert stance() == "default"
+        ours.end()
+    else:  # theirs begins in ours, and ends behind it
+        ours.begin()
+        with theirs("eager_on_recompile"):
+            ours.end()
+            assert stance() == "eager_on_recompile"
+        assert stance() == "force_eager"
+        ours.look()  # as each call of something compiled does
+    assert stance() == "default"
+    ours.begin()
+    assert stance() == "force_eager"
+    ours.end()
+    assert stance() == "default"

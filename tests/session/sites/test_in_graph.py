@@ -124,6 +124,15 @@ def test_under_autocast_and_a_default_device(how, tmp_path):
     assert run.tensors(["numel"], sites="head:grad_output")["numel"][0] == 4 * 16 * 64
 
 
+def test_torchaos_layers_show_their_own_casts(tmp_path):
+    float8 = pytest.importorskip("torchao.float8")
+    net = Net()
+    float8.convert_to_float8_training(net.blocks, config=float8.Float8LinearConfig(emulate=True))
+    run, times = both(tmp_path, net, "module")
+    assert times == 2
+    assert len(run.sites) == 15
+
+
 def test_an_evaluation_uses_the_graphs_of_other_steps(tmp_path):
     net, backend = Net(), Counting()
 
@@ -311,6 +320,75 @@ def test_graphs_are_made_when_uncompiled_steps_have_lost_what_they_take():
     assert chosen("graphs")
     assert chosen("graphs", agreed=False)
     assert not chosen("uncompiled", lost=1e9)
+
+
+def test_graphs_stay_though_making_them_has_lengthened_what_compiling_took():
+    spent = [1.0]
+    choice = Choice("auto", lambda: 5.0, lambda: spent[0])
+    assert not choice.begin()
+    choice.ended(HEARD, inside=False)
+    assert choice.begin()
+    spent[0] = 100.0
+    choice.ended(HEARD, inside=False)
+    assert choice.begin()
+    choice.ended(frozenset(), inside=False)
+    assert not choice.begin()
+    assert choice.steps == 2
+    assert choice.notes[0].endswith("a:input was not seen in a graph.")
+
+
+def test_one_watch_after_another_uses_the_graphs_of_the_first(tmp_path):
+    net, backend = Net(), Counting()
+    run = compiled(net, "module", backend)
+    for number, name in enumerate(("first", "second")):
+        config = tmp_path / f"{name}.toml"
+        config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+        with ng.watch(net, out=tmp_path / name, config=config):
+            train(net, run)
+        found = ng.open_run(tmp_path / name)
+        assert found.meta["watch"]["steps_in_graphs"] == RECORDED - 1
+        assert found.tensors(["numel"], sites="head:grad_output")["step"].tolist() == [2, 4, 6, 8], number
+    assert backend.graphs == 2
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_a_program_that_wants_no_graph_gets_none(stance, tmp_path):
+    net, backend = Net(blocks=1), Counting()
+    run = compiled(net, "module", backend)
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+    run(tokens_of(0)).backward()
+
+    def train_on(tokens):
+        with torch.compiler.set_stance(stance):
+            return run(tokens)
+
+    with ng.watch(net, out=tmp_path / "run", config=config):
+        losses = train(net, train_on)
+    assert len(losses) == STEPS
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_exported_in_a_recorded_step_has_nothing_of_ours(strict, tmp_path):
+    net, made = Net(blocks=1), []
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+    with ng.watch(net, out=tmp_path / "run", config=config):
+        run = compiled(net, "blocks", "aot_eager")
+        alone = torch.export.export(net.head, (torch.randn(4, 32),), strict=strict).graph
+        assert in_graph.SEAT not in vars(net.head)
+
+        def around(tokens):
+            loss = run(tokens)
+            if in_graph.SEAT in vars(net.head):
+                made.append(torch.export.export(net.head, (torch.randn(4, 32),), strict=strict).graph)
+            return loss
+
+        train(net, around)
+    assert len(made) == RECORDED - 1
+    for graph in made:
+        assert [str(node.target) for node in graph.nodes] == [str(node.target) for node in alone.nodes]
 
 
 def test_torch_may_keep_twice_as_many_graphs(tmp_path):

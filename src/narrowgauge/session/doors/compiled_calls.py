@@ -19,7 +19,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 from weakref import WeakSet, ref
 
@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.doors import recorded_graphs
+from narrowgauge.session.doors.stance import Uncompiled
 from narrowgauge.session.doors.unseen import unseen
 
 _LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
@@ -50,7 +51,7 @@ class CompiledCalls:
         self._eager = False
         self._failed: Callable[[Exception], None] | None = None  # in graphs of recorded steps: told if one fails
         self._depth = 0  # calls that are followed and have not returned
-        self._lasting: ExitStack = ExitStack()  # undone when they have
+        self._stance, self._lasts = Uncompiled(), False  # which lasts until they have
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
         @unseen
@@ -95,16 +96,14 @@ class CompiledCalls:
 
         torch looks when a call of `fullgraph=True` returns whether it was compiled, or not to be.
         """
-        self._lasting.close()
-        self._eager = True
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            try:
-                yield
-            finally:
-                self._eager = False
-                if self._depth:
-                    self._lasting = stack.pop_all()
+        self._eager, self._lasts = True, False
+        self._stance.begin()
+        try:
+            yield
+        finally:
+            self._eager, self._lasts = False, self._depth > 0
+            if not self._lasts:
+                self._stance.end()
 
     @contextmanager
     def in_graphs(self, failed: Callable[[Exception], None]) -> Iterator[None]:
@@ -199,6 +198,7 @@ class CompiledCalls:
 
     @unseen
     def _run(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._stance.look()
         if self._failed is None or self.listener is None or not self.listener.learns():
             return compiled(*args, **kwargs)
         return recorded_graphs.run(compiled, args, kwargs, self._given_up)
@@ -216,8 +216,9 @@ class CompiledCalls:
             yield told
         finally:
             self._depth -= 1
-            if not self._depth:
-                self._lasting.close()
+            if not self._depth and self._lasts:
+                self._lasts = False
+                self._stance.end()
             if self.listener is not None:
                 self.listener.compiled_ended(*told)
 

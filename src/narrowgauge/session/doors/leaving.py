@@ -3,6 +3,7 @@
     copy.deepcopy, torch.save, a process that is given a model    nn.Module.__reduce_ex__ leaves out our hooks
     torch.jit.script                                              would compile them: they are aside meanwhile; so are
                                                                   functions of ours in the place of torch's
+    torch.export.export                                           refuses a module that is called with hooks: the same
 
 Hooks that are objects of ours say themselves what a copy has in their place.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.session.doors.seams import Seams
 
 SEAT = "_narrowgauge_seat"  # what a module has of ours beside a hook
@@ -29,6 +31,7 @@ _SAID_OF_THEM = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
 def leave_models_clean(seams: Seams) -> None:
     """Until the seams are closed, what leaves a model has no hook of ours."""
     seams.replace(nn.Module, "__reduce_ex__", _reducing)
+    seams.replace(torch.export, "export", _exporting)
     scripting = getattr(torch.jit, "_recursive", None)
     if hasattr(scripting, "create_script_module"):
         seams.replace(scripting, "create_script_module", _scripting)
@@ -48,6 +51,20 @@ def _scripting(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _aside(module):
             return original(module, *args, **kwargs)
+
+    return run
+
+
+def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for_all = nn.modules.module._global_forward_pre_hooks
+        ours = for_all.pop(OURS, None)
+        try:
+            with _aside(module):
+                return original(module, *args, **kwargs)
+        finally:
+            if ours is not None:
+                for_all[OURS] = ours
 
     return run
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from narrowgauge.session.doors.stance import stance
 from narrowgauge.session.doors.unseen import unseen
 
 
@@ -34,7 +35,7 @@ _here = threading.local()
 @unseen
 def run(compiled: Callable[..., Any], args: Any, kwargs: Any, failed: Callable[[Exception], None]) -> Any:
     """Call what is compiled, with its graphs of recorded steps; uncompiled if they cannot be made, which is told."""
-    if getattr(_here, "runs", False):
+    if getattr(_here, "runs", False) or stance() != "default":  # the program wants no graph, or no other one, now
         return compiled(*args, **kwargs)
     import torch._functorch.config as compiler  # slow, and loaded: something was compiled
 

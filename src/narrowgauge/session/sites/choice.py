@@ -30,6 +30,7 @@ class Choice:
     Attributes:
         refused: why recorded steps have no graphs, or no longer; "" if nothing is against them.
         graphs: whether the open step, or the last one, has graphs of its own.
+        steps: how many have had some.
     """
 
     def __init__(
@@ -43,24 +44,26 @@ class Choice:
         self._always: Heard | None = None  # what was heard in every uncompiled step
         self.refused = ""
         self.graphs = False
-        self._tell = wish == "graphs"
+        self.steps = 0
 
     def begin(self) -> bool:
         """A recorded step begins; whether it has graphs."""
         self.graphs = bool(self._always) and not self.refused and self._wanted()
-        self._tell |= self.graphs
+        self.steps += self.graphs
         return self.graphs
 
     @property
     def notes(self) -> list[str]:
         """That recorded steps have no graphs, or no longer, where somebody asked for them or they had some."""
-        if not (self._tell and self.refused):
+        if not self.refused or not (self.steps or self._wish == "graphs"):
             return []
         return [f"Recorded steps ran what the program compiled uncompiled, not in graphs of their own: {self.refused}."]
 
     def _wanted(self) -> bool:
         if self._wish != "auto":
             return self._wish == "graphs"
+        if self.steps:  # to make them has lengthened what compiling took
+            return True
         agreed = self._agreed()
         return self.dear() if agreed is None else agreed
 

@@ -158,7 +158,8 @@ class PlainSites:
         self._deaf = compiles and not eager  # a graph would be made anew for functions that come and go
         hook = Layer.hook_in_graphs if self._graphs else Layer.hook
         self._layers = [layer for layer in self._layers if hook(layer)]
-        if self._graphs:  # which nothing but layers has to be told of: that was made sure
+        if self._graphs:  # nothing but layers has to be heard: that was made sure
+            self._open.enter_context(launched(self._unheard))
             self._open.enter_context(self._in_graphs(self._failed))
             return
         if not self._deaf:

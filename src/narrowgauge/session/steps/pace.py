@@ -35,11 +35,13 @@ class Pace:
     def __init__(self) -> None:
         self._seconds = {recorded: deque[float](maxlen=LATEST) for recorded in (True, False)}
         self._steps = {True: 0, False: 0}
+        self._all = 0.0  # seconds of recorded steps
 
     def add(self, seconds: float, *, recorded: bool) -> None:
         """A step took so long, and nothing but its recording fell into it."""
         self._seconds[recorded].append(seconds)
         self._steps[recorded] += 1
+        self._all += seconds if recorded else 0.0
 
     def _medians(self) -> tuple[float, float] | None:
         """Of a recorded step and of another; None before there are enough of both."""
@@ -58,7 +60,7 @@ class Pace:
         medians = self._medians()
         if medians is not None:
             return (medians[0] - medians[1]) * self._steps[True]
-        return 0.2 * sum(self._seconds[True]) if not self._steps[False] else 0.0
+        return 0.2 * self._all if not self._steps[False] else 0.0
 
     def note(self, why: str) -> str:
         """What watching took of the program's time, and what cadence would take little; "" where it was little."""

@@ -1,0 +1,54 @@
+"""What torch.compile is told to do meanwhile, where the program may tell it something else at any time.
+
+`torch.compiler.set_stance` gives back what it found. Of two that overlap, and do not lie one in the other, each gives
+back what should be gone: the program's, or ours for good. So ours is taken back only where it stands; and where the
+program puts it back when it is over, at the next look.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+
+FEW = 8  # of ours that a program may still put back
+
+
+def _frames() -> Any:
+    return sys.modules.get("torch._dynamo.eval_frame")
+
+
+def stance() -> str:
+    """What it is told now."""
+    return str(getattr(getattr(_frames(), "_stance", None), "stance", "default"))
+
+
+class Uncompiled:
+    """Between `begin` and `end` what is compiled runs uncompiled, unless the program says otherwise."""
+
+    def __init__(self) -> None:
+        self._ours: deque[tuple[Any, Any]] = deque(maxlen=FEW)  # each with what stood before it
+        self._over = True
+
+    def begin(self) -> None:
+        """Run uncompiled from now on."""
+        self.look()
+        set_ = torch.compiler.set_stance("force_eager")
+        self._ours.append((_frames()._stance, set_.prev))
+        self._over = False
+
+    def end(self) -> None:
+        """As the program has it from now on."""
+        self._over = True
+        self.look()
+
+    def look(self) -> None:
+        """Take back one of ours that stands and is over."""
+        if not (self._over and self._ours):
+            return
+        frames = _frames()
+        before = next((before for ours, before in self._ours if frames._stance is ours), None)
+        if before is not None:
+            frames._set_stance(before)
