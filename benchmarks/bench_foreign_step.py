@@ -12,7 +12,8 @@ Limits that the project set itself: recording costs at most 30% of a recorded st
 
 A kind is plain, torchao, torchao-rowwise, te-current, te-delayed or te-blockwise; -bf16 behind it makes weights and all
 else BF16, instead of autocast over float32 weights; -compiled compiles the blocks, and then a recorded step runs
-without the graphs. TransformerEngine's are measured where it is installed.
+without the graphs; -graphs compiles them too, and a recorded step has graphs of its own. TransformerEngine's are
+measured where it is installed.
 
     python -m benchmarks.bench_foreign_step [--rounds 12] [--kinds plain,torchao]
     python -m benchmarks.bench_foreign_step --device cuda --size 1b --rounds 3
@@ -29,6 +30,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,12 +44,18 @@ from narrowgauge.bench.variants import many_graphs
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.scripts import gpt
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.sites.choice import Choice, Wish
 from narrowgauge.session.sites.plain_sites import PlainSites
 
 KINDS = {
-    "cpu": ("plain", "torchao", "torchao-rowwise"),
+    "cpu": (
+        *("plain", "torchao", "torchao-rowwise"),
+        *("plain-compiled", "plain-graphs", "torchao-compiled", "torchao-graphs"),
+    ),
     "cuda": (
-        *("plain", "plain-bf16", "plain-bf16-compiled", "torchao-bf16", "torchao-bf16-compiled"),
+        *("plain", "plain-bf16", "plain-bf16-compiled", "plain-bf16-graphs"),
+        *("torchao-bf16", "torchao-bf16-compiled", "torchao-bf16-graphs"),
         *("te-current-bf16", "te-delayed-bf16", "te-blockwise-bf16"),
     ),
 }
@@ -75,10 +83,33 @@ def made(plain: nn.Module, kind: str, emulate: bool) -> nn.Module:
                 with torch.no_grad():
                     own.weight.copy_(layer.weight)
                 model.set_submodule(name, own)
-    if "compiled" in words:
+    if compiled_in(kind):
         for block in model.blocks:
             block.compile()
     return model
+
+
+def compiled_in(kind: str) -> bool:
+    """Whether the program compiles."""
+    return not {"compiled", "graphs"}.isdisjoint(kind.split("-"))
+
+
+class Program(CompiledCalls):
+    """Hears what the program compiles, of which all is training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listener = self
+
+    def compiled_begins(self, *call: Any) -> None:
+        """Nobody need know."""
+
+    def compiled_ended(self, *told: Any) -> None:
+        """Nor of this."""
+
+    def learns(self) -> bool:
+        """Whether it is called with gradients."""
+        return True
 
 
 def in_fp8(kind: str) -> Callable[[], AbstractContextManager[object]]:
@@ -96,13 +127,24 @@ def in_fp8(kind: str) -> Callable[[], AbstractContextManager[object]]:
 class Stepper:
     """A training step, and the same recorded."""
 
-    def __init__(self, model: nn.Module, size: gpt.Size, device: torch.device, kind: str) -> None:
+    def __init__(
+        self, model: nn.Module, size: gpt.Size, device: torch.device, kind: str, program: CompiledCalls
+    ) -> None:
         self.model, self.size, self.device = model, size, device
         self.optimizer = gpt.make_optimizer(model, size.lr, device)
         self.autocast, self.in_fp8 = "bf16" not in kind, in_fp8(kind)
         self.collector = Collector(RunWriter(tempfile.mkdtemp(), {}), every=1)
-        compiled = "compiled" in kind
-        self.sites = PlainSites("current", eager=True, training=lambda: True, compiles=lambda: compiled)
+        self.way: Wish = "graphs" if "graphs" in kind else "uncompiled"
+        self.sites = PlainSites(
+            "current",
+            eager=True,
+            training=lambda: True,
+            compiles=lambda: compiled_in(kind),
+            eagerly=program.eagerly,
+            in_graphs=program.in_graphs,
+            inside=program.inside,
+            choice=Choice(self.way),
+        )
         self.layers = self.sites.add(model, self.collector)
         self.steps = 0
 
@@ -120,7 +162,7 @@ class Stepper:
         self.collector.begin_step(self.steps)
         self.sites.begin()
         self.plain()
-        self.sites.end()
+        self.sites.end(seen=True)
         self.collector.end_step()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -134,11 +176,11 @@ class Stepper:
 def on_cpu(stepper: Stepper, rounds: int) -> dict[str, list[float]]:
     """The process's milliseconds of every step, but for the first of each."""
     found: dict[str, list[float]] = {"plain": [], "recorded": []}
-    for round_ in range(rounds + 2):
+    for round_ in range(rounds + 3):
         for name, call in (("plain", stepper.plain), ("recorded", stepper.recorded)):
             began = time.process_time()
             call()
-            if round_ >= 2:
+            if round_ >= 3:
                 found[name].append(1e3 * (time.process_time() - began))
     return found
 
@@ -146,7 +188,7 @@ def on_cpu(stepper: Stepper, rounds: int) -> dict[str, list[float]]:
 def on_gpu(stepper: Stepper, rounds: int) -> dict[str, Any]:
     """Milliseconds of a step, in blocks, and how long the host was busy with one."""
     device, settings = stepper.device, {"rounds": rounds, "samples": 2, "block": BLOCK, "lead": 2}
-    for call in (stepper.plain, stepper.recorded, stepper.recorded):  # in which kernels are compiled
+    for call in (stepper.plain, *3 * (stepper.recorded,)):  # in which kernels are compiled
         call()
     stepper.collector.flush()
     before = stepper.collector.seconds, stepper.steps
@@ -160,7 +202,9 @@ def on_gpu(stepper: Stepper, rounds: int) -> dict[str, Any]:
     row["session"], row["beside"], host = [], [], []
     for _ in range(rounds):
         row["beside"].append(interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""].median)
-        with ng.watch(stepper.model, out=tempfile.mkdtemp(), every=1):
+        settings_file = Path(tempfile.mkdtemp()) / "narrowgauge.toml"
+        settings_file.write_text(f'[watch]\nevery = 1\ncompiled = "{stepper.way}"\n')
+        with ng.watch(stepper.model, out=settings_file.parent / "run", config=settings_file):
             timing = interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""]
         row["session"].append(timing.median)
         host.append(timing.host or 0.0)
@@ -200,9 +244,11 @@ def _share(milliseconds: dict[str, float], name: str, plain: str = "plain") -> f
 
 def row_of(kind: str, plain: nn.Module, size: gpt.Size, device: torch.device, rounds: int) -> dict[str, Any]:
     """A kind's row; the model is gone afterwards."""
+    program = Program()
     with many_graphs():
-        stepper = Stepper(made(plain, kind, device.type == "cpu"), size, device, kind)
+        stepper = Stepper(made(plain, kind, device.type == "cpu"), size, device, kind, program)
         row = measured(stepper, rounds)
+    program.close()
     print(f"{kind}: {' '.join(stepper.sites.notes)}")
     return row
 

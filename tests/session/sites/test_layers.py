@@ -184,3 +184,24 @@ def test_what_is_not_seen_is_named_with_its_share():
         "multiplied); Bilinear (1 of them, 42.1% of all parameters, a product of three tensors); Linear (1 of them, "
         "5.3% of all parameters)."
     )
+
+
+@pytest.mark.parametrize("shape", [(6, 24), (2, 3, 24), (1, 2, 3, 24)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_place", [torch.relu_, lambda y: y.mul_(2.0), lambda y: y[..., :4].zero_()])
+def test_the_gradient_of_a_result_that_is_changed_in_place_is_the_one_from_before_the_change(shape, bias, in_place):
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(24, 16, bias=bias)), torch.randn(shape)
+
+    def loss(watch):
+        y = layer(x)
+        made = y + 0.0 if watch is None else y  # by hand: of a sum, and not changed itself
+        if watch is None:
+            y.retain_grad()
+        in_place(made)
+        made.cos().sum().backward()
+        return y
+
+    found, _ = recorded(layer, lambda: loss("watched"))
+    want = loss(None).grad
+    same(found, "0", want.reshape(-1, 16), "grad_output")
