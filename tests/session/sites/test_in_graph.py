@@ -223,9 +223,10 @@ def test_a_graph_that_leaves_a_layer_out_is_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(in_graph, "called", deaf)
     _, run = watched(tmp_path / "a", Net(), "module", Counting(), "graphs")
     [note] = notes(run)
-    assert note.endswith("blocks.0.down:grad_output was not seen in a graph.")
+    assert note == "Recorded steps in whose graphs not all was seen: 1 (first blocks.0.down:grad_output)."
     steps = run.tensors(["numel"], sites="blocks.0.down:input")["step"].tolist()
     assert steps == [2, *range(6, STEPS + 1, 2)]  # but for the one whose graph left it out
+    assert run.meta["watch"]["steps_in_graphs"] == 1
 
 
 class Tied(Net):
@@ -331,10 +332,28 @@ def test_graphs_stay_though_making_them_has_lengthened_what_compiling_took():
     spent[0] = 100.0
     choice.ended(HEARD, inside=False)
     assert choice.begin()
-    choice.ended(frozenset(), inside=False)
-    assert not choice.begin()
-    assert choice.steps == 2
+    choice.ended(HEARD, inside=False)
+    assert choice.begin()
+
+
+def test_what_is_missing_in_a_graph_is_looked_at_uncompiled_and_ends_graphs_the_third_time():
+    choice, ways = Choice("graphs"), ""
+    for _ in range(16):
+        graphs = choice.begin()
+        ways += "g" if graphs else "u"
+        choice.ended(frozenset() if graphs else HEARD, inside=False)
+    assert ways == "ug" + "uug" + "uuug" + "uuuuuuu"
     assert choice.notes[0].endswith("a:input was not seen in a graph.")
+
+
+def test_steps_of_two_kinds_are_held_to_what_both_have():
+    first, second = HEARD | {(1, "b", "input")}, HEARD | {(2, "c", "input")}
+    choice, ways = Choice("graphs"), ""
+    for number in range(12):
+        ways += "g" if choice.begin() else "u"
+        choice.ended(second if number % 2 else first, inside=False)
+    assert ways == "ug" + "uu" + 8 * "g"
+    assert choice.refused == ""
 
 
 def test_one_watch_after_another_uses_the_graphs_of_the_first(tmp_path):

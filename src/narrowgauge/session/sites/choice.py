@@ -5,7 +5,10 @@
 
 So the first recorded steps run uncompiled: they show what there is to be seen, and whether a graph could tell of all of
 it. Graphs are made once these steps have lost as much time as compiling takes: so watching costs at most twice what the
-better way would have cost from the beginning. What a graph then leaves out ends them again.
+better way would have cost from the beginning.
+
+What was heard in all uncompiled steps must be heard in graphs, too. If it is not, some steps are uncompiled again, as
+programs have steps of several kinds (two models whose optimizers take turns); the third time ends graphs for good.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from typing import Literal
 
 Wish = Literal["auto", "graphs", "uncompiled"]
+TRIES = 3
 Heard = frozenset[tuple[int, str, str]]  # by observer, name and role
 
 
@@ -42,13 +46,13 @@ class Choice:
     ) -> None:
         self._wish, self._lost, self._compiling, self._agreed = wish, lost, compiling, agreed
         self._always: Heard | None = None  # what was heard in every uncompiled step
-        self.refused = ""
+        self.refused = self._missing = ""
         self.graphs = False
-        self.steps = 0
+        self.steps = self._failures = self._uncompiled = 0
 
     def begin(self) -> bool:
         """A recorded step begins; whether it has graphs."""
-        self.graphs = bool(self._always) and not self.refused and self._wanted()
+        self.graphs = bool(self._always) and not self.refused and not self._uncompiled and self._wanted()
         self.steps += self.graphs
         return self.graphs
 
@@ -56,7 +60,8 @@ class Choice:
     def notes(self) -> list[str]:
         """That recorded steps have no graphs, or no longer, where somebody asked for them or they had some."""
         if not self.refused or not (self.steps or self._wish == "graphs"):
-            return []
+            missing = f"Recorded steps in whose graphs not all was seen: {self._failures} (first {self._missing})."
+            return [missing] if self._failures else []
         return [f"Recorded steps ran what the program compiled uncompiled, not in graphs of their own: {self.refused}."]
 
     def _wanted(self) -> bool:
@@ -81,6 +86,11 @@ class Choice:
             self.refuse("its optimizer steps within a compiled function")
         if not self.graphs:
             self._always = heard if self._always is None else self._always & heard
+            self._uncompiled = max(0, self._uncompiled - 1)
         elif self._always is not None and not self._always <= heard:
             _, name, role = min(self._always - heard)
-            self.refuse(f"{name}:{role} was not seen in a graph")
+            self._missing = self._missing or f"{name}:{role}"
+            self._failures += 1
+            self._uncompiled = 1 + self._failures
+            if self._failures == TRIES:
+                self.refuse(f"{self._missing} was not seen in a graph")

@@ -110,10 +110,14 @@ class Showing:
             same = told if same is None else same
             turn = part.dy_rows  # the hook lives on y, and must not hold it
 
-            def arrived(dy: Tensor) -> None:
-                unseen_by_modes(lambda: self._show(state, wanted, "grad_output", turn, own, local_of(dy), same))
+            made = _made_as(y)
+            shape = None if made is y else y.shape
 
-            _at_gradient(y, arrived)
+            def arrived(dy: Tensor) -> None:
+                dy = dy if shape is None else dy.reshape(shape)
+                self._show(state, wanted, "grad_output", turn, own, local_of(dy), same)
+
+            _at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
@@ -186,12 +190,9 @@ class Showing:
 def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
     """Have `arrived` called with the gradient of y that the product is given.
 
-    Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it. Of rows that
-    were made as a matrix and are seen as [..., N], that is what made the matrix: y is seen otherwise once the program
-    changes it in place, and then no gradient comes by where it was.
+    Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it.
     """
-    made, shape = _made_as(y), y.shape
-    node, number = made.grad_fn, made.output_nr
+    node, number = y.grad_fn, y.output_nr
     if node is None:
         y.register_hook(arrived)
         return
@@ -199,14 +200,18 @@ def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
     def before(gradients: Sequence[Tensor | None]) -> None:
         dy = gradients[number]
         if dy is not None:
-            arrived(dy.reshape(shape))
+            arrived(dy)
 
     node.register_prehook(before)
 
 
 def _made_as(y: Tensor) -> Tensor:
-    """The tensor of which y is another view, element by element in the same order; y itself if there is none."""
-    base = y._base if type(y) is Tensor and y._is_view() else None
+    """The tensor of which y is another view, element by element in the same order; y itself if there is none.
+
+    Rows are made as a matrix and seen as [..., N]. Once the program changes y in place it is another view, and no
+    gradient comes by where it was.
+    """
+    base = y._base if type(y) is Tensor and not y.is_nested and y._is_view() else None
     same = base is not None and base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()
     return base if base is not None and same and base.grad_fn is not None else y
 
