@@ -119,3 +119,12 @@ def test_a_stance_of_the_programs_and_ours_leave_none_behind(nested):
     assert stance() == "force_eager"
     ours.end()
     assert stance() == "default"
+
+
+def test_one_of_ours_that_begins_before_the_last_has_ended_leaves_none_behind():
+    ours = Uncompiled()
+    ours.begin()
+    ours.begin()  # two steps in one call of a compiled function
+    assert stance() == "force_eager"
+    ours.end()
+    assert stance() == "default"

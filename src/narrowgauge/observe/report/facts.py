@@ -148,7 +148,7 @@ def _watch(watch: Any) -> str:
     """How often tensors were recorded, and what that took.
 
     >>> _watch({"every": 5, "recorded_step_seconds": 0.3, "other_step_seconds": 0.2, "steps_in_graphs": 4})
-    'every 5 steps, a recorded one takes 1.50 times as long as another, 4 of them in compiled graphs of their own'
+    'every 5 steps, a recorded one takes 1.50 times as long as another, 4 recorded ones in compiled graphs of their own'
     """
     if not isinstance(watch, Mapping):
         return words.NONE
@@ -162,5 +162,5 @@ def _watch(watch: Any) -> str:
         parts.append(f"a recorded one takes {recorded / other:.2f} times as long as another")
     graphs = watch.get("steps_in_graphs")
     if isinstance(graphs, int) and graphs:
-        parts.append(f"{graphs} of them in compiled graphs of their own")
+        parts.append(f"{graphs} recorded ones in compiled graphs of their own")
     return ", ".join(parts) or words.NONE

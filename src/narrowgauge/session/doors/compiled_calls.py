@@ -50,6 +50,7 @@ class CompiledCalls:
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False
         self._failed: Callable[[Exception], None] | None = None  # in graphs of recorded steps: told if one fails
+        self._gave_up = False  # one failed in this step: each call would try again
         self._depth = 0  # calls that are followed and have not returned
         self._stance, self._lasts = Uncompiled(), False  # which lasts until they have
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
@@ -66,7 +67,7 @@ class CompiledCalls:
             optimizer = _optimizer_of(model)
             if optimizer is not None:
                 return self._updating(optimizer, compiled)
-            return self._in_place(compiled) if isinstance(model, nn.Module) else self._followed(model, compiled)
+            return self._of_module(compiled) if isinstance(model, nn.Module) else self._followed(model, compiled)
 
         @unseen
         @functools.wraps(self._compile_in_place)
@@ -108,7 +109,7 @@ class CompiledCalls:
     @contextmanager
     def in_graphs(self, failed: Callable[[Exception], None]) -> Iterator[None]:
         """Meanwhile what the program compiled runs in graphs of recorded steps; `failed` is told why one cannot."""
-        self._failed = failed
+        self._failed, self._gave_up = failed, False
         try:
             yield
         finally:
@@ -123,7 +124,7 @@ class CompiledCalls:
         call = module._compiled_call_impl
         if type(module).__name__ == "OptimizedModule":
             self._heard = True
-            self._in_place(module)
+            self._of_module(module)
         self._heard |= call is not None
         if call is not None and not hasattr(call, "followed"):
             module._compiled_call_impl = self._followed(module, call)
@@ -177,7 +178,7 @@ class CompiledCalls:
         self._wrapped.add(call)
         return call
 
-    def _in_place(self, module: Any) -> Any:
+    def _of_module(self, module: Any) -> Any:
         """What torch.compile made of a module: its forward is the compiled one."""
         compiled = vars(module).get("forward")
         if compiled is None or hasattr(compiled, "followed"):
@@ -186,11 +187,9 @@ class CompiledCalls:
         @unseen
         @functools.wraps(compiled)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (
-                compiled(*args, **kwargs)
-                if torch.compiler.is_compiling()
-                else self._heir()._run(compiled, args, kwargs)
-            )
+            if not torch.compiler.is_compiling():
+                return self._heir()._run(compiled, args, kwargs)
+            return compiled(*args, **kwargs)
 
         forward.followed = True  # type: ignore[attr-defined]
         module.forward = forward
@@ -201,9 +200,12 @@ class CompiledCalls:
         self._stance.look()
         if self._failed is None or self.listener is None or not self.listener.learns():
             return compiled(*args, **kwargs)
+        if self._gave_up:
+            return recorded_graphs.uncompiled(compiled, args, kwargs)
         return recorded_graphs.run(compiled, args, kwargs, self._given_up)
 
     def _given_up(self, error: Exception) -> None:
+        self._gave_up = True
         if self._failed is not None:
             self._failed(error)
 

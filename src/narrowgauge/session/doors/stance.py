@@ -45,10 +45,10 @@ class Uncompiled:
         self.look()
 
     def look(self) -> None:
-        """Take back one of ours that stands and is over."""
-        if not (self._over and self._ours):
-            return
-        frames = _frames()
-        before = next((before for ours, before in self._ours if frames._stance is ours), None)
-        if before is not None:
-            frames._set_stance(before)
+        """Take back what stands of ours and is over, also where one was begun in another."""
+        while self._over and (before := self._before()) is not None:
+            _frames()._set_stance(before)
+
+    def _before(self) -> Any:
+        """What stood before ours; None if ours does not stand."""
+        return next((before for ours, before in self._ours if _frames()._stance is ours), None)
