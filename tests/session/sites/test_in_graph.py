@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import gc
 import io
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -185,6 +187,25 @@ def test_nothing_is_left_and_nothing_leaves_with_a_copy(tmp_path):
     torchs_own = {"_compiled_call_impl", "__overloads__"}
     assert {name: set(vars(module)) - torchs_own for name, module in net.named_modules()} == before
     assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_no_input_is_held_once_a_graph_has_shown_it(tmp_path, monkeypatch):
+    seen, shown = [], Layer.input_in_graph
+
+    def show(self, x):
+        seen.append(weakref.ref(x))
+        shown(self, x)
+        assert self.latest is not None
+
+    monkeypatch.setattr(Layer, "input_in_graph", show)
+    net = Net(blocks=1)
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\n')
+    with ng.watch(net, out=tmp_path / "run", config=config):
+        train(net, compiled(net, "module", "aot_eager"))
+        gc.collect()
+        assert len(seen) == 3 * (RECORDED - 1)
+        assert not [known for known in seen if known() is not None]
 
 
 class Refusing(Counting):

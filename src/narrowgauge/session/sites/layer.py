@@ -53,7 +53,7 @@ class Layer:
         hears: told of its calls while it is hooked.
 
     Attributes:
-        latest: of its latest call in a graph, the product, and whether it was to be looked at.
+        latest: of its latest call in a graph, the product without its tensors, and whether it was to be looked at.
     """
 
     _numbers = itertools.count(2)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -233,7 +233,8 @@ class PlainSites:
         try:
             (part,) = layer.kind.parts(module, (x,), {}, None)
             if not inside_backward():
-                layer.latest = (part, layer.observer.wants(layer.name)) if self._mine() else None
+                rules = replace(part, x=None, w=None)  # an input that is held would be memory until the next such step
+                layer.latest = (rules, layer.observer.wants(layer.name)) if self._mine() else None
             self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
         except Exception as error:
             self.shown.failed(f"a call of {layer.name} in a graph", error)
