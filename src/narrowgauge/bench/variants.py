@@ -81,6 +81,7 @@ class Stepper:
         model: the converted model.
         loss: the last step's, a scalar on the device.
         note: what a reader of the row should know, "" if nothing.
+        loss_of: of model, tokens [B, T] and targets [B, T] the loss, compiled if the mode says so.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 group["eps"] = 1e-4
         self._generator = torch.Generator(device).manual_seed(0)
-        self._loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = (
+        self.loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = (
             _compiled(variant.name, mode)
             if like is None or mode == "cuda-graphs"  # which hold addresses
-            else like._loss_of
+            else like.loss_of
         )
 
     def __call__(self) -> None:
@@ -123,7 +124,7 @@ class Stepper:
             torch.compiler.cudagraph_mark_step_begin()
         with torch.profiler.record_function("narrowgauge.data"):
             tokens, targets = self.batch()
-        loss = self._loss_of(self.model, tokens, targets)
+        loss = self.loss_of(self.model, tokens, targets)
         loss.backward()
         with torch.profiler.record_function("narrowgauge.optimizer"):
             self.optimizer.step()

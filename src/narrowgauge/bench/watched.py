@@ -1,19 +1,23 @@
 """A step under the watch: of layers of ours by the door that they have, of a peer's as a session looks at foreign ones.
 
-A recorded step of a peer's layers runs uncompiled, as in a session: a compiled graph hears no hooks that come later.
-Of CUDA graphs a recorded step of ours is launched kernel by kernel.
+A peer's recorded steps have graphs of their own where it is compiled, as a session's have once they pay; the first runs
+uncompiled and shows what there is to be seen. Of CUDA graphs a recorded step of ours is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.bench.variants import Stepper
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
+from narrowgauge.session.doors import recorded_graphs
 from narrowgauge.session.doors.compiled_graphs import launched
+from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.plain_sites import PlainSites
 
 
@@ -30,7 +34,14 @@ class Watched:
             set_observer(stepper.model, self.collector)
         else:
             compiles = stepper.mode != "eager"
-            self.sites = PlainSites("current", eager=True, training=lambda: True, compiles=lambda: compiles)
+            self.sites = PlainSites(
+                "current",
+                eager=True,
+                training=lambda: True,
+                compiles=lambda: compiles,
+                in_graphs=self._in_graphs,
+                choice=Choice("graphs"),
+            )
             self.sites.add(stepper.model, self.collector)
 
     def __call__(self) -> None:
@@ -42,8 +53,21 @@ class Watched:
         with launched() if recorded and self.sites is None else nullcontext():
             self.stepper()
         if self.sites is not None and recorded:
-            self.sites.end()
+            self.sites.end(seen=True)
         self.collector.end_step()
+
+    @contextmanager
+    def _in_graphs(self, failed: Callable[[Exception], None]) -> Iterator[None]:
+        compiled = self.stepper.loss_of
+
+        def call(*args: Any) -> Any:
+            return recorded_graphs.run(compiled, args, {}, failed)
+
+        self.stepper.loss_of = call
+        try:
+            yield
+        finally:
+            self.stepper.loss_of = compiled
 
     def close(self) -> None:
         """Write what is still held, and end the run."""

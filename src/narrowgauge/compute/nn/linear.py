@@ -24,7 +24,7 @@ from narrowgauge.compute.nn.parallel.wrapped import class_of, exchange
 from narrowgauge.compute.nn.scaling.clock import StepClock
 from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
 from narrowgauge.compute.nn.scaling.state_io import load_from, save_into
-from narrowgauge.compute.nn.tracing.marks import constant, not_compiled
+from narrowgauge.compute.nn.tracing.marks import constant, exporting, not_compiled
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import ConversionError
 
@@ -44,16 +44,10 @@ _eager_linear: Callable[..., Tensor] = not_compiled(fp8_linear)
 _gathered_linear: Callable[..., Tensor] = not_compiled(gathered_linear)
 
 
-# Both are asked while a graph is traced, and not traced: one torch's compiler stops at the first, and answers the
-# second with yes whenever it compiles.
+# Asked while a graph is traced, and not traced: one torch's compiler stops there.
 @constant
 def _transforming() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
-
-
-@constant
-def _exporting() -> bool:
-    return bool(torch.compiler.is_exporting())
 
 
 class Fp8Linear(nn.Linear):
@@ -128,7 +122,7 @@ class Fp8Linear(nn.Linear):
         """Of plain tensors."""
         state = self._fp8
         if torch.compiler.is_compiling():
-            if _exporting():
+            if exporting():
                 raise ConversionError(_EXPORTED)
             return compiled_linear(x, weight, bias, state, expected_dtype(x, weight, bias))
         if state.gathers(weight):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.tracing.handle import layer_of, new_handle
-from narrowgauge.compute.nn.tracing.marks import not_compiled
+from narrowgauge.compute.nn.tracing.marks import exporting, not_compiled
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.operator import LIBRARY
 from narrowgauge.errors import ConversionError
@@ -122,7 +122,7 @@ def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
         if layer is not None:
             layer.called(module, args, kwargs, output)
         return None
-    if torch.compiler.is_exporting():  # what leaves the program has nothing of ours in it
+    if exporting():  # what leaves the program has nothing of ours in it
         return None
     x = args[0] if args else next(iter(kwargs.values()))
     x = x.detach()

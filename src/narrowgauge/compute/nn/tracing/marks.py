@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch._compile import _disable_dynamo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,3 +24,9 @@ def constant(function: Function) -> Function:
     """What `function` answers while a graph is traced holds for the graph: `torch.compiler.assume_constant_result`."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant
+def exporting() -> bool:
+    """Whether what is traced is to be exported. torch before 2.13 traces its own question for it as True, always."""
+    return bool(torch.compiler.is_exporting())
