@@ -260,14 +260,32 @@ class Tied(Net):
 
 
 class Convolving(Net):
-    """A convolution before its head."""
+    """A convolution behind its head, of an image that goes on where it begins."""
 
     def __init__(self):
         super().__init__()
-        self.mix = nn.Conv1d(64, 64, 1)
+        self.mix = nn.Conv1d(64, 64, 3, padding=1, padding_mode="circular")
 
     def forward(self, tokens):
         return self.mix(super().forward(tokens).transpose(1, 2))
+
+
+class Images(Net):
+    """Convolutions of all kinds behind its head, one of whose results is changed in place."""
+
+    def __init__(self):
+        super().__init__(blocks=1)
+        self.line = nn.Conv1d(64, 48, 3, stride=2, padding="valid")
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 3, padding="same", bias=False), nn.ReLU(inplace=True))
+        self.groups = nn.Conv2d(8, 16, (3, 1), groups=4, dilation=2)
+        self.up = nn.ConvTranspose2d(16, 4, 3, stride=2, groups=2)
+        self.room = nn.Conv3d(1, 2, 2)
+
+    def forward(self, tokens):
+        x = self.line(super().forward(tokens).transpose(1, 2))
+        x = self.image(x.reshape(len(tokens), 3, 16, 7).to(memory_format=torch.channels_last))
+        x = self.up(self.groups(x), output_size=None)
+        return self.room(input=x[:, None])
 
 
 class Masked(nn.Linear):
@@ -301,6 +319,16 @@ def test_what_a_graph_could_not_tell_of_stays_uncompiled(make, why, tmp_path, sh
     assert notes(run)[-1].endswith(f"{why}.")
     assert not any(show.values())
     same_rows(uncompiled, run)
+
+
+def test_convolutions_tell_from_inside_of_graphs_as_well(tmp_path, show):
+    run, times = both(tmp_path, Images(), "module")
+    assert times == 2
+    kinds = ("line", "image.0", "groups", "up", "room")
+    assert {site for site in run.sites if site.split(":")[0] in kinds} == {
+        f"{kind}:{role}" for kind in kinds for role in ("input", "weight", "grad_output")
+    }
+    assert show["input"] == show["gradient"] == (3 + len(kinds)) * (RECORDED - 1)
 
 
 def test_a_step_that_is_one_compiled_function_stays_uncompiled(tmp_path, show):

@@ -9,19 +9,48 @@ zeros. In a convolution of G groups, C and N are those of one group, and a pixel
 
 A transposed convolution multiplies first and scatters after: input [B·H·W, C], contracted over C, weight [taps·N, C].
 
-A convolution whose weight is a parameter is told of by the product alone. One that computes it, by weight norm or
-spectral norm, is known as a layer as well: the tensor that it multiplies would lead to no name.
+A layer of torch's is known as such, and so tells of itself in a graph as well. One that computes its weight, by weight
+norm or spectral norm, is known too, as the tensor that it multiplies would lead to no name; any other (one that pads by
+what it wraps around, say) is told of by the product inside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from narrowgauge.session.sites.part import Part
+from narrowgauge.session.sites.part import Part, Turn, first_tensor, output_of
+
+_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_FORWARDS = {kind.forward: getattr(kind, "_conv_forward", None) for kind in (*_PLAIN, *_TRANSPOSED)}
+
+
+class Plain:
+    """A convolution as torch made it, of zeros around the image."""
+
+    whole = in_graph = True
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it runs torch's forward on a weight that is a parameter."""
+        kind = type(module)
+        return (
+            isinstance(module, _ConvNd)
+            and kind.forward in _FORWARDS
+            and getattr(kind, "_conv_forward", None) is _FORWARDS[kind.forward]
+            and "forward" not in vars(module)
+            and module.padding_mode == "zeros"
+            and module._parameters.get("weight") is not None
+        )
+
+    def parts(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
+        """One product."""
+        turns = image_turns(len(module.kernel_size), module.groups, module.transposed)
+        return (Part(first_tensor(args, kwargs, "input"), module._parameters["weight"], output_of(output), *turns),)
 
 
 class Computing:
@@ -36,6 +65,12 @@ class Computing:
     def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """Nothing: what is multiplied inside has told, or it was none of torch's convolutions."""
         return ()
+
+
+def image_turns(dims: int, groups: int, transposed: bool) -> tuple[Turn, Turn, Turn]:
+    """How an image, the weight and the gradient of the result become rows."""
+    image = partial(pixels, dims=dims, groups=groups)
+    return image, partial(transposed_taps, groups=groups) if transposed else taps, image
 
 
 def pixels(x: Tensor, dims: int, groups: int) -> Tensor:

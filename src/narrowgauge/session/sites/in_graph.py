@@ -124,7 +124,7 @@ def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
         return None
     if exporting():  # what leaves the program has nothing of ours in it
         return None
-    x = args[0] if args else next(iter(kwargs.values()))
+    x = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     x = x.detach()
     if seat.as_autocast and torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))

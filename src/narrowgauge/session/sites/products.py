@@ -29,7 +29,7 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
-from narrowgauge.session.sites.convolution import pixels, taps, transposed_taps
+from narrowgauge.session.sites.convolution import image_turns
 from narrowgauge.session.sites.einsum import turns_of
 from narrowgauge.session.sites.origin import origin
 from narrowgauge.session.sites.part import Part, Turn, rows
@@ -125,9 +125,8 @@ def einsum(call: Arguments) -> Iterator[Candidate]:
 def convolution(call: Arguments, dims: int, transposed: bool) -> Iterator[Candidate]:
     """An image and its taps."""
     groups = _pick(call, 6, "groups") or 1
-    image = partial(pixels, dims=dims, groups=groups)
-    turn = partial(transposed_taps, groups=groups) if transposed else taps
-    yield Candidate(_pick(call, 0, "input"), _pick(call, 1, "weight"), None, image, turn, image)
+    turns = image_turns(dims, groups, transposed)
+    yield Candidate(_pick(call, 0, "input"), _pick(call, 1, "weight"), None, *turns)
 
 
 _FUNCTIONS: tuple[tuple[Any, str, Callable[[Arguments], Iterable[Candidate]]], ...] = (
