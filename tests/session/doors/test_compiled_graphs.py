@@ -109,8 +109,8 @@ def test_torch_asks_before_it_replays():
 
 @pytest.mark.parametrize("recipe", ["current", ""])
 def test_only_recorded_steps_of_converted_layers_do_without(graphs, tmp_path, recipe):
-    seen = []
-    with followed(tmp_path, recipe=recipe or None, judge="current", every=2, compiling=True):
+    seen, watch = [], {"compiled": "uncompiled"}
+    with followed(tmp_path, recipe=recipe or None, judge="current", every=2, compiling=True, watch=watch):
         model = nn.Sequential(nn.Linear(32, 32))
         torch.compile(lambda x: x, backend="eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

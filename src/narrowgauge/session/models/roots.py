@@ -115,7 +115,7 @@ class Roots:
             if self._plan.noise:
                 perturb(model, self._plan.noise, self._plan.seed)
         prefix = self._name()
-        self._copied[prefix] = copied_by((module, *model.modules()))
+        self._copied[prefix] = copied_by((module, *whole.modules()))
         self.conversions.switch(model, module, prefix)
         self.conversions.convert(model, prefix, shares=shares, whole=lambda: trained <= self._parameters_seen())
         self._plain.add(model, self._recorder.under(prefix))
@@ -227,11 +227,15 @@ class Roots:
 def unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper wraps, so that layers have the names that the program's author gave them.
 
-    What a wrapper wraps may be wrapped again.
+    What a wrapper wraps may be wrapped again, and it may be compiled itself.
 
     >>> unwrapped(nn.parallel.DataParallel(nn.Linear(2, 2)))
     Linear(in_features=2, out_features=2, bias=True)
     """
-    while is_wrapper(module) and (wrapped := module._modules["module"]) is not None:
+    while True:
+        compiled = module._modules.get("_orig_mod")  # torch.compile's; what it compiled may have no truth, nor a length
+        wrapper = module if compiled is None else compiled
+        wrapped = wrapper._modules["module"] if is_wrapper(wrapper) else None
+        if wrapped is None:
+            return module
         module = wrapped
-    return module

@@ -1,0 +1,78 @@
+"""Compiled programs on two real ranks, whose recorded steps have graphs: the rows are those of the tensors as a whole."""
+
+import pytest
+from tests.integrations.watched import RANKS
+from tests.ports import free_port
+from tests.session.ranks.test_parallel import STEPS, by_hand, rows
+from tests.session.test_watch import PLAIN
+
+from narrowgauge.observe.store import open_run
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, graphs = dist.get_rank(), 0
+
+def backend(graph, inputs):
+    global graphs
+    graphs += 1
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+def batch(step, who):
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
+
+torch.manual_seed(1)
+model = Model()
+match sys.argv[1]:
+    case "compiled in DDP":
+        model = DistributedDataParallel(torch.compile(model, backend=backend))
+    case "DDP compiled":
+        model = torch.compile(DistributedDataParallel(model), backend=backend)
+    case "FSDP2":
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        model.compile(backend=backend)
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for step in range(STEPS):
+    model(batch(step, rank)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    optimizer.step()
+    optimizer.zero_grad()
+print("graphs", graphs)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["compiled in DDP", "DDP compiled", "FSDP2"])
+def test_what_their_graphs_show_is_merged(kind, warm_python, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", str(STEPS)))
+    (tmp_path / "graphs.toml").write_text('[watch]\nevery = 1\ncompiled = "graphs"\n')
+    command = ["run", "--out", "out", "--config", "graphs.toml", "--", "python", RANKS, "2", str(free_port())]
+    done = warm_python.narrowgauge([*command, "train.py", kind], cwd=tmp_path, env={**PLAIN, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "out")
+    assert run.meta["watch"]["steps_in_graphs"] == STEPS - 1, (run.meta["notes"], done.stdout)
+    assert run.meta["ranks"] == {"world": 2, "merged_steps": STEPS, "apart_steps": 0, "backend": "gloo"}
+    want, _, _ = by_hand(whose=2)
+    found = rows(run, STEPS, "")
+    assert sorted(found) == sorted(want)
+    for site, tensor in want.items():
+        row = found[site]
+        assert (row["rank"], row["ranks"], row["numel"]) == (0, 2, tensor.numel()), site
+        assert row["amax"] == pytest.approx(tensor.abs().max().item(), rel=1e-4), site
+        assert row["std"] == pytest.approx(tensor.double().std(correction=0).item(), rel=1e-4), site
