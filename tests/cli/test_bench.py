@@ -57,6 +57,10 @@ def test_what_was_measured_before_the_end_came_is_in_the_file(capsys, tmp_path, 
     [
         (["quantize", "--shape", "3x"], "--shape is '3x'; expected MxK, such as 4096x4096."),
         (["gemm", "--shape", "1x2"], "--shape is '1x2'; expected MxKxN, such as 4096x4096x4096."),
+        (
+            ["gemm", "--device", "cpu", "--shape", "99999999x99999999x9"],
+            "the device has too little memory for this (can't allocate memory: you tried to allocate",
+        ),
         (["gemm", "--sweep", "--shape", "1x2x3"], "--sweep has a grid of its own; leave --shape out."),
         (["gemm", "--sweep", "--peer", "torchao"], "--sweep draws the map of our own layers; leave --peer out."),
         (["quantize", "--device", "cpu", "--peer", "torchoa"], "no peer is called 'torchoa': did you mean 'torchao'?"),

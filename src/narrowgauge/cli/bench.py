@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +139,30 @@ def device_or_reason(name: str, what: str, out: Path | None) -> tuple[torch.devi
     )
 
 
-@click.group("bench")
+class Subjects(click.Group):
+    """Whose subjects end with one message where memory ends."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subject; UsageError if the device has no room for it."""
+        try:
+            return super().invoke(ctx)
+        except RuntimeError as error:  # torch's of a GPU is one of its own, of a CPU's memory it is no other
+            said = _OUT_OF_MEMORY.search(str(error))
+            if said is None:
+                raise
+            raise UsageError(
+                f"the device has too little memory for this ({said[0]}). Choose a smaller --shape or --size; --out "
+                "keeps what step and overhead have measured so far."
+            ) from error
+
+
+_OUT_OF_MEMORY = re.compile(  # what torch says of a GPU, of a CPU, and of what has more bytes than a number of 64 bits
+    r"out of memory(\. Tried to allocate [\d.]+ \w+)?|can't allocate memory: you tried to allocate \d+ bytes"
+    r"|size calculation overflowed"
+)
+
+
+@click.group("bench", cls=Subjects)
 def bench_command() -> None:
     """Measure what FP8 costs and gains on this machine, beside BF16 and, if asked, a peer.
 

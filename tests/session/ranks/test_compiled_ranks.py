@@ -1,4 +1,4 @@
-"""Compiled programs on two real ranks, whose recorded steps have graphs: the rows are those of the tensors as a whole."""
+"""Compiled programs on two real ranks, recorded in graphs: the rows are those of the tensors as a whole."""
 
 import pytest
 from tests.integrations.watched import RANKS
