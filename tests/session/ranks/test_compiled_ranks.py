@@ -1,5 +1,7 @@
 """Compiled programs on two real ranks, recorded in graphs: the rows are those of the tensors as a whole."""
 
+import json
+
 import pytest
 from tests.integrations.watched import RANKS
 from tests.ports import free_port
@@ -7,6 +9,7 @@ from tests.session.ranks.test_parallel import STEPS, by_hand, rows
 from tests.session.test_watch import PLAIN
 
 from narrowgauge.observe.store import open_run
+from narrowgauge.session.ranks.agreement import LAG
 
 PROGRAM = """
 import sys
@@ -35,10 +38,14 @@ class Model(nn.Module):
 def batch(step, who):
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
 
+if sys.argv[1] == "auto":  # one rank has not compiled for a moment, the other for ever
+    import narrowgauge.session.attach as session
+    session.compiling_seconds = lambda: 0.0 if rank == 1 else float("inf")
+
 torch.manual_seed(1)
 model = Model()
 match sys.argv[1]:
-    case "compiled in DDP":
+    case "compiled in DDP" | "auto":
         model = DistributedDataParallel(torch.compile(model, backend=backend))
     case "DDP compiled":
         model = torch.compile(DistributedDataParallel(model), backend=backend)
@@ -58,16 +65,28 @@ dist.destroy_process_group()
 """
 
 
+@pytest.fixture
+def trained(warm_python, tmp_path):
+    """The run of a program of so many steps, all recorded."""
+
+    def train(kind, compiled, steps):
+        (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", str(steps)))
+        (tmp_path / "watch.toml").write_text(f'[watch]\nevery = 1\ncompiled = "{compiled}"\n')
+        command = ["run", "--out", "out", "--config", "watch.toml", "--", "python", RANKS, "2", str(free_port())]
+        environment = {**PLAIN, "OMP_NUM_THREADS": "1"}
+        done = warm_python.narrowgauge([*command, "train.py", kind], cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        run = open_run(tmp_path / "out")
+        assert run.meta["ranks"] == {"world": 2, "merged_steps": steps, "apart_steps": 0, "backend": "gloo"}
+        return run
+
+    return train
+
+
 @pytest.mark.parametrize("kind", ["compiled in DDP", "DDP compiled", "FSDP2"])
-def test_what_their_graphs_show_is_merged(kind, warm_python, tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", str(STEPS)))
-    (tmp_path / "graphs.toml").write_text('[watch]\nevery = 1\ncompiled = "graphs"\n')
-    command = ["run", "--out", "out", "--config", "graphs.toml", "--", "python", RANKS, "2", str(free_port())]
-    done = warm_python.narrowgauge([*command, "train.py", kind], cwd=tmp_path, env={**PLAIN, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    run = open_run(tmp_path / "out")
-    assert run.meta["watch"]["steps_in_graphs"] == STEPS - 1, (run.meta["notes"], done.stdout)
-    assert run.meta["ranks"] == {"world": 2, "merged_steps": STEPS, "apart_steps": 0, "backend": "gloo"}
+def test_what_their_graphs_show_is_merged(kind, trained):
+    run = trained(kind, "graphs", STEPS)
+    assert run.meta["watch"]["steps_in_graphs"] == STEPS - 1, run.meta["notes"]
     want, _, _ = by_hand(whose=2)
     found = rows(run, STEPS, "")
     assert sorted(found) == sorted(want)
@@ -76,3 +95,11 @@ def test_what_their_graphs_show_is_merged(kind, warm_python, tmp_path):
         assert (row["rank"], row["ranks"], row["numel"]) == (0, 2, tensor.numel()), site
         assert row["amax"] == pytest.approx(tensor.abs().max().item(), rel=1e-4), site
         assert row["std"] == pytest.approx(tensor.double().std(correction=0).item(), rel=1e-4), site
+
+
+def test_ranks_make_graphs_at_one_step_though_one_of_them_finds_it_worth_it(trained, tmp_path):
+    steps = LAG + 8
+    run = trained("auto", "auto", steps)
+    other = json.loads((tmp_path / "out" / "run.rank1.json").read_text())["meta"]
+    assert run.meta["watch"]["steps_in_graphs"] == other["watch"]["steps_in_graphs"] > 0
+    assert run.meta["watch"]["steps_in_graphs"] <= steps - LAG
