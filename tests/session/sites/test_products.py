@@ -178,9 +178,23 @@ def test_a_computed_weight_is_the_layers_own():
     assert notes == ""
 
 
+def standardized(layer):
+    """The layer with a forward of its own, which subtracts its weight's mean."""
+
+    class Standardized(type(layer)):
+        def forward(self, x):
+            w = self.weight - self.weight.mean()
+            if self.transposed:
+                return F.conv_transpose1d(x, w, self.bias, groups=self.groups)
+            return self._conv_forward(x, w, self.bias)
+
+    layer.__class__ = Standardized
+    return layer
+
+
 @pytest.mark.parametrize("norm", [
     nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm,
-    nn.utils.weight_norm, nn.utils.spectral_norm,
+    nn.utils.weight_norm, nn.utils.spectral_norm, standardized,
 ])  # fmt: skip
 @pytest.mark.parametrize("layer", [
     nn.Conv2d(4, 6, 3, groups=2, padding=1, padding_mode="circular"), nn.ConvTranspose1d(6, 4, 3, groups=2),

@@ -9,9 +9,8 @@ zeros. In a convolution of G groups, C and N are those of one group, and a pixel
 
 A transposed convolution multiplies first and scatters after: input [B·H·W, C], contracted over C, weight [taps·N, C].
 
-A layer of torch's is known as such, and so tells of itself in a graph as well. One that computes its weight, by weight
-norm or spectral norm, is known too, as the tensor that it multiplies would lead to no name; any other (one that pads by
-what it wraps around, say) is told of by the product inside of it.
+A layer of torch's is known as such, and so tells of itself in a graph as well. Of any other the product inside of it
+tells, in its name: one that pads in its own way, one that computes its weight (weight norm, weight standardization).
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ class Plain:
         return (Part(first_tensor(args, kwargs, "input"), module._parameters["weight"], output_of(output), *turns),)
 
 
-class Computing:
-    """A convolution that computes its weight."""
+class Derived:
+    """Any other: with a forward of its own, another padding, or a weight that is computed."""
 
     whole = in_graph = False
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether its weight is no parameter."""
-        return isinstance(module, _ConvNd) and module._parameters.get("weight") is None
+        """Whether it is a convolution."""
+        return isinstance(module, _ConvNd)
 
     def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """Nothing: what is multiplied inside has told, or it was none of torch's convolutions."""

@@ -14,7 +14,7 @@ from narrowgauge.session.sites.transformer_engine import TransformerEngine
 
 KINDS: tuple[Kind, ...] = (
     *(TorchAO(), TransformerEngine(), Megatron(), HuggingFaceConv1D()),
-    *(linear.Plain(), linear.Derived(), convolution.Plain(), convolution.Computing()),
+    *(linear.Plain(), linear.Derived(), convolution.Plain(), convolution.Derived()),
 )
 
 
