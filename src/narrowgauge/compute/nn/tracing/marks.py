@@ -28,5 +28,5 @@ def constant(function: Function) -> Function:
 
 @constant
 def exporting() -> bool:
-    """Whether what is traced is to be exported. torch before 2.13 traces its own question for it as True, always."""
+    """Whether what is traced is to be exported. torch 2.11 and older trace its own question for it as True, always."""
     return bool(torch.compiler.is_exporting())
