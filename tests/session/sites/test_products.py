@@ -178,6 +178,30 @@ def test_a_computed_weight_is_the_layers_own():
     assert notes == ""
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(4, 6), nn.Conv1d(4, 6, 1)], ids=["linear", "convolution"])
+def test_a_tensor_that_stands_in_the_place_of_a_parameter_is_the_weight(layer):
+    class Flat(nn.Module):  # as FSDP does it while the model runs
+        def __init__(self):
+            super().__init__()
+            self.layer = copy.deepcopy(layer)
+
+        def forward(self, x):
+            p = self.layer._parameters.pop("weight")
+            object.__setattr__(self.layer, "weight", 2 * p)
+            try:
+                return self.layer(x)
+            finally:
+                del self.layer.weight
+                self.layer.weight = p
+
+    torch.manual_seed(8)
+    model, x = Flat(), torch.randn(5, 4) if isinstance(layer, nn.Linear) else torch.randn(2, 4, 5)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward())
+    same(found, "layer", taps(2 * model.layer.weight), "weight")
+    assert sorted(found) == ["layer:grad_output", "layer:input", "layer:weight"]
+    assert notes == ""
+
+
 def standardized(layer):
     """The layer with a forward of its own, which subtracts its weight's mean."""
 

@@ -22,11 +22,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from narrowgauge.session.sites.part import Part, Turn, first_tensor, output_of
+from narrowgauge.session.sites.part import Part, Turn, first_tensor, output_of, weight_of
 
-_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_FORWARDS = {kind.forward: getattr(kind, "_conv_forward", None) for kind in (*_PLAIN, *_TRANSPOSED)}
+_KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_FORWARDS = {kind.forward: getattr(kind, "_conv_forward", None) for kind in _KINDS}
 
 
 class Plain:
@@ -49,7 +48,7 @@ class Plain:
     def parts(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """One product."""
         turns = image_turns(len(module.kernel_size), module.groups, module.transposed)
-        return (Part(first_tensor(args, kwargs, "input"), module._parameters["weight"], output_of(output), *turns),)
+        return (Part(first_tensor(args, kwargs, "input"), weight_of(module), output_of(output), *turns),)
 
 
 class Derived:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.session.sites.part import Part, first_tensor, output_of
+from narrowgauge.session.sites.part import Part, first_tensor, output_of, weight_of
 
 
 class Plain:
@@ -57,7 +57,5 @@ def weight_shape(module: nn.Linear) -> tuple[int, ...]:
 
 
 def _weight(module: nn.Module) -> Tensor | None:
-    own = module._parameters.get("weight")
-    if own is None and type(module).forward is nn.Linear.forward:
-        own = vars(module).get("weight")
-    return own if isinstance(own, Tensor) else None
+    plain = type(module).forward is nn.Linear.forward
+    return weight_of(module) if plain else module._parameters.get("weight")

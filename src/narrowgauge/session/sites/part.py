@@ -108,6 +108,13 @@ def is_a(module: nn.Module, package: str, *names: str) -> bool:
     )
 
 
+def weight_of(module: nn.Module) -> Tensor | None:
+    """A layer's weight. While a model runs, a wrapper may have put another tensor in the place of the parameter."""
+    own = module._parameters.get("weight")
+    own = vars(module).get("weight") if own is None else own
+    return own if isinstance(own, Tensor) else None
+
+
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Tensor | None:
     """The first positional argument, or the first of these keywords; None if it is no tensor."""
     value = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
