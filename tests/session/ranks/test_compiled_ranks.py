@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.integrations.watched import RANKS
 from tests.ports import free_port
-from tests.session.ranks.test_parallel import STEPS, by_hand, rows
+from tests.session.ranks.whole import MODEL, STEPS, by_hand, check_whole, rows
 from tests.session.test_watch import PLAIN
 
 from narrowgauge.observe.store import open_run
@@ -21,23 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
-rank, graphs = dist.get_rank(), 0
+rank = dist.get_rank()
 
-def backend(graph, inputs):
-    global graphs
-    graphs += 1
-    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-def batch(step, who):
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
-
+MODEL
 if sys.argv[1] == "auto":  # one rank has not compiled for a moment, the other for ever
     import narrowgauge.session.attach as session
     session.compiling_seconds = lambda: 0.0 if rank == 1 else float("inf")
@@ -46,13 +32,13 @@ torch.manual_seed(1)
 model = Model()
 match sys.argv[1]:
     case "compiled in DDP" | "auto":
-        model = DistributedDataParallel(torch.compile(model, backend=backend))
+        model = DistributedDataParallel(torch.compile(model, backend="aot_eager"))
     case "DDP compiled":
-        model = torch.compile(DistributedDataParallel(model), backend=backend)
+        model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     case "FSDP2":
         for part in (model.up, model.down, model):
             fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
-        model.compile(backend=backend)
+        model.compile(backend="aot_eager")
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for step in range(STEPS):
@@ -60,7 +46,6 @@ for step in range(STEPS):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     optimizer.step()
     optimizer.zero_grad()
-print("graphs", graphs)
 dist.destroy_process_group()
 """
 
@@ -70,7 +55,7 @@ def trained(warm_python, tmp_path):
     """The run of a program of so many steps, all recorded."""
 
     def train(kind, compiled, steps):
-        (tmp_path / "train.py").write_text(PROGRAM.replace("STEPS", str(steps)))
+        (tmp_path / "train.py").write_text(PROGRAM.replace("MODEL", MODEL).replace("STEPS", str(steps)))
         (tmp_path / "watch.toml").write_text(f'[watch]\nevery = 1\ncompiled = "{compiled}"\n')
         command = ["run", "--out", "out", "--config", "watch.toml", "--", "python", RANKS, "2", str(free_port())]
         environment = {**PLAIN, "OMP_NUM_THREADS": "1"}
@@ -88,13 +73,7 @@ def test_what_their_graphs_show_is_merged(kind, trained):
     run = trained(kind, "graphs", STEPS)
     assert run.meta["watch"]["steps_in_graphs"] == STEPS - 1, run.meta["notes"]
     want, _, _ = by_hand(whose=2)
-    found = rows(run, STEPS, "")
-    assert sorted(found) == sorted(want)
-    for site, tensor in want.items():
-        row = found[site]
-        assert (row["rank"], row["ranks"], row["numel"]) == (0, 2, tensor.numel()), site
-        assert row["amax"] == pytest.approx(tensor.abs().max().item(), rel=1e-4), site
-        assert row["std"] == pytest.approx(tensor.double().std(correction=0).item(), rel=1e-4), site
+    check_whole(rows(run, STEPS, ""), want)
 
 
 def test_ranks_make_graphs_at_one_step_though_one_of_them_finds_it_worth_it(trained, tmp_path):

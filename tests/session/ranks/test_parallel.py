@@ -7,12 +7,12 @@ import pytest
 import torch
 from tests.integrations.watched import RANKS
 from tests.ports import free_port
+from tests.session.ranks.whole import MODEL, STEPS, by_hand, check_whole, rows
 from tests.session.test_watch import PLAIN
 from torch import nn
 
 from narrowgauge.observe.store import open_run
 
-STEPS = 3
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -26,12 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+MODEL
 
 class Copied(Model): pass
 class Sharded(Model): pass
@@ -52,9 +47,6 @@ class Second(nn.Module):
 def made(kind):
     torch.manual_seed(1)
     return kind()
-
-def batch(step, who):
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
 
 kept = []
 def train(model, parameters, who):
@@ -93,67 +85,18 @@ KINDS = {"tensor": (0, "", 1), "ddp": (STEPS, "Copied.", 2), "fsdp2": (2 * STEPS
 @pytest.fixture(scope="module")
 def run(warm_python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
-    (folder / "train.py").write_text(PROGRAM.replace("STEPS", str(STEPS)))
+    (folder / "train.py").write_text(PROGRAM.replace("MODEL", MODEL).replace("STEPS", str(STEPS)))
     command = ["run", "--out", "out", "--every", "1", "--", "python", RANKS, "2", str(free_port()), "train.py"]
     done = warm_python.narrowgauge(command, cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return open_run(folder / "out")
 
 
-def batch(step, who):
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
-
-
-def by_hand(whose, microbatches=1):
-    """The tensors of the last step of a model in one piece, all batches stacked; its losses and gradient norms."""
-    torch.manual_seed(1)
-    up, down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-    optimizer = torch.optim.SGD([up.weight, down.weight], lr=0.5)
-    losses, norms = [], []
-    for step in range(STEPS):
-        seen = {name: [] for name in ("up:input", "up:grad_output", "down:input", "down:grad_output")}
-        weights = {"up:weight": up.weight.detach().clone(), "down:weight": down.weight.detach().clone()}
-        losses.append([])
-        batches = [x for who in range(whose) for x in batch(step, who).split(8 // microbatches)]
-        for x in batches:
-            h = up(x)
-            h.retain_grad()
-            r = torch.relu(h)
-            y = down(r)
-            y.retain_grad()
-            loss = y.square().mean()
-            loss.backward()
-            losses[-1].append(loss.item())
-            for name, tensor in zip(seen, (x, h.grad, r, y.grad), strict=True):
-                seen[name].append(tensor.detach())
-        for weight in (up.weight, down.weight):
-            weight.grad /= len(batches)
-        norms.append(torch.stack([up.weight.grad.norm(), down.weight.grad.norm()]).norm().item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: torch.cat(tensors) for name, tensors in seen.items()} | weights, losses, norms
-
-
-def rows(run, step, prefix):
-    table = run.tensors(steps=[step])
-    found = {
-        site: {name: table[name][i] for name in ("rank", "ranks", "numel", "amax", "std")}
-        for i, site in enumerate(table["site"].tolist())
-    }
-    return {site.removeprefix(prefix): row for site, row in found.items() if site.startswith(prefix)}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_sites_are_those_of_the_whole(run, kind):
     before, prefix, whose = KINDS[kind]
     want, _, _ = by_hand(whose)
-    found = rows(run, before + STEPS, prefix)
-    assert sorted(found) == sorted(want)
-    for site, tensor in want.items():
-        row = found[site]
-        assert (row["rank"], row["ranks"], row["numel"]) == (0, 2, tensor.numel()), site
-        assert row["amax"] == pytest.approx(tensor.abs().max().item(), rel=1e-4), site
-        assert row["std"] == pytest.approx(tensor.double().std(correction=0).item(), rel=1e-4), site
+    check_whole(rows(run, before + STEPS, prefix), want)
 
 
 def test_stages_stand_side_by_side(run):
