@@ -127,7 +127,7 @@ def write_run(folder: Path, sites: int, steps: int) -> dict[str, Any]:
         columns = {name: counts[name] if name in COUNTS else row for name, row in zip(METRICS, block, strict=True)}
         writer.add_tensors(step, names, columns)
         writer.add_scalars(step, loss=1.0 / (step + 1), grad_norm=1.0, lr=1e-4, step_seconds=0.1)
-        while writer._waiting.nbytes > 40 << 20:  # segments of ordinary size, and no row lost
+        while writer._waiting.held > 40 << 20:  # segments of ordinary size, and no row lost
             time.sleep(0.01)
     writer.close(timeout=600)
     seconds, values = time.perf_counter() - started, sites * steps * len(METRICS)
