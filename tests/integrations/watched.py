@@ -143,7 +143,7 @@ class Case:
         """(step, site) -> statistics, the ranks' together."""
         ranks = list(self.each_by_hand(name).values())
         keys = {key for rows in ranks for key in rows}
-        return {(step, site): finished(together([rows[step, site] for rows in ranks])) for step, site in keys}
+        return {key: finished(together([rows[key] for rows in ranks if key in rows])) for key in keys}
 
     def losses_by_hand(self, name="plain"):
         """rank -> step -> sum of what backward was called on."""
@@ -153,12 +153,12 @@ class Case:
     def _hand(self, rank, name):
         return json.loads((self.folder / name / "hand" / f"rank{rank}.json").read_text())
 
-    def rows(self, name="watched"):
-        """(step, site) -> statistics, from the run: of all ranks as one."""
+    def rows(self, name="watched", ranks=None):
+        """(step, site) -> statistics, from the run: of all ranks as one, or of so many that have parts of each."""
         table = self.run(name).tensors()
         columns = {column: table[column].tolist() for column in ("step", "site", *TOLERANCES)}
         assert set(table["rank"].tolist()) == {0}
-        assert self.ranks == 1 or set(table["ranks"].tolist()) == {self.ranks}
+        assert self.ranks == 1 or set(table["ranks"].tolist()) == {ranks or self.ranks}
         keys = zip(columns["step"], columns["site"], strict=True)
         return {key: {column: columns[column][n] for column in TOLERANCES} for n, key in enumerate(keys)}
 

@@ -102,7 +102,10 @@ class Session:
             ),
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
-        told = Told(self._copies, self._mesh, lambda: self.roots.taken, self.optimizers.mesh, self.plain.choice.dear)
+        told = Told(
+            *(self._copies, self._mesh, self.roots.stage),
+            *(lambda: self.roots.taken, self.optimizers.mesh, self.plain.choice.dear),
+        )
         self.ranks = Ranks(plan, writer, self.recorder.collector, told)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.observer import GemmSample
@@ -22,6 +22,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection.selection import Columns, Selection
+from narrowgauge.session.sites.numbering import Numbering, numbering
 from narrowgauge.session.sites.part import named
 from narrowgauge.session.what_if import WhatIf
 
@@ -29,13 +30,13 @@ from narrowgauge.session.what_if import WhatIf
 class Recorder:
     """An Observer for all layers of a program, and the beginnings and ends of its steps.
 
-    `prefix` stands in front of every name that it is told: two models may both have a layer "0".
+    `name` says what a module that it is told of is called in the run: two models may both have a layer "0".
     """
 
     def __init__(self, plan: Plan, writer: RunWriter) -> None:
-        self.prefix = ""
+        self._prefix, self._numbering = "", Numbering()
         self.mine: Callable[[], bool] = lambda: True  # whether what the calling thread multiplies is of the training
-        self._views = {"": self}
+        self._views = {(self._prefix, self._numbering): self}
         self.selection = Selection(plan.watch, plan.every)
         self.collector = Collector(Columns(writer, self.selection), every=plan.every, due=self.selection.due)
         self.dumper: Dumper | None = None
@@ -50,12 +51,17 @@ class Recorder:
         if plan.what_if:
             self.what_if = WhatIf(plan.what_if, writer, self.selection)
 
-    def under(self, prefix: str) -> Recorder:
-        """The same for the layers of another model, whose names get `prefix` in front."""
-        if prefix not in self._views:
-            self._views[prefix] = view = copy(self)
-            view.prefix = prefix
-        return self._views[prefix]
+    def under(self, prefix: str, model: nn.Module) -> Recorder:
+        """The same for the layers of a model, whose names get `prefix` in front, and numbers of the whole model."""
+        key = prefix, numbering(model)
+        if key not in self._views:
+            self._views[key] = view = copy(self)
+            view._prefix, view._numbering = key
+        return self._views[key]
+
+    def name(self, module: str) -> str:
+        """A module's name in the run."""
+        return named(self._prefix, self._numbering(module))
 
     def begin_step(self, step: int) -> bool:
         """Open a step; True if anything is looked at in it."""
@@ -110,14 +116,14 @@ class Recorder:
         """Whether one tensor of a module is looked at in the open step."""
         if self.selection.paused:
             return False
-        module = named(self.prefix, module)
+        module = self.name(module)
         if self.collector.wants(module) and self.selection.sites.selects(module, role):
             return True
         return self.dumper is not None and self.dumper.selects(module, role)
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
-        module = named(self.prefix, module)
+        module = self.name(module)
         if self.selection.paused or not self.mine():
             return False
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
@@ -125,7 +131,7 @@ class Recorder:
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand that is selected."""
-        module = named(self.prefix, module)
+        module = self.name(module)
         if self.dumper is not None and self.dumper.selects(module, role):
             return None  # a kernel that counts shows no codes
         if self.what_if is not None and self.what_if.wants():
@@ -134,7 +140,7 @@ class Recorder:
 
     def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
         """Pass on what is selected, where nobody wants the codes themselves."""
-        module = named(self.prefix, module)
+        module = self.name(module)
         if self.dumper is not None and self.dumper.selects(module, role):
             return False
         if not self._records(module, role) or not self.collector.judge(module, role, x, rule, given):
@@ -153,7 +159,7 @@ class Recorder:
         amax_ratio: Tensor | None = None,
     ) -> None:
         """Pass on what is selected: x [M, K], or the weights [E, N, K] of experts with the codes of their rows."""
-        module = named(self.prefix, module)
+        module = self.name(module)
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
             if self.what_if is not None:
@@ -163,7 +169,7 @@ class Recorder:
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """Pass on what is selected."""
-        module = named(self.prefix, module)
+        module = self.name(module)
         if self._records(module, role):
             self.collector.result(module, role, y, check)
 

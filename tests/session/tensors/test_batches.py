@@ -37,6 +37,27 @@ def test_a_batch_is_found_in_what_holds_it(kind):
     assert seen(((other,), {}))[1] != seen(((held,), {}))[1]
 
 
+IDS, ENDS, ROWS = torch.arange(512), torch.tensor([0, 200, 512]), torch.rand(64, 8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokens"),
+    [
+        ((IDS.view(4, 128), torch.ones(4, 128)), 512),
+        ((ENDS, IDS.view(4, 128)), 512),
+        ((ENDS, IDS), 512),  # packed texts
+        ((IDS, ENDS), 512),
+        ((ROWS, torch.tensor([0, 16, 32, 64])), 64),  # samples, and where groups of them begin
+        ((ROWS, torch.arange(64)), 64),  # time steps
+        ((torch.randint(256, (6, 3, 9, 9), dtype=torch.uint8),), 6),
+        ((torch.randint(256, (6, 9), dtype=torch.uint8),), 54),  # bytes of a text
+        ((torch.tensor(3), IDS), 512),
+    ],
+)
+def test_tokens_are_ids_in_rows_or_packed_and_else_samples(inputs, tokens):
+    assert Batches().see((inputs, {})) == tokens
+
+
 def test_what_holds_its_tensors_otherwise_is_told():
     batches = Batches()
     assert batches.see(((Closed(ids=torch.arange(4)), None, "text"), {})) == 0
@@ -48,7 +69,7 @@ def test_a_batch_that_wants_a_gradient_is_counted_and_not_hashed():
     x = torch.rand(5, 2, requires_grad=True)
     assert batches.see(((x,), {})) == 5
     assert batches.digest is None
-    assert batches.see(((x, torch.arange(3)), {})) == 3  # what is data goes first
+    assert batches.see(((x, torch.arange(3)), {})) == 3  # what is data goes first, and a batch that moves is none
     assert batches.see(((x * 2,), {})) == 0  # made of it
     assert batches.see(((nn.Parameter(torch.ones(7, 2)),), {})) == 0
     assert batches.notes == []

@@ -4,6 +4,7 @@
     capture  what is launched while a graph is captured would be replayed with it, and asking an event would spoil it
     unreal   inside of torch.func's transforms (grad, vmap, jvp) a tensor stands for others; a fake one has no numbers;
              what is done to one while torch.jit or make_fx traces is done again whenever the traced graph runs
+    stage    of a pipeline: whose forward is running
     modes    what the program has to see each operation of torch's, modes and classes of tensors, does not see ours
     errors   the program goes on; the run says what is missing
 
@@ -39,6 +40,7 @@ class Hearing(Threads):
     def __init__(self) -> None:
         super().__init__()
         self._failed: dict[str, int] = {}
+        self.stage: int | None = None  # of torch's pipelines, whose forward is running
 
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""

@@ -1,5 +1,10 @@
 """torch's pipelines: to learn what a stage receives and gives, each is run once, forward and backward, on what happens
-to lie in memory. That is no training. And a microbatch goes backward through all stages: it is the last one's.
+to lie in memory. That is no training. A microbatch goes backward through all stages: it is the last one's, whose loss
+schedules divide in the end as they do its gradients. What goes forward is the batch in the first one only; and each may
+number its layers from 0, so it matters which one runs.
+
+Schedules without bubbles go back in two halves. The first asks the engine for gradients as `torch.autograd.grad` does,
+and nobody is told of a backward pass; the second computes gradients again from those of the first, which were seen.
 
 Source: torch 2.13, torch/distributed/pipelining/stage.py.
 """
@@ -8,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from narrowgauge.session.doors.hearing import Hearing
@@ -18,10 +24,26 @@ TRIES = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_
 
 
 class Hears(Protocol):
-    """Who hears, and is to hear nothing meanwhile; or to know that a gradient comes from another stage."""
+    """Who hears, and is to hear nothing meanwhile; or to know which stage runs, and whose gradient is another one's."""
 
     hearing: Hearing
     staged: int
+
+    def backward_begins(self, loss: Any, plain: bool) -> None:
+        """A backward pass begins, of `loss`."""
+
+    def backward_ended(self, loss: Any) -> None:
+        """It returned."""
+
+    def backward_failed(self) -> None:
+        """It raised."""
+
+    def nothing_new(self) -> AbstractContextManager[None]:
+        """Meanwhile what is multiplied was seen before."""
+        ...
+
+    def gradients_divided(self, by: float) -> None:
+        """The gradients of all microbatches so far were divided."""
 
 
 def follow(seams: Seams, updates: Hears) -> bool:
@@ -48,9 +70,56 @@ def follow(seams: Seams, updates: Hears) -> bool:
 
         return run
 
+    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            before, updates.hearing.stage = updates.hearing.stage, stage.stage_index
+            try:
+                return original(stage, *args, **kwargs)
+            finally:
+                updates.hearing.stage = before
+
+        return run
+
+    def scaled(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(stage: Any, grad_scale_factor: int) -> Any:
+            if stage.is_last:
+                updates.gradients_divided(grad_scale_factor)
+            return original(stage, grad_scale_factor)
+
+        return run
+
+    def halved(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            if gradients is not None:  # of another stage
+                return original(outputs, gradients, *args, **kwargs)
+            loss = tuple(outputs)
+            updates.backward_begins(loss, False)
+            try:
+                out = original(outputs, gradients, *args, **kwargs)
+            except BaseException:
+                updates.backward_failed()
+                raise
+            updates.backward_ended(loss)
+            return out
+
+        return run
+
+    def again(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with updates.nothing_new():
+                return original(*args, **kwargs)
+
+        return run
+
     for name in TRIES:
         if hasattr(stage, name):
             seams.replace(stage, name, tried)
-    if hasattr(module, "stage_backward"):
-        seams.replace(module, "stage_backward", staged)
+    base = getattr(module, "_PipelineStageBase", stage)  # of stages that torch cut out of a traced model as well
+    for name, make in (("forward_maybe_with_nosync", forward), ("scale_grads", scaled)):
+        if hasattr(base, name):
+            seams.replace(base, name, make)
+    halves = ("stage_backward_input", halved), ("stage_backward_weight", again)
+    for name, make in (("stage_backward", staged), *halves):
+        if hasattr(module, name):
+            seams.replace(module, name, make)
     return True

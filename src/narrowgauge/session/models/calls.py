@@ -163,7 +163,8 @@ class Calls:
         self.training = True
         root.enter_autocast()
         self._in_generator = any(returned.gi_running for returned in self._generators)
-        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed((args, kwargs))
+        given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
+        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given)
         self._tokens, line = tokens, self._steps.line
         if line is not None:
             line.tokens += tokens
@@ -198,7 +199,7 @@ class Calls:
         self._left()
         if raised:
             self._take_back()
-        elif missed and self.learns() and not self._steps.paused and not self._in_generator:
+        elif missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
@@ -297,7 +298,7 @@ class Calls:
 
     def _take(self, module: nn.Module) -> Root:
         self._steps.another_model()
-        root = self._roots.take(module, self._optimizers)
+        root = self._roots.take(module, self._optimizers, self.hearing.stage)
         self._taken()
         return root
 

@@ -112,11 +112,12 @@ class Conversions:
 
     def _observe(self, model: nn.Module, prefix: str) -> None:
         states = [module._fp8 for module in model.modules() if isinstance(module, Fp8Linear)]
+        observer = self._recorder.under(prefix, model)
         for state in states:
             if state.observer is None:  # or else it is a layer of another model, too, and has its name from there
-                state.observer = self._recorder.under(prefix)
+                state.observer = observer
                 self.observed = True
-                self._layers[named(prefix, state.name)] = state
+                self._layers[observer.name(state.name)] = state
 
     def _converted(self, model: nn.Module, *, beside: bool) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""

@@ -4,7 +4,9 @@
     model   the whole that a root belongs to (family.py): mostly the root itself
 
 A program can have several models. The layers of the first keep their names, those of the others carry their model's
-class in front; a model that cannot be converted is left as it is and told, unless there is no other.
+class in front. Stages of a pipeline that are on one rank and have layers of one name carry their number; those of
+several ranks are told apart as ranks merge. A model that cannot be converted is left as it is and told, unless there is
+no other.
 
 Models are held weakly: a program that trains one after the other keeps none for our sake, and the next one has the
 names of the last.
@@ -13,7 +15,7 @@ names of the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -24,35 +26,16 @@ from torch.nn.parameter import is_lazy
 
 from narrowgauge.session.models.conversions import Conversions
 from narrowgauge.session.models.family import Family, is_wrapper
+from narrowgauge.session.models.model import Model
 from narrowgauge.session.models.perturb import perturb
 from narrowgauge.session.models.root import AUTOCAST, Root
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
-from narrowgauge.session.sites.census import plain_name
 from narrowgauge.session.sites.part import named
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.tensors.fingerprint import weights_hash
-from narrowgauge.session.tensors.sharded import class_name, copied_by, shape_of
-
-
-class Model:
-    """A model that was taken, as long as it lives; `own` is its name in `holder`, if it is a part of another module."""
-
-    def __init__(self, model: nn.Module, gone: Callable[[Model], None], holder: nn.Module, own: str) -> None:
-        self.kind, self.prefix = class_name(model), ""
-        self.holder, self.own = ref(holder), plain_name(f"{own}.") if own else ""
-        self.parts = {id(m) for m in model.modules()}
-        self.module = ref(model, lambda _: gone(self))
-
-    def beside(self, other: Model) -> bool:
-        """Whether both are parts of one module: their names in there differ."""
-        return bool(self.own and other.own) and self.holder() is other.holder()
-
-    def parameters(self) -> dict[int, Tensor]:
-        """Its parameters by id; none if it is gone."""
-        model = self.module()
-        return {} if model is None else {id(p): p for p in model.parameters()}
+from narrowgauge.session.tensors.sharded import copied_by, shape_of
 
 
 class Roots:
@@ -70,6 +53,7 @@ class Roots:
         self._hashes: list[str] = []
         self._linear_dtype = ""
         self._copied: dict[str, int | None] = {}  # by the prefix of a model's sites
+        self._stages: dict[str, int | None] = {}  # of layers: their last step may be merged when their model is gone
 
     def __contains__(self, module: nn.Module) -> bool:
         return id(module) in self._roots
@@ -93,8 +77,10 @@ class Roots:
         wholes = {id(whole): whole for whole in (self.family.model_of(owner, trained) for owner in owners)}
         return max(wholes.values(), key=lambda m: sum(math.prod(shape_of(p)) for p in m.parameters()), default=None)
 
-    def take(self, module: nn.Module, optimizers: Trained) -> Root:
+    def take(self, module: nn.Module, optimizers: Trained, stage: int | None = None) -> Root:
         """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
+
+        `stage` is its number in a pipeline, if it was called in one.
 
         Raises RecipeError, or ConversionError when the plan's conversion is not possible and no other model is left.
         """
@@ -108,7 +94,7 @@ class Roots:
         whole = self.family.model_of(module, trained)
         model = unwrapped(whole)
         root.belongs_to(model)
-        shares = self._add(model, *self.family.holder_of(whole, trained))
+        shares = self._add(model, *self.family.holder_of(whole, trained), stage)
         if not shares:
             self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
             self._watch_dtype(model)
@@ -116,9 +102,11 @@ class Roots:
                 perturb(model, self._plan.noise, self._plan.seed)
         prefix = self._name()
         self._copied[prefix] = copied_by((module, *whole.modules()))
+        if stage is not None or self._stages:
+            self._stages.update(dict.fromkeys((named(prefix, layer) for layer in self._models[-1].layers), stage))
         self.conversions.switch(model, module, prefix)
         self.conversions.convert(model, prefix, shares=shares, whole=lambda: trained <= self._parameters_seen())
-        self._plain.add(model, self._recorder.under(prefix))
+        self._plain.add(model, self._recorder.under(prefix, model))
         return root
 
     def _root(self, module: nn.Module) -> Root:
@@ -144,9 +132,9 @@ class Roots:
         if self._roots.get(at) is root:  # and not another's, at the same address
             del self._roots[at]
 
-    def _add(self, model: nn.Module, holder: nn.Module, own: str) -> bool:
+    def _add(self, model: nn.Module, holder: nn.Module, own: str, stage: int | None) -> bool:
         """Keep a model in mind; whether it shares parts with one that is known: two towers, actor and critic."""
-        new = Model(model, self._models.remove, holder, own)
+        new = Model(model, self._models.remove, holder, own, stage)
         known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
         counted = self._parameters_seen()
         self._parameters += sum(math.prod(shape_of(p)) for at, p in new.parameters().items() if at not in counted)
@@ -163,10 +151,16 @@ class Roots:
         *others, new = self._models
         taken = {other.prefix for other in others}
         new.prefix = new.own
-        if new.own in taken or any((new.own or other.own) and not new.beside(other) for other in others):
+        if new.stage is not None:
+            clash = not all(map(new.beside, others))
+        else:
+            clash = any((new.own or other.own) and not new.beside(other) for other in others) or new.own in taken
+        if clash:
             number = sum(other.kind == new.kind for other in others)
-            while (prefix := f"{new.kind}{number or ''}.") in taken:
+            prefix = f"{new.kind}{number or ''}." if new.stage is None else f"stage{new.stage}."
+            while prefix in taken:
                 number += 1
+                prefix = f"{new.kind}{number}."
             new.prefix = prefix
         return new.prefix
 
@@ -180,6 +174,13 @@ class Roots:
             root.leave()
         models = (known.module() for known in list(self._models))
         self.conversions.leave(model for model in models if model is not None)
+
+    def stage(self, site: str) -> int | None:
+        """The stage of a pipeline that a site is in; None if it is in none."""
+        layer = site.rpartition(":")[0] if self._stages else ""
+        while layer and layer not in self._stages:  # or it is one product of a layer
+            layer = layer.rpartition(".")[0]
+        return self._stages.get(layer)
 
     def copies(self, site: str) -> int | None:
         """The lowest rank with the same values at a site, if a converted layer or a wrapper around it knows."""

@@ -23,6 +23,7 @@ from narrowgauge.session.ranks.group import Gather
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.merging import Merger
 from narrowgauge.session.ranks.scalars import Joined, Rows, disagreements, rows_of
+from narrowgauge.session.ranks.stages import Stages
 
 MOST_EVENTS = 16  # sites of one step that are named one by one
 KEPT = 8  # combinations of layouts that are remembered
@@ -36,6 +37,7 @@ class Landing:
         self._mergers: dict[tuple[str, ...], Merger] = {}
         self._kinds: Sequence[str] = [""] * world
         self._meshes: Sequence[int | None] = [None] * world
+        self._stages = Stages()
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
         self._models: Sequence[int] = ()  # of each rank, at the last step
@@ -95,7 +97,9 @@ class Landing:
             if len(self._mergers) >= KEPT:
                 self._mergers.pop(next(iter(self._mergers)))
             assert gather.rows is not None
-            self._mergers[key] = Merger(layouts, gather.rows.device)
+            if self._stages.learn(each for one in layouts for each in (*one.staged_operands, *one.staged_results)):
+                self._mergers.clear()
+            self._mergers[key] = Merger(layouts, gather.rows.device, self._stages)
         return self._mergers[key]
 
     def _forget_models(self, models: Sequence[int]) -> None:

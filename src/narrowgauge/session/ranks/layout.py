@@ -3,7 +3,7 @@
     [ operands S x W | results R x H | scalars K x (1 + N) | nothing ]
 
 A row of scalars is its step and its N numbers, NaN for what the step has not. Ranks may have different sites (pipeline
-stages, experts); who merges knows every rank's layout, and unites them by name.
+stages, experts); who merges knows every rank's layout, and unites them by name, which stages.py tells apart.
 
 Legend: S, R = operand and result sites, W, H = packed and head width, K = rows of scalars, N = names.
 """
@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from narrowgauge.metrics import MOMENTS
+from narrowgauge.session.ranks.stages import Staged
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Layout:
         rows: of scalars.
         copies: per operand site, the lowest rank that holds the same values; null where nobody else is known to.
         meshes: per operand site, the lowest rank of the mesh that its weight lies on; null where it says of none.
+        stages: per operand site and then per result, the stage of a pipeline that it is in; empty if none is in one.
         models: how many there were so far: another one may have the sites' names from here on.
         mesh: the lowest rank of the mesh that what is trained lies on, null without one: ranks of one mesh hold parts
             of the same norms.
@@ -40,6 +42,7 @@ class Layout:
     rows: int = 0
     copies: tuple[int | None, ...] = ()
     meshes: tuple[int | None, ...] = ()
+    stages: tuple[int | None, ...] = ()
     models: int = 0
     mesh: int | None = None
 
@@ -64,6 +67,18 @@ class Layout:
     def sites(self) -> str:
         """A name for its sites alone: ranks that run the same part of a model have equal ones."""
         return replace(self, scalars=(), rows=0, copies=(), meshes=(), models=0, mesh=None).digest
+
+    @property
+    def staged_operands(self) -> list[Staged]:
+        """Its operand sites, with their stages."""
+        stages = self.stages[: len(self.operands)] or (None,) * len(self.operands)
+        return list(zip(self.operands, stages, strict=True))
+
+    @property
+    def staged_results(self) -> list[Staged]:
+        """Its result sites, with their stages."""
+        stages = self.stages[len(self.operands) :] or (None,) * len(self.results)
+        return list(zip(self.results, stages, strict=True))
 
     @property
     def cuts(self) -> tuple[int, int, int]:

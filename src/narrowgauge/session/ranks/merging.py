@@ -28,6 +28,7 @@ from narrowgauge.metrics import MOMENTS
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.session.ranks.alike import COMPARED, Alike, Owner, fed_alike
 from narrowgauge.session.ranks.layout import Layout
+from narrowgauge.session.ranks.stages import Stages
 
 CHUNK = 256  # sites merged together: bounds the room for intermediate results
 
@@ -95,12 +96,13 @@ class Union:
 
 
 class Merger:
-    """Merges tables of one combination of layouts, on one device."""
+    """Merges tables of one combination of layouts, on one device; `stages` has the names of their sites."""
 
-    def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
+    def __init__(self, layouts: Sequence[Layout], device: torch.device, stages: Stages | None = None) -> None:
+        names = (stages or Stages()).names
         self.layouts = tuple(layouts)
-        self.operands = Union.of([one.operands for one in layouts], self.layouts)
-        self.results = Union.of([one.results for one in layouts])
+        self.operands = Union.of([names(one.staged_operands) for one in layouts], self.layouts)
+        self.results = Union.of([names(one.staged_results) for one in layouts])
         offsets = np.cumsum([0] + [len(one.operands) for one in layouts])
         self._take = _indices(self.operands.taken, offsets, device)
         self._take_results = _indices(

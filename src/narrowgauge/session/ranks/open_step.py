@@ -20,6 +20,7 @@ class Told:
     Args:
         copies: of an operand site, the lowest rank that holds the same values; None where nobody is known to.
         meshes: of a weight's site, the lowest rank of the mesh that it lies on; None without one.
+        stages: of a site, the stage of a pipeline that it is in; None if it is in none.
         models: how many models the program has had so far.
         mesh: the lowest rank of the mesh that what is trained lies on; None without one.
         dear: whether recorded steps have lost this rank as much time as compiling for them would take.
@@ -27,6 +28,7 @@ class Told:
 
     copies: Callable[[str], int | None] = lambda site: None
     meshes: Callable[[str], int | None] = lambda site: None
+    stages: Callable[[str], int | None] = lambda site: None
     models: Callable[[], int] = lambda: 0
     mesh: Callable[[], int | None] = lambda: None
     dear: Callable[[], bool] = lambda: False
@@ -59,14 +61,16 @@ class OpenStep:
         operands, results = ([getattr(each, kind) for each in packed] for kind in ("operands", "results"))
         tables: list[Tensor] = [table for _, table in (*operands, *results) if table is not None]
         home = next((t.device for t in tables if t.is_cuda), tables[0].device if tables else _own_device())
-        sites = tuple(site for names, _ in operands for site in names)
+        sites, seen = (tuple(site for names, _ in kind for site in names) for kind in (operands, results))
+        stages = tuple(told.stages(site) for site in (*sites, *seen))
         layout = Layout(
             operands=sites,
-            results=tuple(site for names, _ in results for site in names),
+            results=seen,
             scalars=scalars,
             rows=rows,
             copies=tuple(told.copies(site) for site in sites),
             meshes=tuple(told.meshes(site) for site in sites),
+            stages=stages if any(stage is not None for stage in stages) else (),
             models=told.models(),
             mesh=told.mesh(),
         )

@@ -25,7 +25,7 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
-from narrowgauge.session.sites.part import Own, Part, Rule, Turn, named, rows
+from narrowgauge.session.sites.part import Own, Part, Rule, Turn, rows
 from narrowgauge.session.tensors.sharded import Held, holders, is_distributed, local_of, used_of
 
 
@@ -156,7 +156,7 @@ class Showing:
                 return
             first = held.first if held.first is not None else first
             if first is not None or held.mesh is not None:
-                self._told_of_ranks(named(getattr(state.observer, "prefix", ""), state.name), role, first, held.mesh)
+                self._told_of_ranks(getattr(state.observer, "name", str)(state.name), role, first, held.mesh)
             if wanted:
                 self._look(state, role, turn(x), own)
         except Exception as error:

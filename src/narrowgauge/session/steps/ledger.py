@@ -1,6 +1,6 @@
 """One line per optimizer step: loss, gradient norm, learning rate, tokens, time, memory, and what went wrong.
 
-    loss               sum of the step's backward losses (each microbatch as the script weighted it)
+    loss               sum of the step's backward losses (each microbatch as the script weighted it, or its pipeline)
     step_seconds       from the end of one optimizer step to the end of the next, without evaluation, probes and
                        watching; device time where the device is a GPU
     tokens_per_second  tokens / step_seconds
@@ -86,6 +86,11 @@ class Ledger:
         if loss is not None:
             loss = here(loss).detach().reshape(()).clone().float()
             self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
+
+    def divide(self, by: float) -> None:
+        """The step's gradients so far were divided: so is its loss."""
+        if self.line is not None and self.line.loss is not None and by:
+            self.line.loss = self.line.loss / by
 
     def take_back(self) -> None:
         """The last microbatch's backward failed: it was none of the step's, nor was what it was computed from."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -163,6 +164,20 @@ class Updates:
         self._scaled, self.hearing.waits = {}, False
         if not self._closure_again:
             self._steps.ledger.take_back()
+
+    @contextmanager
+    def nothing_new(self) -> Iterator[None]:
+        """Meanwhile what is multiplied was seen before: it is none of the step's tensors."""
+        before, self._steps.paused = self._steps.paused, True
+        try:
+            yield
+        finally:
+            self._steps.paused = before
+
+    @heard
+    def gradients_divided(self, by: float) -> None:
+        """The gradients of the open step were divided, so its losses are."""
+        self._steps.ledger.divide(by)
 
     @heard
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:

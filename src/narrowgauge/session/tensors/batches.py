@@ -92,14 +92,29 @@ class Batches:
 
 
 def _tokens(found: list[Tensor], data: list[Tensor]) -> int:
-    """How many token ids are among the data, or samples, if there are none; `found` is all that was given."""
+    """How many token ids are among the data, or samples, if there are none; `found` is all that was given.
+
+    Ids are the first whole numbers in rows, [B, T]. A single row is all there is (packed texts), or says something of
+    what lies in rows beside it: offsets of their parts, their classes or time steps.
+    """
     if any(x.dtype != torch.bool for x in found):  # or else a mask, which tells of no tokens of its own
         data = [x for x in data if x.dtype != torch.bool]
     if not data:
         data = [x for x in found if x.requires_grad and x.is_leaf and type(x) is Tensor]
     batched = [x for x in data if x.dim()]
-    ids = next((x for x in batched if not x.is_floating_point() and x.dtype != torch.bool), None)
-    return ids.numel() if ids is not None else batched[0].size(0) if batched else len(data[:1])
+    whole = [x for x in batched if not x.is_floating_point() and x.dtype != torch.bool and not _is_picture(x)]
+    ids = next((x for x in whole if x.dim() > 1), None)
+    if ids is not None:
+        return ids.numel()
+    rows = [x.size(0) for x in batched if x.dim() > 1]
+    if whole and not rows:  # packed ids beside where each text begins
+        return max(x.numel() for x in whole)
+    return rows[0] if rows else batched[0].size(0) if batched else len(data[:1])
+
+
+def _is_picture(x: Tensor) -> bool:
+    """Whether it is pixels, not ids: [B, C, H, W] or [C, H, W] in bytes."""
+    return x.dtype == torch.uint8 and x.dim() > 2
 
 
 def _tensors(held: Any) -> list[Tensor]:
