@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.bench.memory import allocated, peak_bytes
+from narrowgauge.bench.memory import allocated, forget, peak_bytes
 from narrowgauge.bench.peers import check_peer
 from narrowgauge.bench.phases import busy_ms
 from narrowgauge.bench.result import Result, Row
@@ -73,6 +73,7 @@ def bench_overhead(
 
 def _variant(size_name: str, device: torch.device, variant: Variant, mode: str, rounds: int) -> Row:
     size = sized(size_name)
+    forget(device)  # or what the last one left in cycles lies there now, and is gone before a step's peak is taken
     with ExitStack() as stack, many_graphs():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         calls: dict[str, Callable[[], None]] = {}
