@@ -9,8 +9,8 @@ output; each tensor is quantized here as the recipe `current` says and its error
 
 Microbatches of a step are quantized one by one, and their sums added. A step ends with the optimizer's, however many of
 its own steps that is, and the next begins with a forward or backward. A layer's name is that in `model`, the script's
-variable (or in `models`, if it has several), as the script's `whole(name)` has it, if that is given. The losses are
-what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
+variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses
+are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
 """
 
 import json
@@ -125,7 +125,7 @@ def main():
     found = runpy.run_path(script, run_name="__main__")
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]
-    whole = found.get("whole", str)
+    whole = found.get("name_in_whole", str)
     names = {id(m): whole(name) for model in models for name, m in model.named_modules()}
     rows = [
         {"step": number, "site": f"{names[which]}:{role}", **sums.row()}

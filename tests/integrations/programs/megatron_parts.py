@@ -103,7 +103,7 @@ def experts():
     return model
 
 
-def whole(name):
+def name_in_whole(name):
     """What a rank's layer is called in the whole model."""
     parts = name.split(".")
     lists = {"layers": 2 * rank, "local_experts": 2 * rank}
