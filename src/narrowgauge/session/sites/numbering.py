@@ -1,7 +1,7 @@
 """Layers that a rank numbers from 0, though they are others in the whole model: Megatron-Core's pipeline stages,
 experts of Megatron-Core and DeepSpeed that are spread over ranks.
 
-    layers           whose own `layer_number` counts on from another rank's: decoder.layers.0 is decoder.layers.4
+    layers           of Megatron-Core, whose `layer_number` counts on:       decoder.layers.0 is decoder.layers.4
     local_experts    of the rank in `ep_group`, next to them or above:       local_experts.0 is local_experts.6
 
 So every rank's layers have the names that they have in a checkpoint of the whole.
@@ -35,20 +35,20 @@ class Numbering(NamedTuple):
 
 
 def numbering(model: nn.Module) -> Numbering:
-    """What is known of a model's lists."""
+    """What is known of a model's lists; nothing of numbers that are not ahead."""
     found = [
         (plain_name(f"{path}."), behind)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and (behind := _layers(module) or _experts(model, path))
+        if isinstance(module, nn.ModuleList) and (behind := _layers(module) or _experts(model, path)) > 0
     ]
     return Numbering(tuple(sorted(found, key=lambda each: -each[0].count("."))))
 
 
 def _layers(layers: nn.ModuleList) -> int:
+    if not all(type(layer).__module__.startswith("megatron.") for layer in layers):
+        return 0  # others may count as they like
     numbers = [number for layer in layers if isinstance(number := getattr(layer, "layer_number", None), int)]
-    if len(numbers) < len(layers):
-        return 0
-    behind = {number - 1 - at for at, number in enumerate(numbers)}
+    behind = {number - 1 - at for at, number in enumerate(numbers)} if len(numbers) == len(layers) else set()
     return behind.pop() if len(behind) == 1 else 0  # or all have the same: nobody has numbered them
 
 
