@@ -20,7 +20,7 @@ def seen(tmp_path_factory, warm_python):
 
 def test_every_layer_has_its_name_in_the_whole_and_the_values_by_hand(seen):
     assert seen.watched.code == 0, seen.watched.err
-    assert seen.watched.said == pytest.approx(seen.plain.said, rel=1e-5)
+    assert seen.watched.said == seen.case.alone().said  # what counts by hand moves memory, and with it last digits
     want = seen.case.rows_by_hand()
     layer = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     names = {f"decoder.layers.{i}.{name}" for i in range(4) for name in layer} | {"output_layer"}
@@ -28,7 +28,7 @@ def test_every_layer_has_its_name_in_the_whole_and_the_values_by_hand(seen):
     assert {site.partition(":")[0] for step, site in want if step <= STAGES} == names
     assert {site.partition(":")[0] for step, site in want if step > STAGES} == experts
     assert want[1, "decoder.layers.3.mlp.linear_fc1:weight"] != want[1, "decoder.layers.1.mlp.linear_fc1:weight"]
-    found = {(step, site.removeprefix("Experts.")): row for (step, site), row in seen.case.rows(ranks=1).items()}
+    found = {(step, site.removeprefix("Experts.")): row for (step, site), row in seen.case.rows(ranks=[1]).items()}
     assert differences(found, want) == []
 
 

@@ -91,7 +91,7 @@ class Case:
         self.folder, self.ranks, self._env = folder, ranks, gpus | env
         self._warm = warm if DEVICE == "cpu" else None  # a fork has no GPU
         self._words = list(launcher)
-        for program in (name, "text"):
+        for program in (name, "text", "attention"):
             source = PROGRAMS / f"{program}.py"
             if source.exists():
                 shutil.copy(source, folder)
@@ -153,12 +153,12 @@ class Case:
     def _hand(self, rank, name):
         return json.loads((self.folder / name / "hand" / f"rank{rank}.json").read_text())
 
-    def rows(self, name="watched", ranks=None):
-        """(step, site) -> statistics, from the run: of all ranks as one, or of so many that have parts of each."""
+    def rows(self, name="watched", ranks=()):
+        """(step, site) -> statistics, from the run: of all ranks as one, or of as many as have parts of each."""
         table = self.run(name).tensors()
         columns = {column: table[column].tolist() for column in ("step", "site", *TOLERANCES)}
         assert set(table["rank"].tolist()) == {0}
-        assert self.ranks == 1 or set(table["ranks"].tolist()) == {ranks or self.ranks}
+        assert self.ranks == 1 or set(table["ranks"].tolist()) == set(ranks or [self.ranks])
         keys = zip(columns["step"], columns["site"], strict=True)
         return {key: {column: columns[column][n] for column in TOLERANCES} for n, key in enumerate(keys)}
 

@@ -21,6 +21,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from narrowgauge.session.doors.backward import HearsBackward, backward
 from narrowgauge.session.doors.seams import Seams
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -35,17 +36,8 @@ STEPS = (
 )
 
 
-class HearsMegatron(Protocol):
+class HearsMegatron(HearsBackward, Protocol):
     """Hears of its schedules and optimizers."""
-
-    def backward_begins(self, loss: Any, plain: bool) -> None:
-        """A backward pass begins, of `loss` if that is a tensor of one number."""
-
-    def backward_ended(self, loss: Any) -> None:
-        """It returned."""
-
-    def backward_failed(self) -> None:
-        """It raised."""
 
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """A loss was multiplied by a scale, which is None where it is none that changes."""
@@ -66,17 +58,11 @@ class Megatron:
         if not hasattr(schedules, "get_forward_backward_func"):  # or not all of them
             return False
 
-        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def engine(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(output: Any, grad_output: Any = None) -> Any:
-                loss = self._loss(output) if grad_output is None else None
-                updates.backward_begins(loss, grad_output is None)
-                try:
-                    out = original(output, grad_output)
-                except BaseException:
-                    updates.backward_failed()
-                    raise
-                updates.backward_ended(loss)
-                return out
+                last = grad_output is None  # of the pipeline's stages
+                with backward(updates, self._loss(output) if last else None, plain=last):
+                    return original(output, grad_output)
 
             return run
 
@@ -87,7 +73,7 @@ class Megatron:
 
             return run
 
-        _replace(seams, schedules, "custom_backward", backward)
+        _replace(seams, schedules, "custom_backward", engine)
         _replace(seams, schedules, "deallocate_output_tensor", deallocate)
         return True
 

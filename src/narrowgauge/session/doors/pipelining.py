@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from narrowgauge.session.doors.backward import HearsBackward, backward
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.seams import Seams
 
@@ -23,20 +24,11 @@ STAGES = "torch.distributed.pipelining.stage"
 TRIES = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")  # the last in older ones
 
 
-class Hears(Protocol):
+class Hears(HearsBackward, Protocol):
     """Who hears, and is to hear nothing meanwhile; or to know which stage runs, and whose gradient is another one's."""
 
     hearing: Hearing
     staged: int
-
-    def backward_begins(self, loss: Any, plain: bool) -> None:
-        """A backward pass begins, of `loss`."""
-
-    def backward_ended(self, loss: Any) -> None:
-        """It returned."""
-
-    def backward_failed(self) -> None:
-        """It raised."""
 
     def nothing_new(self) -> AbstractContextManager[None]:
         """Meanwhile what is multiplied was seen before."""
@@ -92,15 +84,8 @@ def follow(seams: Seams, updates: Hears) -> bool:
         def run(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             if gradients is not None:  # of another stage
                 return original(outputs, gradients, *args, **kwargs)
-            loss = tuple(outputs)
-            updates.backward_begins(loss, False)
-            try:
-                out = original(outputs, gradients, *args, **kwargs)
-            except BaseException:
-                updates.backward_failed()
-                raise
-            updates.backward_ended(loss)
-            return out
+            with backward(updates, tuple(outputs), plain=False):
+                return original(outputs, gradients, *args, **kwargs)
 
         return run
 
