@@ -1,6 +1,7 @@
 """Every benchmark runs on tiny shapes: what it returns is complete, whatever the figures are."""
 
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
@@ -109,6 +110,24 @@ def test_overhead_watches_every_step_and_every_tenth():
     assert row["failures"] == 0
     assert row["every_1_ms"] > 0
     assert "every_10_overhead_pct" in row
+
+
+def test_what_an_earlier_variant_left_in_cycles_is_gone_before_memory_is_read(monkeypatch):
+    class Stepper(overhead.Stepper):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.myself = self
+            made.append(ref(self))
+
+    def allocated(device):
+        kept.append([stepper().variant.name for stepper in made if stepper() is not None])
+        return 0
+
+    made, kept = [], []
+    monkeypatch.setattr(overhead, "Stepper", Stepper)
+    monkeypatch.setattr(overhead, "allocated", allocated)
+    bench_overhead("tiny", CPU, recipes=("current", "rowwise"), mode="eager", rounds=1)
+    assert kept == [["current"] * n for n in range(3)] + [["rowwise"] * n for n in range(3)]
 
 
 def test_timing_leaves_the_matmul_precision_alone():
