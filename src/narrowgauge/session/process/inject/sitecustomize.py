@@ -8,11 +8,16 @@ one. Nothing is written anywhere; what a child process inherits are two variable
 
 A Python that never imports torch pays for one comparison per import. A narrowgauge that cannot be imported here, or
 fails, is told in one line, and the program runs on.
+
+A program may start any Python there is, and Python 2 has to read all of this before it knows better: hence no words
+that only a newer one has.
 """
 
-import importlib.util
 import os
 import sys
+
+HAS_SPECS = (3, 4)
+OURS = (3, 11)  # what narrowgauge itself asks for; an older one that imports torch is told so
 
 
 class _BeforeTorch:
@@ -31,6 +36,8 @@ class _BeforeTorch:
         """torch's own spec, whose execution is followed by `_arm`; None for all other modules."""
         if name != "torch" or self.asking:
             return None
+        import importlib.util
+
         self.asking = True
         try:
             spec = importlib.util.find_spec("torch")
@@ -49,30 +56,33 @@ class _BeforeTorch:
         return spec
 
 
-def _arm(plan: str) -> None:
+def _arm(plan):  # type: (str) -> None
     try:
+        if sys.version_info < OURS:
+            raise RuntimeError("this is Python {}.{}, and narrowgauge needs {}.{}".format(*sys.version_info[:2] + OURS))
         from narrowgauge.session.process.armed import arm
 
         arm(plan)
     except Exception as error:
-        print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+        why = "{}: {}".format(type(error).__name__, error)  # noqa: UP032
+        sys.stderr.write("narrowgauge: this process is not watched: " + why + "\n")
 
 
-def _step_aside() -> None:
+def _step_aside():  # type: () -> None
     """Leave the path, and import whatever module of this name would have been imported without us."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     mine = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "sitecustomize":
+    except ImportError as error:  # Python 2 does not say of what, and passes over whatever it is
+        if getattr(error, "name", "") != "sitecustomize":
             raise
         if mine is not None:
             sys.modules["sitecustomize"] = mine
 
 
-if "NARROWGAUGE_PLAN" in os.environ:
+if "NARROWGAUGE_PLAN" in os.environ and sys.version_info >= HAS_SPECS:
     sys.meta_path.insert(0, _BeforeTorch(os.environ["NARROWGAUGE_PLAN"]))  # type: ignore[no-untyped-call]
 if __name__ == "sitecustomize":
     _step_aside()
