@@ -1,6 +1,7 @@
 """Dumps: what is in the files, bit by bit; which steps and sites; the cap; what goes wrong is told and hurts nobody."""
 
 import json
+import os
 import runpy
 import sys
 import threading
@@ -151,6 +152,19 @@ def test_a_failed_write_leaves_no_part_of_a_file(tmp_path, monkeypatch):
     facts = follow(tmp_path, table(steps=[(1, 3)]), judge="current")
     assert "No space left on device" in facts["unmet"][0]
     assert files(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no umask")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_who_may_read_the_run_may_read_its_dumps(tmp_path, umask, mode):
+    kept = os.umask(umask)
+    try:
+        follow(tmp_path, table(), judge="current")
+    finally:
+        os.umask(kept)
+    found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert "step00000001-rank0.safetensors" in found
+    assert set(found.values()) == {mode}, found
 
 
 def test_the_last_step_of_a_process_that_takes_no_new_thread_is_written(tmp_path, monkeypatch):

@@ -51,7 +51,10 @@ class StepFile:
         folder.mkdir(parents=True, exist_ok=True)
         aside, path = folder / f".{self.name}.{os.getpid()}", folder / self.name
         try:
+            aside.touch()
+            mode = aside.stat().st_mode  # what the umask leaves; safetensors lets the owner alone read its file
             save_file(self.tensors, aside, {**self._about, "sites": json.dumps(self._sites)})
+            aside.chmod(mode)
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
