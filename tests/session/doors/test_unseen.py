@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +115,32 @@ def test_an_error_shows_our_lines_as_ever(tmp_path):
     shown = str(raised.getrepr())
     assert "seams.py" in shown
     assert "return run(*args, **kwargs)" in shown
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        if number:
+            raise ValueError("a bad sample")
+        return torch.ones(2)
+
+
+def test_the_error_of_a_dataset_passes_one_line_of_ours(tmp_path):
+    loader = torch.utils.data.DataLoader(Broken())
+
+    def program():
+        with pytest.raises(ValueError, match="a bad sample") as raised:
+            list(loader)
+        return [(frame.path, frame.lineno) for frame in raised.traceback if "program" not in frame.name]
+
+    alone = program()
+    with followed(tmp_path) as (session, _):
+        found = program()
+        iterator = iter(loader)
+        kept = type(iterator).__next__
+    ours = [path for path, line in found if (path, line) not in alone]
+    assert [path.name for path in map(Path, ours)] == ["calling.py <unseen, as importlib._bootstrap>"]
+    session.calls.batch_loaded = None  # whom nobody tells after the end
+    assert torch.equal(kept(iterator), torch.ones(1, 2))

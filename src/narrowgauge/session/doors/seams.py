@@ -50,22 +50,25 @@ class Seams:
         make: Callable[[Callable[..., Any]], Callable[..., Any]],
         *,
         overridable: bool = False,
+        alone: bool = False,
     ) -> None:
         """Put `make(original)` in the place of `owner.name` until closed.
 
-        Of an `overridable` function the program's `__torch_function__` may be told; of ours it is not.
+        Of an `overridable` function the program's `__torch_function__` may be told; of ours it is not. What stands
+        `alone` asks by itself whether anybody is told: one line less in a traceback of the program's.
         """
         original, own = getattr(owner, name), name in vars(owner)
         ours = unseen(make(original))
 
         @unseen
-        @functools.wraps(original)
-        def seam(*args: Any, **kwargs: Any) -> Any:
+        def asking(*args: Any, **kwargs: Any) -> Any:
             run = ours if self.telling else original
             if not overridable or torch.compiler.is_compiling() or not overridden(args, kwargs):
                 return run(*args, **kwargs)
             with _put_back(owner, name, seam, original):
                 return run(*args, **kwargs)
+
+        seam = functools.wraps(original)(ours if alone else asking)
 
         def undo() -> None:
             if getattr(owner, name) is not seam:
