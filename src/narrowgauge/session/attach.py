@@ -278,6 +278,8 @@ def not_found(session: Session) -> list[str]:
         if session.calls.scripted:
             why = "what is trained is TorchScript, whose modules take no hooks."
         found.append(f"No model was found: {why}{' Nothing was converted.' if session.plan.recipe else ''}")
+    if session.ranks.others_have("loss"):
+        return found
     if steps and not updates.backwards:
         found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")
     elif steps and not updates.losses:

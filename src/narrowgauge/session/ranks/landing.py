@@ -30,7 +30,11 @@ KEPT = 8  # combinations of layouts that are remembered
 
 
 class Landing:
-    """Receives gathers on rank 0."""
+    """Receives gathers on rank 0.
+
+    Attributes:
+        told: the names of all scalars that other ranks have told.
+    """
 
     def __init__(self, writer: RunWriter, collector: Collector, world: int) -> None:
         self._writer, self._collector = writer, collector
@@ -40,6 +44,7 @@ class Landing:
         self._stages = Stages()
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
+        self.told: set[str] = set()
         self._models: Sequence[int] = ()  # of each rank, at the last step
         self._alike: set[str] = set()  # undeclared weights that were the same on all ranks
         self._apart: set[str] = set()  # sites and scalars that are told to disagree
@@ -71,6 +76,8 @@ class Landing:
 
     def join(self, rank: int, rows: Rows) -> None:
         """Take a rank's scalars; what is complete is merged and written."""
+        if rank:
+            self.told.update(*(row for _, row in rows))
         self._joined.add(rank, rows)
         self._write(anyway=False)
 

@@ -168,6 +168,10 @@ class Ranks:
             self._collector.flush()
             self._own.close()
 
+    def others_have(self, scalar: str) -> bool:
+        """Whether this is rank 0 and another one told of such a scalar: a pipeline's loss is its last stage's."""
+        return self._landing is not None and scalar in self._landing.told
+
     def forget(self) -> None:
         """This is a forked child: nothing here is its own."""
         self._off, self._agreement, self._pulse = True, None, None
