@@ -204,7 +204,7 @@ def on_gpu(stepper: Stepper, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         row["beside"].append(interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""].median)
         settings_file = Path(tempfile.mkdtemp()) / "narrowgauge.toml"
-        settings_file.write_text(f'[watch]\nevery = 1\ncompiled = "{stepper.way}"\n')
+        settings_file.write_text(f'[watch]\nevery = 1\nwhat_if = ["current"]\ncompiled = "{stepper.way}"\n')
         with ng.watch(stepper.model, out=settings_file.parent / "run", config=settings_file):
             timing = interleave({"": stepper.plain}, device, **{**settings, "rounds": 1})[""]
         row["session"].append(timing.median)

@@ -3,6 +3,8 @@
     alone                  the training step as it is
     unwatched              followed, in steps that are not recorded: loss, norms, learning rate, tokens, time
     recorded               each tensor of every linear layer judged by the recipe `current`, weights and update measured
+    asked, recorded        the same, and judged by all other recipes without state: what an ordinary run does in its
+                           1st, 4th, 16th, ... recorded step
     RECIPE                 the step with its linear layers in FP8 by that recipe, emulated
     RECIPE, recorded       the same, operands, results and gemm checks recorded, weights and update measured
 
@@ -46,7 +48,9 @@ from narrowgauge.scripts import gpt
 WARM = 2  # steps of each block that are not counted: opening a run reads all weights once
 NEVER = 1_000_000_000
 RECIPES = ("current", "rowwise", "delayed", "blockwise")
-BESIDE = {"alone": "alone", "unwatched": "alone", "recorded": "alone"}  # kind of step -> what it is compared with
+BESIDE = {"alone": "alone", "unwatched": "alone", "recorded": "alone", "asked, recorded": "alone"}  # kind -> beside it
+ASKED = '["current", "rowwise", "blockwise", "mxfp8", "mxfp8-ocp"]'
+BY_ONE = '["current"]'
 for _recipe in RECIPES:  # beside each other in time as well: a machine's speed drifts
     BESIDE |= {_recipe: "alone", f"{_recipe}, recorded": _recipe}
 SIZES = ("tiny", "layers-512", "layers-1024", "layers-512-float32")
@@ -91,7 +95,9 @@ def block(
             ng.convert(model, recipe)
             around.callback(ng.revert, model)
         if every is not None:
-            around.enter_context(ng.watch(out=folder, every=every))
+            config = folder.with_suffix(".toml")
+            config.write_text(f"[watch]\nwhat_if = {ASKED if recipe == 'asked' else BY_ONE}\n")
+            around.enter_context(ng.watch(out=folder, every=every, config=config))
         for number in range(WARM + steps):
             began, own_began = time.perf_counter(), time.process_time()
             train()
@@ -119,7 +125,7 @@ def training(name: str) -> tuple[nn.Module, Callable[[], None], int]:
 def compare(name: str, rounds: int, steps: int, recipes: list[str]) -> list[dict[str, Any]]:
     """One row for each kind of step, of one program."""
     model, train, tokens = training(name)
-    kinds = [kind for kind in BESIDE if kind.partition(",")[0] not in {*RECIPES} - {*recipes}]
+    kinds = [kind for kind in BESIDE if kind.partition(",")[0] not in {*RECIPES, "asked"} - {*recipes}]
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     each: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=("asked", *RECIPES))
     args = parser.parse_args()
     host.wait()
     rows = [row for name in args.sizes for row in compare(name, args.rounds, args.steps, args.recipes)]

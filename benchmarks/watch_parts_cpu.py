@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from benchmarks.record import record
-from benchmarks.watch_cost_cpu import training
+from benchmarks.watch_cost_cpu import BY_ONE, training
 
 import narrowgauge as ng
 from narrowgauge.observe.stats import collector, host
@@ -120,11 +120,13 @@ def parts_of(name: str, rounds: int) -> list[dict[str, Any]]:
     alone: list[float] = []
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:
+        alike = Path(folder) / "alike.toml"
+        alike.write_text(f"[watch]\nwhat_if = {BY_ONE}\n")  # or some steps would be asked of by all recipes
         for number in range(rounds):
             milliseconds(train)
             alone.append(milliseconds(train))
             for part, what in PARTS.items():
-                with without(what), ng.watch(out=Path(folder) / f"{number}-{part}", every=1):
+                with without(what), ng.watch(out=Path(folder) / f"{number}-{part}", every=1, config=alike):
                     for _ in range(WARM):
                         train()
                     found[part].append(milliseconds(train))
