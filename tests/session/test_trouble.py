@@ -59,7 +59,7 @@ def test_a_disk_that_fills(tmp_path, monkeypatch, caplog):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     losses = watched(tmp_path / "a", lambda: monkeypatch.setattr("narrowgauge.observe.store.segments.copy_aside", full))
-    (told,) = warnings_of(caplog)
+    (told,) = warnings_of(caplog)  # one for the run and all that is beside it
     assert "No space left on device. Training goes on unrecorded" in told
     run = ng.open_run(tmp_path / "a")
     assert (run.status, run.reason) == ("stopped", "[Errno 28] No space left on device")
@@ -75,6 +75,16 @@ def test_a_folder_that_vanishes(tmp_path, caplog):
     assert "No such file or directory" in told
     assert "Training goes on unrecorded" in told
     assert not (tmp_path / "a" / "run.json").exists()
+
+
+def test_a_part_of_a_run_that_vanishes_is_told_in_it(tmp_path, caplog):
+    watched(tmp_path / "a", lambda: shutil.rmtree(tmp_path / "a" / "what_if"))
+    assert warnings_of(caplog) == []
+    run = ng.open_run(tmp_path / "a")
+    assert run.status == "complete"
+    (told,) = run.meta["unmet"]
+    assert told.startswith("watch.what_if: it ended early, and rows of it are missing: RunError: ")
+    assert "No such file or directory" in told
 
 
 @pytest.mark.parametrize("jump", [-1e6, 1e6])

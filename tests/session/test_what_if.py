@@ -1,5 +1,6 @@
 """What other recipes would make of a program's tensors: counted as by hand, in runs of their own, changing nothing."""
 
+import json
 import os
 import runpy
 import subprocess
@@ -12,16 +13,22 @@ import torch
 from click.testing import CliRunner
 from tests.session import programs
 from tests.session.dumps.test_dumper import first_step
+from tests.session.test_watch import PLAIN
 
 import narrowgauge as ng
 from narrowgauge.cli.report import report_command
-from narrowgauge.compute.recipes import by_name
+from narrowgauge.compute.recipes import CATALOG, by_name
 from narrowgauge.observe.report.readiness import plain, readiness
+from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.attach import Session
 from narrowgauge.session.config import Config
+from narrowgauge.session.config.tables import STATELESS
+from narrowgauge.session.judge import Judge
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.what_if import judge_of
+from narrowgauge.session.recorder import Recorder
+from narrowgauge.session.selection.selection import Selection
+from narrowgauge.session.what_if import WhatIf, judge_of
 
 
 def follow(folder, program=programs.BASIC, steps="3", **plan):
@@ -155,7 +162,17 @@ def test_the_recipes_of_a_file_reach_the_plan():
     settings = Config.model_validate({"watch": {"what_if": ["delayed", "rowwise", "blockwise", "rowwise"]}})
     found = settings.for_watching("blockwise")
     assert (found["judge"], found["what_if"]) == ("rowwise", ("delayed",))
-    assert (Config().for_watching()["judge"], Config().for_watching()["what_if"]) == ("current", ())
+    assert "seldom" not in found
+
+
+def test_without_a_file_all_stateless_recipes_are_asked_now_and_then_unless_something_is_converted():
+    assert {name for name, recipe in CATALOG.items() if recipe.state == "none"} == set(STATELESS)
+    plain, converted = Config().for_watching(), Config().for_watching("rowwise")
+    assert (plain["judge"], plain["what_if"]) == ("current", ("rowwise", "blockwise", "mxfp8", "mxfp8-ocp"))
+    assert plain["seldom"]
+    assert (converted["judge"], converted["what_if"]) == ("current", ())
+    for none in ([], ["current"]):
+        assert Config.model_validate({"watch": {"what_if": none}}).for_watching()["what_if"] == ()
 
 
 def test_readiness_ranks_recipes_and_tensors(tmp_path):
@@ -172,7 +189,7 @@ def test_readiness_ranks_recipes_and_tensors(tmp_path):
     assert worst.site == current.worst[0].site
     assert next(t for t in found.tensors if t.site == "0:weight").best == "current"
     page = plain(found)
-    assert page.startswith("What each recipe would do to this run's tensors\nrecipe")
+    assert page.startswith("What each recipe would do to this run's tensors (steps 2 and 3)\nrecipe")
     assert f"{worst.sqnr_db['current']:.1f}!" in page
 
 
@@ -190,6 +207,162 @@ def test_the_report_has_the_ranking_on_the_terminal_and_on_the_page(asked, tmp_p
 def test_a_run_that_asked_one_recipe_has_no_readiness(tmp_path):
     follow(tmp_path, judge="current")
     assert readiness(open_run(tmp_path / "out")) is None
+
+
+OTHERS = ("rowwise", "blockwise", "mxfp8", "mxfp8-ocp")
+SELDOM = {"judge": "current", "what_if": OTHERS, "seldom": True}
+
+
+def steps_of(run):
+    return sorted(set(run.tensors()["step"].tolist()))
+
+
+def test_where_nobody_asked_few_steps_are_looked_at_with_the_same_numbers(asked, tmp_path):
+    facts = follow(tmp_path, steps="5", **SELDOM)
+    assert (facts["unmet"], facts["watch"]["what_if"]["recipes"]) == ([], list(OTHERS))
+    own = open_run(tmp_path / "out")
+    assert steps_of(own) == [1, 2, 3, 4, 5]
+    for name in OTHERS:
+        beside = open_run(tmp_path / "out" / "what_if" / name)
+        assert (steps_of(beside), beside.sites) == ([1, 4], own.sites)
+    every = rows(open_run(asked[0] / "what_if" / "mxfp8"))
+    few = rows(open_run(tmp_path / "out" / "what_if" / "mxfp8"))
+    assert {site: row["sqnr_db"] for site, row in few.items()} == {site: row["sqnr_db"] for site, row in every.items()}
+
+
+def test_a_ranking_compares_recipes_in_the_steps_that_all_of_them_saw(tmp_path):
+    program = programs.BASIC.replace(
+        "x = torch.randn(24, 32, generator=data)",
+        "x = torch.randn(24, 32, generator=data)\n        if step == 4: x[0, 0] = 1e6",  # its fifth, which one sees
+    )
+    assert program != programs.BASIC
+    follow(tmp_path, program, steps="5", **SELDOM)
+    run = open_run(tmp_path / "out")
+    found = readiness(run)
+    assert found.steps == (4,)
+    sqnr = {site: row["sqnr_db"] for site, row in rows(run, 4).items()}
+    assert {tensor.site: tensor.sqnr_db["current"] for tensor in found.tensors} == sqnr
+    assert plain(found).startswith("What each recipe would do to this run's tensors (step 4)\n")
+
+
+CONVERTS = """
+import torch
+from torch import nn
+import narrowgauge as ng
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+ng.convert(model, "blockwise", only=["0"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("seldom", [True, False])
+def test_layers_that_somebody_converted_are_looked_at_where_somebody_asked(tmp_path, seldom):
+    follow(tmp_path, CONVERTS, judge="current", what_if=("rowwise",), seldom=seldom)
+    run = open_run(tmp_path / "out")
+    plain_ones = {f"2:{role}" for role in ("input", "weight", "grad_output")}
+    converted = {site.replace("2", "0") for site in plain_ones}
+    assert plain_ones | converted < set(run.sites)
+    assert set(open_run(tmp_path / "out" / "what_if" / "rowwise").sites) == plain_ones | (
+        set() if seldom else converted
+    )
+    assert {tensor.site for tensor in readiness(run).tensors} == plain_ones | (set() if seldom else converted)
+
+
+@pytest.mark.parametrize(("seldom", "room"), [(True, "room"), (False, None)])
+def test_kernels_that_quantize_count_as_ever_where_nobody_asked(tmp_path, monkeypatch, seldom, room):
+    monkeypatch.setattr(Collector, "look", lambda *args: "room")
+    plan = Plan("x", str(tmp_path), ("train.py",), every=1, judge="current", what_if=("rowwise",), seldom=seldom)
+    with RunWriter(tmp_path / "out", {}) as writer:
+        recorder = Recorder(plan, writer)
+        assert recorder.begin_step(1)
+        assert recorder.what_if._open
+        assert recorder.look("0", "input", torch.ones(16, 16), by_name("current").uses("input")[0], False) == room
+
+
+IN_TURN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+models = [nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+for step in range(6):
+    models[step % 2](torch.randn(16, 32)).square().mean().backward()
+    optimizers[step % 2].step()
+"""
+
+
+@pytest.mark.parametrize("seldom", [True, False])
+def test_on_a_gpu_nothing_is_quantized_to_be_counted_where_nobody_asked(tmp_path, monkeypatch, seldom):
+    made = []
+    monkeypatch.setattr(Judge, "counted", lambda self, *args: self.recipe.name == "rowwise")
+    monkeypatch.setattr(Judge, "quantized", lambda self, *args: made.append(self.recipe.name) or (None, None))
+    monkeypatch.setattr(Collector, "operand", lambda *args, **kwargs: None)
+    with RunWriter(tmp_path / "out", {}) as writer:
+        selection = Selection({}, 1)
+        asked = WhatIf(("rowwise", "mxfp8"), writer, selection, seldom=seldom)
+        asked.begin_step(1, selection.due(1))
+        asked.operand("0", "input", torch.ones(16, 16))
+        asked.operand("1", "input", torch.ones(16, 16, device="meta"))
+        assert (made, asked.problem) == (["mxfp8"] * (1 if seldom else 2), "")
+        room = {torch.device("meta"): None}
+        for collector in asked.collectors.values():
+            collector._looks = dict(room)
+        asked.end_step()
+        assert [collector._looks for collector in asked.collectors.values()] == [{} if seldom else room] * 2
+
+
+def test_a_ranking_says_of_each_recipe_what_its_worst_tensor_is(asked):
+    found = readiness(open_run(asked[0]))
+    blockwise, delayed = (
+        next(each for each in found.recipes if each.name == name) for name in ("blockwise", "delayed")
+    )
+    worst = min(found.tensors, key=lambda tensor: tensor.sqnr_db["blockwise"])
+    assert blockwise.said == f"{worst.site}: {worst.sqnr_db['blockwise']:.1f} dB"
+    assert delayed.said == f"{delayed.worst[0].site}: {delayed.worst[0].why}"
+
+
+@pytest.mark.parametrize(("watch", "steps"), [({}, [1, 4, 5, 6]), ({"steps": [[3, 4]]}, [3, 4])])
+def test_optimizers_that_take_turns_have_all_their_tensors_in_the_ranking(tmp_path, watch, steps):
+    follow(tmp_path, IN_TURN, watch=watch, **SELDOM)
+    run = open_run(tmp_path / "out")
+    assert steps_of(open_run(tmp_path / "out" / "what_if" / "rowwise")) == steps
+    found = readiness(run)
+    assert {tensor.site for tensor in found.tensors} == set(run.sites)
+    assert len(run.sites) == 6
+    assert all(len(tensor.sqnr_db) == 5 for tensor in found.tensors)
+
+
+def test_a_run_has_no_folder_of_recipes_that_saw_nothing(tmp_path):
+    follow(tmp_path, watch={"steps": [[100, None]]}, **SELDOM)
+    assert not (tmp_path / "out" / "what_if").exists()
+    assert readiness(open_run(tmp_path / "out")) is None
+
+
+ORDINARY = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(open("out/run.json").read())
+for _ in range(10):
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_ordinary_run_is_ranked_and_knows_from_its_beginning_by_what(warm_python, tmp_path):
+    (tmp_path / "train.py").write_text(ORDINARY)
+    done = warm_python.narrowgauge(["run", "--out", "out", "--", "python", "train.py"], cwd=tmp_path, env=PLAIN)
+    assert done.returncode == 0, done.stderr
+    begun = json.loads(done.stdout)["meta"]
+    assert begun["judged_by"] == "current"
+    assert begun["watch"]["what_if"]["recipes"] == list(OTHERS)
+    found = readiness(open_run(tmp_path / "out"))
+    assert [asked.name for asked in found.recipes] == ["current", *OTHERS]
+    assert (found.steps, len(found.tensors)) == ((10,), 3)
 
 
 ENDS = """

@@ -43,6 +43,7 @@ class Plan:
     watch: dict[str, Any] = field(default_factory=dict)
     dump: tuple[dict[str, Any], ...] = ()
     what_if: tuple[str, ...] = ()  # recipes that every recorded operand is judged by as well
+    seldom: bool = False  # ... or, in few of the recorded steps, those of products that nobody converted
     export: dict[str, Any] = field(default_factory=dict)  # only what is switched on; empty if nothing is
     judge: str = ""  # the recipe that linear layers which stay plain are judged by; none if empty
     compiling: bool = False  # may the program compile its model? the probe at the same weights needs it eager

@@ -38,7 +38,8 @@ class Recorder:
         self.mine: Callable[[], bool] = lambda: True  # whether what the calling thread multiplies is of the training
         self._views = {(self._prefix, self._numbering): self}
         self.selection = Selection(plan.watch, plan.every)
-        self.collector = Collector(Columns(writer, self.selection), every=plan.every, due=self.selection.due)
+        columns = Columns(lambda: writer, self.selection)
+        self.collector = Collector(columns, every=plan.every, due=self.selection.due)
         self.dumper: Dumper | None = None
         if plan.dump:
             about = {
@@ -49,7 +50,7 @@ class Recorder:
             self.dumper = Dumper(plan.dump, writer, writer.path, writer.rank, about)
         self.what_if: WhatIf | None = None
         if plan.what_if:
-            self.what_if = WhatIf(plan.what_if, writer, self.selection)
+            self.what_if = WhatIf(plan.what_if, writer, self.selection, seldom=plan.seldom)
 
     def under(self, prefix: str, model: nn.Module) -> Recorder:
         """The same for the layers of a model, whose names get `prefix` in front, and numbers of the whole model."""
@@ -72,9 +73,9 @@ class Recorder:
 
     def end_step(self) -> None:
         """The step ended."""
-        self.collector.end_step()
-        if self.what_if is not None:
+        if self.what_if is not None:  # its rows first: with several ranks, they go with the step's own
             self.what_if.end_step()
+        self.collector.end_step()
         if self.dumper is not None:
             self.dumper.end_step()
 
@@ -92,6 +93,7 @@ class Recorder:
 
     def flush(self) -> None:
         """The program ended: wait until everything is with the writer."""
+        self.end_step()
         self.collector.flush()
         if self.what_if is not None:
             self.what_if.close()
@@ -145,9 +147,15 @@ class Recorder:
             return False
         if not self._records(module, role) or not self.collector.judge(module, role, x, rule, given):
             return False
-        if self.what_if is not None:
-            self.what_if.operand(module, role, x)
+        self._ask(module, role, x, seldom=False)
         return True
+
+    def unconverted(self, module: str, role: str, x: Tensor) -> None:
+        """An operand of a product that nobody converted was seen: what would it be by other recipes?"""
+        if self.what_if is not None and self.what_if.seldom:
+            module = self.name(module)
+            if self._records(module, role):
+                self._ask(module, role, x, seldom=True)
 
     def operand(
         self,
@@ -162,8 +170,7 @@ class Recorder:
         module = self.name(module)
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
-            if self.what_if is not None:
-                self.what_if.operand(module, role, x)
+            self._ask(module, role, x, seldom=False)
         if self.dumper is not None and not self.selection.paused:
             self.dumper.operand(module, role, x.reshape(-1, x.shape[-1]), q)
 
@@ -172,6 +179,10 @@ class Recorder:
         module = self.name(module)
         if self._records(module, role):
             self.collector.result(module, role, y, check)
+
+    def _ask(self, module: str, role: str, x: Tensor, *, seldom: bool) -> None:
+        if self.what_if is not None and self.what_if.seldom == seldom:
+            self.what_if.operand(module, role, x)
 
     def _records(self, module: str, role: str) -> bool:
         selection = self.selection

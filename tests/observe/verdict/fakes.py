@@ -22,7 +22,7 @@ class FakeRun:
             name: np.array([v for _, v in pairs], np.float64),
         }
 
-    def tensors(self, columns):
+    def tensors(self, columns, steps=None):
         rows = [(site, step, row) for site, row in self._sites.items() for step in (1, 11, 21)]
         table = {"site": np.array([r[0] for r in rows], object), "step": np.array([r[1] for r in rows])}
         for name in columns:

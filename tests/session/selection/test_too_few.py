@@ -43,6 +43,7 @@ def told(tmp_path, **plan):
         ({"dump": DUMP, "every": 5}, 5),
         ({"dump": DUMP, "watch": {"sites": ["0"]}}, 10),
         ({"dump": DUMP, "what_if": ("blockwise",)}, 10),
+        ({"what_if": ("blockwise",), "seldom": True}, 10),
     ],
 )
 def test_too_few_steps_are_told_with_what_to_write(tmp_path, plan, every):
@@ -77,6 +78,7 @@ class Nothing:
         {"every": 1},
         {"judge": ""},
         {"dump": DUMP},
+        {"dump": DUMP, "what_if": ("blockwise",), "seldom": True},
         {"watch": {"skip": ["*"]}},
         {"watch": {"sites": ["!*"]}},
         {"watch": {"roles": ["output"]}},

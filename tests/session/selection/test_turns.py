@@ -13,7 +13,7 @@ def recorded(turns, every, steps=40, watch=None):
     for step in range(1, steps + 1):
         if selection.due(step):
             found.append(step)
-        selection.turns.stepped(set(turns[(step - 1) % len(turns)]))
+        selection.stepped(set(turns[(step - 1) % len(turns)]))
     return found
 
 
@@ -27,6 +27,27 @@ def test_each_has_a_step_that_is_recorded_with_the_one_before_it():
     assert recorded("CG", 5, 20) == [5, 6, 7, 10, 11, 12, 15, 16, 17, 20]
     assert recorded("CCCG", 10, 20) == [10, 11, 12, 20]  # 12 is the generator's
     assert recorded("CG", 1, 6) == [1, 2, 3, 4, 5, 6]
+
+
+def asked(turns, every, steps, watch=None):
+    """The steps that all recipes look at, where nobody asked for them."""
+    selection, found = Selection(watch or {}, every), []
+    for step in range(1, steps + 1):
+        selection.due(step)
+        found += [step] * selection.seldom
+        selection.stepped(set(turns[(step - 1) % len(turns)]))
+    return found
+
+
+def test_all_recipes_look_at_few_of_the_recorded_steps_and_at_the_first():
+    assert asked("A", 10, 700) == [10, 40, 160, 640]
+    assert asked("A", 1, 100) == [1, 4, 16, 64]
+    assert asked("A", 10, 100, {"steps": [[25, 25], [30, 90]]}) == [25, 50]
+
+
+def test_of_optimizers_that_take_turns_each_has_such_a_step():
+    assert asked("CG", 10, 100) == [10, 11, 12, 40, 41, 42]
+    assert asked("CG", 1, 20) == [1, 4, 5, 6, 16, 17, 18]
 
 
 def test_one_that_has_stepped_once_is_waited_for_a_while():

@@ -73,6 +73,7 @@ def both(tmp_path, net, how, options=None, **training):
     assert losses == pytest.approx(alone, rel=1e-5)
     assert found == pytest.approx(alone, rel=1e-5)
     same_rows(uncompiled, graphs)
+    same_rows(*(ng.open_run(run.path / "what_if" / "mxfp8") for run in (uncompiled, graphs)))
     assert notes(uncompiled) == notes(graphs) == []
     return graphs, backend.graphs / plain.graphs
 

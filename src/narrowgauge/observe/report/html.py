@@ -105,6 +105,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             single=_single(runs) if not verdict else None,
             readiness=[(n, found) for n, run in runs.items() if (found := readiness.readiness(run)) is not None],
             db=readiness.db,
+            when=readiness.when,
             facts=facts.common_facts(
                 runs, verdict.versions if verdict else {}, (verdict.started if verdict else "") or _started(runs)
             ),

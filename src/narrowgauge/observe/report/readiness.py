@@ -4,8 +4,8 @@
     RUN/what_if/NAME/       by the others
 
 A site is in trouble under a recipe if one of the verdict's signs says so (`verdict.worst`), over the second half of the
-recorded steps. `best` is the first recipe, in the order in which they were asked, without trouble that comes near
-the best of these (`verdict.choice`).
+steps in which all were asked. `best` is the first recipe, in the order in which they were asked, without trouble that
+comes near the best of these (`verdict.choice`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from narrowgauge.observe.verdict.worst import NOTHING, worst_tensors
 
 FOLDER = "what_if"
 EVERYTHING = 1 << 30
+MOST_STEPS = 4  # that are named one by one
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,22 @@ class Asked:
     median_db: float
     worst: tuple[WorstTensor, ...]
 
+    @property
+    def said(self) -> str:
+        """Its worst site, and what is wrong with it; of a healthy one its SQNR."""
+        if not self.worst:
+            return "-"
+        worst = self.worst[0]
+        return f"{worst.site}: {f'{db(worst.value)} dB' if worst.remedy == NOTHING else worst.why}"
+
 
 @dataclass(frozen=True)
 class Readiness:
-    """What a run knows of each recipe; `tensors` are ranked, the worst under the first recipe first."""
+    """What a run knows of each recipe by these `steps`; `tensors` are ranked, the worst under the first one first."""
 
     recipes: tuple[Asked, ...]
     tensors: tuple[Tensor, ...]
+    steps: tuple[int, ...]
 
 
 def readiness(run: Run) -> Readiness | None:
@@ -65,8 +75,12 @@ def readiness(run: Run) -> Readiness | None:
     runs = _runs(run)
     if len(runs) < 2:
         return None
-    ranked = {name: worst_tensors(part, EVERYTHING) for name, part in runs.items()}
-    sqnr = {name: _sqnr(part) for name, part in runs.items()}
+    steps, sites = _together([part for part in runs.values() if part is not run])
+    ranked = {
+        name: tuple(tensor for tensor in worst_tensors(part, EVERYTHING, steps) if tensor.site in sites)
+        for name, part in runs.items()
+    }
+    sqnr = {name: _sqnr(part, steps, sites) for name, part in runs.items()}
     recipes = tuple(_asked(name, ranked[name], sqnr[name]) for name in runs)
     why = {name: {t.site: "" if t.remedy == NOTHING else t.why for t in tensors} for name, tensors in ranked.items()}
     order = dict.fromkeys(t.site for tensors in ranked.values() for t in tensors)
@@ -76,23 +90,21 @@ def readiness(run: Run) -> Readiness | None:
         trouble = {name: why[name].get(site, "") for name in runs}
         if db:
             tensors.append(Tensor(site, db, trouble, _best(db, trouble)))
-    return Readiness(recipes, tuple(tensors))
+    return Readiness(recipes, tuple(tensors), tuple(steps))
 
 
 def table(found: Readiness, top: int = 20) -> RenderableType:
     """For a rich `Console`: the recipes, then the tensors, `top` of them at most."""
     recipes = Table("recipe", "sites", "in trouble", "median dB", "worst", box=None, pad_edge=False)
     for asked in found.recipes:
-        worst = asked.worst[0] if asked.worst else None
-        said = "" if worst is None else f"{worst.site}: {worst.why}"
-        recipes.add_row(asked.name, str(asked.sites), str(asked.trouble), db(asked.median_db), Text(said))
+        recipes.add_row(asked.name, str(asked.sites), str(asked.trouble), db(asked.median_db), Text(asked.said))
     names = [asked.name for asked in found.recipes]
     tensors = Table("tensor", *names, "best", box=None, pad_edge=False)
     for tensor in found.tensors[:top]:
         tensors.add_row(Text(tensor.site), *cells(tensor, names), tensor.best)
     left = len(found.tensors) - top
     parts: list[RenderableType] = [
-        Text("What each recipe would do to this run's tensors", style="bold"), recipes, Text(""),
+        Text(f"What each recipe would do to this run's tensors ({when(found)})", style="bold"), recipes, Text(""),
         Text(f"Tensors, the worst under {names[0]} first: SQNR in dB; ! is in trouble", style="bold"), tensors,
     ]  # fmt: skip
     return Group(*parts, *([Text(f"and {left} more")] if left > 0 else []))
@@ -111,6 +123,16 @@ def cells(tensor: Tensor, names: list[str]) -> list[str]:
         f"{db(tensor.sqnr_db[name])}{'!' if tensor.trouble[name] else ''}" if name in tensor.sqnr_db else "-"
         for name in names
     ]
+
+
+def when(found: Readiness) -> str:
+    """The steps that it is known of, in a few words."""
+    steps = found.steps
+    if len(steps) == 1:
+        return f"step {steps[0]:,}"
+    if len(steps) <= MOST_STEPS:
+        return f"steps {', '.join(f'{step:,}' for step in steps[:-1])} and {steps[-1]:,}"
+    return f"{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}"
 
 
 def db(value: float) -> str:
@@ -137,18 +159,26 @@ def _folders(run: Run) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
-def _sqnr(run: Run) -> dict[str, float]:
-    """The median of each site's SQNR over the second half of the recorded steps."""
+def _together(others: Sequence[Run]) -> tuple[list[int], set[str]]:
+    """The steps that all of them have, and the sites that any has. The second half, if it has all sites."""
+    tables = [run.tensors(columns=[]) for run in others]
+    each = [set(np.unique(table["step"]).tolist()) for table in tables if table.rows]
+    steps = sorted(set.intersection(*each) or set.union(*each)) if each else []
+    half = steps[len(steps) // 2 :]
+    late = {str(site) for table in tables for site in np.unique(table["site"][np.isin(table["step"], half)])}
+    sites = {str(site) for table in tables for site in np.unique(table["site"])}
+    return half if late == sites else steps, sites
+
+
+def _sqnr(run: Run, steps: Sequence[int], sites: Set[str]) -> dict[str, float]:
+    """The median of each site's SQNR over these steps."""
     if "sqnr_db" not in run.metrics:
         return {}
-    rows = run.tensors(columns=["sqnr_db"])
-    steps, sites, values = np.asarray(rows["step"]), np.asarray(rows["site"]), np.asarray(rows["sqnr_db"], dtype=float)
-    if not steps.size:
-        return {}
-    chosen = (steps >= np.median(np.unique(steps))) & ~np.isnan(values)
+    rows = run.tensors(columns=["sqnr_db"], steps=steps)
     by_site: dict[str, list[float]] = {}
-    for site, value in zip(sites[chosen], values[chosen], strict=True):
-        by_site.setdefault(str(site), []).append(float(value))
+    for site, value in zip(rows["site"], np.asarray(rows["sqnr_db"], dtype=float).tolist(), strict=True):
+        if value == value and site in sites:
+            by_site.setdefault(str(site), []).append(value)
     return {site: statistics.median(found) for site, found in by_site.items()}
 
 

@@ -52,8 +52,9 @@ class RunWriter:
     whose rows these are; `resume`, continue a run that the folder already holds; `flush_rows`,
     `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first (with 60 seconds or more, readers on
     other hosts take the writer for silent); `queue_bytes`, how much may
-    wait in memory before rows are dropped. Errors: RunError if the folder cannot be written, or holds a run
-    and `resume` was not given.
+    wait in memory before rows are dropped; `beside`, it is a part of another run, whose writer closes it and asks for
+    its `problem`: nobody is warned. Errors: RunError if the folder cannot be written, or holds a run and `resume`
+    was not given.
 
     >>> import numpy, tempfile
     >>> with RunWriter(tempfile.mkdtemp(), {"command": "train.py"}) as writer:
@@ -72,6 +73,7 @@ class RunWriter:
         flush_bytes: int = 64 << 20,
         flush_seconds: float = 10.0,
         queue_bytes: int = 256 << 20,
+        beside: bool = False,
     ) -> None:
         self.path = Path(path)
         self.rank = rank
@@ -93,7 +95,9 @@ class RunWriter:
             if not resume:  # nobody writes this run
                 (self.path / manifests.name(rank)).unlink(missing_ok=True)
             raise
-        atexit.register(self._at_exit)
+        self._warn = _log.info if beside else _log.warning
+        if not beside:
+            atexit.register(self._at_exit)
 
     @property
     def lost(self) -> dict[Kind, int]:
@@ -182,8 +186,8 @@ class RunWriter:
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            _log.warning("narrowgauge: %s was not written to its end within %g s; the disk does not answer.",
-                         self.path, timeout)  # fmt: skip
+            self._warn("narrowgauge: %s was not written to its end within %g s; the disk does not answer.",
+                       self.path, timeout)  # fmt: skip
 
     def __enter__(self) -> RunWriter:
         return self
@@ -296,7 +300,7 @@ class RunWriter:
             current = {**self._manifest, "lost": dict(self.lost)}
         if already:  # the last attempt, at closing time, to say in run.json how it ended
             return
-        _log.warning(
+        self._warn(
             "narrowgauge: the watch of %s stopped near step %d: %s. Training goes on unrecorded, and what "
             "was written before stays readable. Make room or choose another folder before the next run.",
             self.path, self._waiting.last_step, cause,

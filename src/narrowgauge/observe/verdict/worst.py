@@ -8,7 +8,7 @@ of them is listed by its SQNR, as healthy.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,16 +100,16 @@ HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, the lowest
 NOTHING = "nothing to do"
 
 
-def worst_tensors(run: Run, count: int = WORST) -> tuple[WorstTensor, ...]:
-    """The `count` worst sites of a run, worst first; fewer if the run recorded fewer."""
+def worst_tensors(run: Run, count: int = WORST, steps: Sequence[int] | None = None) -> tuple[WorstTensor, ...]:
+    """The `count` worst sites of a run, worst first; fewer if it recorded fewer. `steps`: by all of these instead."""
     metrics = [sign.metric for sign in SIGNS if sign.metric in run.metrics]
     if not metrics:
         return ()
-    table = run.tensors(columns=metrics)
-    sites, steps = np.asarray(table["site"]), np.asarray(table["step"])
-    if steps.size == 0:
+    table = run.tensors(columns=metrics, steps=steps)
+    sites, made = np.asarray(table["site"]), np.asarray(table["step"])
+    if made.size == 0:
         return ()
-    recent = steps >= np.median(np.unique(steps))
+    recent = made >= (np.median(np.unique(made)) if steps is None else 0)
     rows: list[tuple[float, WorstTensor]] = []
     for site in np.unique(sites):
         chosen = recent & (sites == site)

@@ -71,8 +71,8 @@ _AFTER = {
     "watch": """\
 What is not selected is not computed: a layer of which nothing is selected is not looked at, a tensor of a plain
 layer that is not selected is not quantized. Metrics are made together from one look, so `metrics` saves what is
-stored and not what is computed. `what_if` is for `run` ([run.md](run.md)); `compare` measures its recipes at the
-same weights instead.
+stored and not what is computed. `what_if` is for `run` ([which steps and products](run.md#fp8-readiness));
+`compare` measures its recipes at the same weights instead.
 """,
     "high": """\
 Tables add up. What stays high is bit by bit the unconverted layer's product; the other products are bit by bit

@@ -35,6 +35,9 @@ from narrowgauge.session.config.words import (
     wrong,
 )
 
+# Of the catalog, from simple to fine; by name, because whoever launches a run has no need of torch.
+STATELESS = ("current", "rowwise", "blockwise", "mxfp8", "mxfp8-ocp")
+
 
 def _switch(value: Any) -> Any:
     """`true` is the table with its defaults, `false` is none."""
@@ -66,9 +69,11 @@ class Watch(Table):
     """Which parts: operands (`input`, `weight`, `grad_output`), results (`output`, `grad_input`, `grad_weight`)."""
     metrics: list[MetricGlob] = []
     """Names or globs of metrics; the others are not stored."""
-    what_if: list[RecipeName] = ["current"]
+    what_if: list[RecipeName] | None = None
     """Recipes that tell what they would do: the first without state to layers that nobody converted, as the run's own
-    rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty."""
+    rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty. Without it,
+    `current` gives the rows, and all others without state are asked in few of the recorded steps of a run that
+    converts nothing."""
     compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""
@@ -213,9 +218,13 @@ class Config(Table):
 
     def for_watching(self, recipe: str | None = None) -> dict[str, Any]:
         """`for_plan`, and who judges the tensors of a program that is watched, converted to `recipe` or not at all."""
-        judge = _judge_of(self.watch.what_if)
-        others = tuple(name for name in dict.fromkeys(self.watch.what_if) if name not in (judge, recipe))
-        return {**self.for_plan(), "judge": judge, "what_if": others}
+        asked = self.watch.what_if
+        if asked is None:
+            judge, *others = STATELESS
+            return {**self.for_plan(), "judge": judge, "what_if": () if recipe else tuple(others), "seldom": True}
+        judge = _judge_of(asked)
+        chosen = tuple(name for name in dict.fromkeys(asked) if name not in (judge, recipe))
+        return {**self.for_plan(), "judge": judge, "what_if": chosen}
 
     def for_plan(self) -> dict[str, Any]:
         """The fields of a `Plan` that this file decides, as plain data."""
@@ -232,7 +241,7 @@ class Config(Table):
 
 
 def _judge_of(names: list[str]) -> str:
-    if names[:1] == ["current"]:  # as of every run that asks for nothing else, whose launcher has no need of torch
+    if names[:1] == ["current"]:  # no need of torch
         return "current"
     from narrowgauge.session.what_if import judge_of
 

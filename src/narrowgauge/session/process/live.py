@@ -47,7 +47,9 @@ class Live:
 
     def __init__(self, plan: Plan, *, rank: int = 0, aside: str = "", **session: Any) -> None:
         meta: dict[str, Any] = {"command": " ".join(plan.command), "variant": plan.variant, "recipe": plan.recipe}
-        meta |= machine_facts(wake=False)
+        meta |= machine_facts(wake=False) | {"judged_by": plan.judge}
+        if plan.what_if:  # should the run be killed: what it asked
+            meta["watch"] = {"every": plan.every, "what_if": {"recipes": list(plan.what_if)}}
         if (world := world_of_this_process()) > 1:  # should the run be killed: who else was to write
             meta["ranks"] = {"world": world}
         self.writer = _writer(plan.folder, meta, rank, aside)

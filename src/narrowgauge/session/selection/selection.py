@@ -10,7 +10,7 @@ A layer of which nothing is selected is not looked at. What was asked for and ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from narrowgauge.metrics import COLUMNS, finalize
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.selection.globs import SiteGlobs
+from narrowgauge.session.selection.seldom import Seldom
 from narrowgauge.session.selection.step_ranges import StepRanges
 from narrowgauge.session.selection.turns import Turns
 
@@ -35,6 +36,7 @@ class Selection:
 
     Attributes:
         first: the first step that was recorded, or was to be if it did not end; None without one.
+        seldom: whether the open step is one of the few that all recipes look at.
     """
 
     def __init__(self, watch: Mapping[str, Any], every: int) -> None:
@@ -45,8 +47,9 @@ class Selection:
         globs = watch.get("metrics") or ["*"]
         self.metrics = frozenset(name for name in COLUMNS if any(fnmatchcase(name, glob) for glob in globs))
         self._named = [name for name in globs if name in COLUMNS]
-        self.turns = Turns()
+        self._turns, self._few = Turns(), Seldom()
         self.first: int | None = None
+        self.seldom = False
         self.paused = False  # an optimizer tries something: nothing is looked at
         self._found: set[str] = set()
         self._recorded = self._steps = 0
@@ -56,11 +59,17 @@ class Selection:
         """Whether a step that begins is recorded."""
         alone = bool(self._alone.spans) and step in self._alone
         regular = step % self._every == 0 and step in self._ranges
-        due = alone or (self.turns.recorded(step, regular) and step in self._ranges)
+        due = alone or (self._turns.recorded(step, regular) and step in self._ranges)
+        self.seldom = self._few.due(step, first=alone or regular, recorded=due)
         self._steps, self._recorded = step, self._recorded + due
         if due and self.first is None:
             self.first = step
         return due
+
+    def stepped(self, optimizers: Collection[int]) -> None:
+        """These, by their ids, stepped in the open step."""
+        self._turns.stepped(optimizers)
+        self._few.stepped(optimizers)
 
     def columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What is stored of all columns."""
@@ -93,18 +102,23 @@ class Selection:
 
 
 class Columns:
-    """A run's writer that is given only the metrics that are selected."""
+    """A run's writer that is given only the metrics that are selected.
 
-    def __init__(self, writer: RunWriter, selection: Selection) -> None:
+    Args:
+        writer: asked for it, each time that there is something to write; None if it cannot be written.
+        selection: of the metrics.
+    """
+
+    def __init__(self, writer: Callable[[], RunWriter | None], selection: Selection) -> None:
         self._writer, self._selection = writer, selection
 
     def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
         """Record one row per site."""
         kept = self._selection.columns(columns)
-        if kept:
+        if kept and (writer := self._writer()):
             if "ranks" in columns:  # no metric: how many ranks the row is of
                 kept["ranks"] = columns["ranks"]
-            self._writer.add_tensors(step, sites, kept)
+            writer.add_tensors(step, sites, kept)
 
     def add_moments(
         self, step: int, sites: Sequence[str], table: Array, names: Sequence[str], further: Mapping[str, Array]
@@ -113,10 +127,11 @@ class Columns:
         chosen = self._selection.names(names)
         if chosen is None:
             self.add_tensors(step, sites, {**finalize(table, columns=names), **further})
-        elif chosen:
+        elif chosen and (writer := self._writer()):
             kept = {name: further[name] for name in further if name == "ranks" or name in self._selection.metrics}
-            self._writer.add_moments(step, sites, table, chosen, kept)
+            writer.add_moments(step, sites, table, chosen, kept)
 
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
         """Record something that happened."""
-        self._writer.add_event(step, kind, message, site, **data)
+        if writer := self._writer():
+            writer.add_event(step, kind, message, site, **data)

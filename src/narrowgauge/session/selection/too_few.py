@@ -33,7 +33,7 @@ def too_few(plan: Plan, selection: Selection, steps: int, converted: bool) -> st
 
 def _nothing_in_any_case(plan: Plan, selection: Selection, converted: bool) -> bool:
     wishes = [plan.watch.get(key) for key in ("sites", "skip", "roles", "metrics", "ranks")]
-    if plan.dump and plan.every == Plan.every and not any(wishes) and not plan.what_if:
+    if plan.dump and plan.every == Plan.every and not any(wishes) and (plan.seldom or not plan.what_if):
         return True  # only dumps were asked for
     results_alone = not set(plan.watch.get("roles") or OPERAND_ROLES).intersection(OPERAND_ROLES)
     return selection.sites.closed or not (converted or (plan.judge and not results_alone))

@@ -176,8 +176,8 @@ class Showing:
             return
         judge = getattr(state.observer, "judge", None) if x.dim() == 2 else None
         if judge is not None and judge(state.name, role, x, rule.operand, rule.given):
-            return  # it was counted, and nothing had to be quantized for it
-        if x.numel():
+            pass  # it was counted, and nothing had to be quantized for it
+        elif x.numel():
             with torch.no_grad(), torch.cuda.device_of(x), _plain_math(x.device.type):
                 if own is not None:
                     _look_by(state, role, x, rule)
@@ -185,6 +185,9 @@ class Showing:
                     quantize_operand(Call.begin(state, x.dtype, "write"), role, x, True, False)
                 elif state.observer is not None:
                     state.observer.operand(state.name, role, x, quantize_experts(x, rule.operand))
+        ask = getattr(state.observer, "unconverted", None) if own is None else None
+        if ask is not None:
+            ask(state.name, role, x)
 
 
 def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:

@@ -183,7 +183,7 @@ class Steps:
         if self.line is not None:
             stepped = {optimizer for optimizer, *_ in self.line.stepped}
             self.stepped = stepped or self.stepped
-            self._recorder.selection.turns.stepped(stepped)
+            self._recorder.selection.stepped(stepped)
         line = self.ledger.open()
         self._ranks.tick(line.step)
         line.recorded = self._recorder.begin_step(line.step)

@@ -1,0 +1,66 @@
+"""One recipe that looks at operands for somebody who does not train by it.
+
+    operand x [M, K]  ->  quantized by the recipe's rule for its role, counted, thrown away
+    experts [E, N, K] ->  each expert by itself
+
+Delayed and static recipes assume an amax: of the recorded steps before (delayed: the largest of the last `history`
+of them; static: the first). So they are as good as recording is often: `every = 1` shows what they would do.
+
+Legend: M = rows, K = columns, E = experts, N = rows of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.quant import QTensor, quantize
+from narrowgauge.compute.recipes import Recipe
+from narrowgauge.observe.stats import Collector
+from narrowgauge.session.sites.experts import of_stack, quantize_experts
+
+
+@dataclass
+class Judge:
+    """One recipe at work, and where its rows go."""
+
+    recipe: Recipe
+    collector: Collector
+    seen: dict[str, deque[Tensor]] = field(default_factory=dict)  # amaxes of the steps before, by site
+    now: dict[str, Tensor] = field(default_factory=dict)  # of the open step
+
+    def end_step(self) -> None:
+        """What the step showed is history."""
+        self.collector.end_step()
+        for site, amax in self.now.items():
+            history = self.seen.setdefault(site, deque(maxlen=self.recipe.history))
+            if self.recipe.state == "delayed" or not history:
+                history.append(amax)
+        self.now.clear()
+
+    def counted(self, module: str, role: str, x: Tensor) -> bool:
+        """Whether x [M, K] was counted as it is: scales of its own, and a device on which that needs no codes."""
+        if self.recipe.state != "none" or x.dim() != 2:
+            return False
+        return self.collector.judge(module, role, x, self.recipe.uses(role)[0])  # type: ignore[arg-type]
+
+    def quantized(self, site: str, role: str, x: Tensor) -> tuple[QTensor, Tensor | None]:
+        """The codes of x [M, K] or [E, N, K], and its amax over the one that the recipe assumed (experts: the most)."""
+        rule = self.recipe.uses(role)[0]  # type: ignore[arg-type]
+        stacked = x.dim() == 3
+        if self.recipe.state == "none":
+            if stacked:
+                return quantize_experts(x, rule), None
+            return quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin), None
+        grain = of_stack(rule.granularity, x) if stacked else rule.granularity
+        amax = grain.amax(x.reshape(-1, x.shape[-1]))
+        usable = torch.where(amax < torch.inf, amax, 0.0)
+        self.now[site] = torch.maximum(self.now[site], usable) if site in self.now else usable
+        before = self.seen.get(site)
+        window = list(before)[-self.recipe.history :] if before else []
+        assumed = torch.stack(window).amax(0) if window else amax
+        q = quantize(x, rule.fmt, grain, scaling=rule.scaling, margin=rule.margin, amax=assumed)
+        return q, (amax / assumed).amax()
