@@ -106,7 +106,8 @@ class Session:
             *(self._copies, self._mesh, self.roots.stage),
             *(lambda: self.roots.taken, self.optimizers.mesh, self.plain.choice.dear),
         )
-        self.ranks = Ranks(plan, writer, self.recorder.collector, told)
+        further = None if self.recorder.what_if is None else self.recorder.what_if.collectors
+        self.ranks = Ranks(plan, writer, self.recorder.collector, told, further)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)
         self.calls = Calls(

@@ -22,13 +22,13 @@ def batch(step, who):
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + who))
 
 
-def by_hand(whose, microbatches=1):
-    """The tensors of the last step of a model in one piece, all batches stacked; its losses and gradient norms."""
+def by_hand(whose, microbatches=1, steps=STEPS):
+    """The last step's tensors of a model in one piece, all batches stacked; the losses and gradient norms of all."""
     torch.manual_seed(1)
     up, down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
     optimizer = torch.optim.SGD([up.weight, down.weight], lr=0.5)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         seen = {name: [] for name in ("up:input", "up:grad_output", "down:input", "down:grad_output")}
         weights = {"up:weight": up.weight.detach().clone(), "down:weight": down.weight.detach().clone()}
         losses.append([])

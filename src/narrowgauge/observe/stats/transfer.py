@@ -29,6 +29,7 @@ class Packed:
         operands, results: the sites and their tables [S, W] and [R, H], None if empty.
         marks: around what the device worked for the watch.
         columns: further columns for the rows, each [S] for operands and [R] for results.
+        by: whose rows they are of several that looked: a recipe's name; "" are the run's own.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Packed:
     results: tuple[Sequence[str], Tensor | None]
     marks: Marks = field(default_factory=list)
     columns: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = field(default_factory=dict)
+    by: str = ""
 
     def flat(self) -> Tensor:
         """Both tables as one vector; at least one must be there."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.observe.store import RunWriter
+
+Keep = Callable[[Sequence[Packed]], None]  # has rows written by whose they are
 
 
 class Apart:
     """This rank's rows of such steps.
 
     Args:
-        collector: on whose way they are.
+        keep: writes rows.
         writer: that is told of it.
 
     Attributes:
@@ -25,16 +26,20 @@ class Apart:
         in_a_row: how many since one was merged.
     """
 
-    def __init__(self, collector: Collector, writer: RunWriter) -> None:
+    def __init__(self, keep: Keep, writer: RunWriter) -> None:
         self.steps = self.in_a_row = 0
-        self._collector, self._writer = collector, writer
+        self._keep, self._writer = keep, writer
         self._missing: list[int] | None = None
 
     def keep(self, packed: Sequence[Packed]) -> None:
         """Write this rank's own rows."""
         self.steps += 1
         self.in_a_row += 1
-        self._collector.keep([replace(each, columns={"ranks": _ones(each)}) for each in packed])
+        self.keep_further(packed)
+
+    def keep_further(self, packed: Sequence[Packed]) -> None:
+        """The same of what is beside a step that may be merged."""
+        self._keep([replace(each, columns={"ranks": _ones(each)}) for each in packed])
 
     def tell(self, step: int, missing: list[int], rank: int, world: int) -> None:
         """Say who was missing, when that changes; one rank does."""

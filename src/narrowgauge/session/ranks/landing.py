@@ -1,6 +1,6 @@
 r"""On rank 0: what a gather brought becomes rows of the run, and events where copies are not alike.
 
-rows [world, size] --merge, beside the program's own work--> tables --> the collector's way to the writer
+rows [world, size] --merge, beside the program's own work--> tables --> the collectors' way to the writers
                    \--copies and scalars--> host --> events, merged scalars
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.guard import Marks
-from narrowgauge.observe.stats.transfer import HostCopy, Packed
+from narrowgauge.observe.stats.transfer import HostCopy
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.ranks import laws
 from narrowgauge.session.ranks.alike import ALIKE, COMPARED
+from narrowgauge.session.ranks.apart import Keep
 from narrowgauge.session.ranks.group import Gather
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.merging import Merger
@@ -36,8 +36,8 @@ class Landing:
         told: the names of all scalars that other ranks have told.
     """
 
-    def __init__(self, writer: RunWriter, collector: Collector, world: int) -> None:
-        self._writer, self._collector = writer, collector
+    def __init__(self, writer: RunWriter, keep: Keep, world: int) -> None:
+        self._writer, self._keep = writer, keep
         self._mergers: dict[tuple[str, ...], Merger] = {}
         self._kinds: Sequence[str] = [""] * world
         self._meshes: Sequence[int | None] = [None] * world
@@ -56,10 +56,7 @@ class Landing:
             gather.check()
             merger = self._merger(layouts, gather)
             operands, results, look = merger(gather.rows)
-            columns = {"ranks": (merger.operands.ranks, merger.results.ranks)}
-            tables = (merger.operands.sites, operands), (merger.results.sites, results)
-            if operands is not None or results is not None:
-                self._collector.keep([Packed(step, *tables, marks, columns)])
+            self._keep(merger.packed(step, operands, results, marks))
             self._looks.append((step, HostCopy.start(look), merger))
 
     def look(self, *, wait: bool = False) -> None:

@@ -3,7 +3,8 @@
     [ operands S x W | results R x H | scalars K x (1 + N) | nothing ]
 
 A row of scalars is its step and its N numbers, NaN for what the step has not. Ranks may have different sites (pipeline
-stages, experts); who merges knows every rank's layout, and unites them by name, which stages.py tells apart.
+stages, experts); who merges knows every rank's layout, and unites them by name, which stages.py tells apart. A site has
+a further row for each further recipe that looked at it (`what_if`).
 
 Legend: S, R = operand and result sites, W, H = packed and head width, K = rows of scalars, N = names.
 """
@@ -19,6 +20,17 @@ from typing import Any
 from narrowgauge.metrics import MOMENTS
 from narrowgauge.session.ranks.stages import Staged
 
+BY = "\t"  # behind the recipe; no module has it in its name
+
+
+def address(by: str, site: str) -> str:
+    """The name of a site's row by a further recipe; its own row has the site's.
+
+    >>> address("", "0:input"), address("rowwise", "0:input")
+    ('0:input', 'rowwise\\t0:input')
+    """
+    return f"{by}{BY}{site}" if by else site
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -31,6 +43,7 @@ class Layout:
         copies: per operand site, the lowest rank that holds the same values; null where nobody else is known to.
         meshes: per operand site, the lowest rank of the mesh that its weight lies on; null where it says of none.
         stages: per operand site and then per result, the stage of a pipeline that it is in; empty if none is in one.
+        by: per operand site, the further recipe whose row it is, "" of the run's own; empty if all are.
         models: how many there were so far: another one may have the sites' names from here on.
         mesh: the lowest rank of the mesh that what is trained lies on, null without one: ranks of one mesh hold parts
             of the same norms.
@@ -43,6 +56,7 @@ class Layout:
     copies: tuple[int | None, ...] = ()
     meshes: tuple[int | None, ...] = ()
     stages: tuple[int | None, ...] = ()
+    by: tuple[str, ...] = ()
     models: int = 0
     mesh: int | None = None
 

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.metrics import MOMENTS
+from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.observe.stats.merging import empty, merge
+from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.session.ranks.alike import COMPARED, Alike, Owner, fed_alike
-from narrowgauge.session.ranks.layout import Layout
+from narrowgauge.session.ranks.layout import BY, Layout, address
 from narrowgauge.session.ranks.stages import Stages
 
 CHUNK = 256  # sites merged together: bounds the room for intermediate results
@@ -87,12 +89,27 @@ class Union:
 
     @cached_property
     def compared(self) -> tuple[int, ...]:
-        """The sites [D] of which several ranks hold what may be copies: those declared, and weights."""
+        """The sites [D] of which several ranks hold what may be copies: those declared, and weights.
+
+        Whether they are is asked once, not recipe by recipe.
+        """
         return tuple(
             u
             for u, (site, places, said) in enumerate(zip(self.sites, self.places, self.copies, strict=True))
             if len(places) > 1 and (site.endswith(":weight") or any(first is not None for first in said))
+            if BY not in site
         )
+
+    @cached_property
+    def by(self) -> dict[str, tuple[list[int], list[str]]]:
+        """Which rows are by which recipe, and their sites; the run's own are by "", and come first."""
+        found: dict[str, tuple[list[int], list[str]]] = {"": ([], [])}
+        for u, name in enumerate(self.sites):
+            by, _, site = name.rpartition(BY)
+            rows, sites = found.setdefault(by, ([], []))
+            rows.append(u)
+            sites.append(site)
+        return found
 
 
 class Merger:
@@ -101,7 +118,7 @@ class Merger:
     def __init__(self, layouts: Sequence[Layout], device: torch.device, stages: Stages | None = None) -> None:
         names = (stages or Stages()).names
         self.layouts = tuple(layouts)
-        self.operands = Union.of([names(one.staged_operands) for one in layouts], self.layouts)
+        self.operands = Union.of([_addresses(one, names(one.staged_operands)) for one in layouts], self.layouts)
         self.results = Union.of([names(one.staged_results) for one in layouts])
         offsets = np.cumsum([0] + [len(one.operands) for one in layouts])
         self._take = _indices(self.operands.taken, offsets, device)
@@ -110,6 +127,9 @@ class Merger:
         )
         compared = tuple(self.operands.places[u] for u in self.operands.compared)
         self._compare = _indices(compared, offsets, device)
+        self._rows_by = {
+            by: torch.tensor(rows, dtype=torch.int64, device=device) for by, (rows, _) in self.operands.by.items()
+        }
         fed = [fed_alike(one) for one in layouts]
         self._alike, self._alike_results = (
             Alike(union.sites, union.owners, fed, device) for union in (self.operands, self.results)
@@ -140,6 +160,19 @@ class Merger:
             heads = _merged(rows_of_results, self._take_results, self._alike_results)
         return merged, heads, torch.cat([seen, *scalars])
 
+    def packed(self, step: int, operands: Tensor | None, results: Tensor | None, marks: Marks) -> list[Packed]:
+        """What `__call__` returned of a step, the run's own and by each further recipe."""
+        found = []
+        for by, (rows, sites) in self.operands.by.items():
+            table = operands if sites else None
+            if table is not None and len(self._rows_by) > 1:
+                table = table[self._rows_by[by]]
+            rest = ((), None) if by else (self.results.sites, results)
+            columns = {"ranks": (self.operands.ranks[rows], self.results.ranks[: len(rest[0])])}
+            if table is not None or rest[1] is not None:
+                found.append(Packed(step, (sites, table), rest, [] if by else marks, columns, by))
+        return found
+
     def split(self, vector: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.float64]]]:
         """What `__call__` returned last, on the host: compared copies [P, D, 3], and each rank's scalars [K, 1 + N]."""
         shape = (*self._compare.shape, len(COMPARED))
@@ -150,6 +183,10 @@ class Merger:
             tables.append(rest[:size].reshape(one.rows, 1 + len(one.scalars)))
             rest = rest[size:]
         return vector[:cut].reshape(shape), tables
+
+
+def _addresses(one: Layout, sites: Sequence[str]) -> Sequence[str]:
+    return [address(by, site) for by, site in zip(one.by, sites, strict=True)] if one.by else sites
 
 
 def _indices(

@@ -63,6 +63,7 @@ class OpenStep:
         home = next((t.device for t in tables if t.is_cuda), tables[0].device if tables else _own_device())
         sites, seen = (tuple(site for names, _ in kind for site in names) for kind in (operands, results))
         stages = tuple(told.stages(site) for site in (*sites, *seen))
+        by = tuple(each.by for each in packed for _ in each.operands[0])
         layout = Layout(
             operands=sites,
             results=seen,
@@ -71,6 +72,7 @@ class OpenStep:
             copies=tuple(told.copies(site) for site in sites),
             meshes=tuple(told.meshes(site) for site in sites),
             stages=stages if any(stage is not None for stage in stages) else (),
+            by=by if any(by) else (),
             models=told.models(),
             mesh=told.mesh(),
         )

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class Ranks:
         writer: this rank's.
         collector: whose recorded steps come here first.
         told: what is known of its tensors.
+        further: collectors of recipes that look as well, by name; their rows are merged with the step's own.
         meet: the program's ranks, None as long as it has none; asked until there are some.
     """
 
@@ -60,6 +63,7 @@ class Ranks:
         writer: RunWriter,
         collector: Collector,
         told: Told,
+        further: Mapping[str, Collector] | None = None,
         meet: Callable[[], Met | None] | None = None,
     ) -> None:
         self._plan, self._writer, self._collector, self._told = plan, writer, collector, told
@@ -77,8 +81,12 @@ class Ranks:
         self._waiting = Waiting()
         self._own: RunWriter | None = None
         self._merged = 0
-        self._apart = Apart(collector, writer)
+        self._apart = Apart(self._keep, writer)
+        self._collectors = {"": collector, **(further or {})}
+        self._beside: list[Packed] = []  # of the step whose own rows are about to be offered
         collector.outlet = self.offer
+        for by, each in (further or {}).items():
+            each.outlet = partial(self._lay_beside, by)
 
     # What the session's other parts hand over.
 
@@ -88,11 +96,16 @@ class Ranks:
             return False
         if self._own is not None:
             self._collector.keep(packed, self._own)
+        beside, self._beside = self._beside, []
         try:
             if self._off:
                 raise RuntimeError("ranks are not merged")
             rows = min(2 * (self._plan.every + LAG) + 8, 4096)
-            mine = OpenStep.of(step, packed, self._told, self._waiting.names, rows)
+            mine = OpenStep.of(step, [*packed, *beside], self._told, self._waiting.names, rows)
+            if beside and mine.layout.cuts[2] * 8 * self._all.world > MOST_BYTES:
+                self._apart.keep_further(beside)
+                beside = []
+                mine = OpenStep.of(step, packed, self._told, self._waiting.names, rows)
             size, device = mine.layout.cuts[2], mine.table.device
             if size * 8 * self._all.world > MOST_BYTES:
                 raise RuntimeError(
@@ -114,10 +127,21 @@ class Ranks:
             self._agreement.post(step, posted, mine.layout.text)
         except Exception as error:
             self._failed(error)
-            self._apart.keep(packed)
+            self._apart.keep([*packed, *beside])
             return True
         self._open.append(mine)
         return True
+
+    def _lay_beside(self, by: str, step: int, packed: list[Packed]) -> bool:
+        """A further recipe's rows of the same step, before its own; whether they are seen to here."""
+        if not self._met():
+            return False
+        self._beside += [replace(each, by=by) for each in packed]
+        return True
+
+    def _keep(self, packed: Sequence[Packed]) -> None:
+        for each in packed:
+            self._collectors[each.by].keep([each])
 
     @staticmethod
     def world() -> int:
@@ -204,7 +228,7 @@ class Ranks:
             if self._writer.rank != self._all.rank:
                 raise RuntimeError(f"rank {self._all.rank} of the process group writes as rank {self._writer.rank}")
             if self._all.rank == 0:
-                self._landing = Landing(self._writer, self._collector, self._all.world)
+                self._landing = Landing(self._writer, self._keep, self._all.world)
             if self._plan.watch.get("ranks"):
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
                 self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank)
