@@ -52,7 +52,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(Counting, "started", [])
     monkeypatch.setattr(dist, "ProcessGroupGloo", Counting)
     monkeypatch.setattr(ranks, "PATIENCE", 0.3)
-    monkeypatch.setattr(ranks, "MEETING", 5.0)
+    monkeypatch.setattr(group, "MEETING", 5.0)
 
 
 class Rank:
@@ -475,15 +475,16 @@ def test_what_was_aborted_is_done_and_not_merged(tmp_path):
     program = made(tmp_path)
     train(program, 1 + LAG, lambda rank, step: {"a:input": batch(rank, step)})
     first = program[0].ranks
-    ((mine, gather, _),) = first._flying
+    flights = first._flights
+    ((mine, gather, _),) = flights._flying
     assert mine.step == 1
     deadline = time.monotonic() + 30
     while not gather.done() and time.monotonic() < deadline:  # an aborted one counts as done, and this one is
         time.sleep(0.01)
-    first._give_up("rank 1 is gone")
+    flights.lose("rank 1 is gone")
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         first._land()
-    assert first._merged == 0
+    assert flights.merged == 0
     finished(program, tmp_path)
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PATIENCE = timedelta(minutes=10)  # for ranks to come by that have said they will; the program's own limit is like this
+MEETING = 30.0  # seconds of them that training, or what is merged, can wait
 LEAVING = 5.0  # seconds for a GPU's communicator to be taken down
 _NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -61,6 +62,8 @@ class Group:
 
     def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
         self._rank, self._world = rank, world
+        self._on_gpu = device.type == "cuda"
+        self._began = time.monotonic()
         self._stream: Any = None
         self._group: Any = None
         self._error: Exception | None = None
@@ -68,15 +71,20 @@ class Group:
         self._meeting = threading.Thread(target=self._meet, args=(store, device), name="narrowgauge-ranks", daemon=True)
         self._meeting.start()
 
-    def ready(self, seconds: float) -> None:
-        """Make sure that all ranks have met, within so many seconds.
+    def ready(self, seconds: float) -> bool:
+        """Whether all ranks have met. A GPU's are waited for, so many seconds; on a CPU it is to be asked again.
 
         Raises:
             RuntimeError: this torch has no backend for the device, or not all ranks came.
         """
-        self._meeting.join(seconds)
-        if self._group is None:
-            raise RuntimeError(f"the ranks did not meet: {self._error or f'not all of them came in {seconds:.0f} s'}")
+        if self._on_gpu:
+            self._meeting.join(seconds)
+        meeting = self.meeting  # asked before the group, which is there as it ends
+        if self._group is not None:
+            return True
+        if meeting and not self._on_gpu and time.monotonic() - self._began < MEETING:
+            return False
+        raise RuntimeError(f"the ranks did not meet: {self._error or f'not all of them came in {seconds:.0f} s'}")
 
     def _meet(self, store: Any, device: torch.device) -> None:
         try:
@@ -85,7 +93,7 @@ class Group:
             self._error = error
 
     def _open(self, store: Any, rank: int, world: int, device: torch.device) -> None:
-        if device.type == "cuda":
+        if self._on_gpu:
             self._stream = torch.cuda.Stream(device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = PATIENCE

@@ -28,8 +28,9 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
 from narrowgauge.session.ranks.apart import Apart
+from narrowgauge.session.ranks.flights import Flights
 from narrowgauge.session.ranks.gone import in_words
-from narrowgauge.session.ranks.group import Gather, Group
+from narrowgauge.session.ranks.group import MEETING, Group
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.last_words import POLL, fetch, leave
 from narrowgauge.session.ranks.layout import Layout
@@ -40,7 +41,6 @@ from narrowgauge.session.ranks.scalars import Waiting
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
 HURRY = 1.0  # the same where an error ends it: others may be waiting in a collective for this process to be gone
-MEETING = 30.0  # seconds for all ranks to come by the first time that they merge
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
 
@@ -72,15 +72,12 @@ class Ranks:
         self._agreement: Agreement | None = None
         self._off = False
         self.dear = False
-        self._group: Group | None = None
+        self._flights: Flights | None = None
         self._pulse: Pulse | None = None
-        self._lost = ""  # why gathers that are under way will not end
         self._open: deque[OpenStep] = deque()
-        self._flying: deque[tuple[OpenStep, Gather, Sequence[Layout]]] = deque()
         self._landing: Landing | None = None
         self._waiting = Waiting()
         self._own: RunWriter | None = None
-        self._merged = 0
         self._apart = Apart(self._keep, writer)
         self._collectors = {"": collector, **(further or {})}
         self._beside: list[Packed] = []  # of the step whose own rows are about to be offered
@@ -112,16 +109,7 @@ class Ranks:
                     f"{self._all.world} tables of {size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB that "
                     "rank 0 gathers; record fewer sites"
                 )
-            self._group = self._group or Group(self._all.store("gather"), self._all.rank, self._all.world, device)
-            self._pulse = self._pulse or Pulse(
-                self._all.store("agreement"),
-                self._all.rank,
-                self._all.world,
-                self._oldest,
-                self._give_up,
-                BEAT,
-                GONE,
-            )
+            self._gather_on(device)
             assert self._agreement is not None
             posted = Posted(max(size, 1), device.type, mine.layout.digest, self._told.dear())
             self._agreement.post(step, posted, mine.layout.text)
@@ -131,6 +119,15 @@ class Ranks:
             return True
         self._open.append(mine)
         return True
+
+    def _gather_on(self, device: torch.device) -> None:
+        """Have all ranks meet, and tell each other that they are there; the first time only."""
+        if self._flights is None:
+            group = Group(self._all.store("gather"), self._all.rank, self._all.world, device)
+            self._flights = Flights(group, self._landing, self._collector.account)
+        if self._pulse is None:
+            store, flights = self._all.store("agreement"), self._flights
+            self._pulse = Pulse(store, self._all.rank, self._all.world, flights.oldest, flights.lose, BEAT, GONE)
 
     def _lay_beside(self, by: str, step: int, packed: list[Packed]) -> bool:
         """A further recipe's rows of the same step, before its own; whether they are seen to here."""
@@ -163,10 +160,12 @@ class Ranks:
 
     def tick(self, step: int) -> None:
         """Step `step` begins: a place that every rank passes between the same two steps."""
-        if not (self._open or self._flying or self._landing):
+        if not (self._open or self._flights or self._landing):
             return
         with self._collector.guard(self._failed):
-            self._miss()
+            if self._flights is not None:
+                self._flights.miss()
+                self._flights.launch(MEETING)
             while self._open and step >= self._open[0].step + LAG:
                 self._resolve(MEETING)
             self._land()
@@ -181,13 +180,11 @@ class Ranks:
         if self._pulse is not None:
             self._pulse.stop()
         with self._collector.guard(self._failed):
-            if self._group is not None:
-                if self._group.meeting:
+            if self._flights is not None:
+                if self._flights.group.meeting:
                     self._all.keep()
-                self._group.close(broken=self._off or bool(self._flying))
-        for mine, _, _ in self._flying:
-            self._apart.keep(mine.packed)
-        self._flying.clear()
+                self._flights.group.close(broken=self._off or bool(self._flights))
+        self._keep_unmerged()
         if self._own is not None:
             self._collector.flush()
             self._own.close()
@@ -200,18 +197,19 @@ class Ranks:
         """This is a forked child: nothing here is its own."""
         self._off, self._agreement, self._pulse = True, None, None
         self._open.clear()
-        self._flying.clear()
+        if self._flights is not None:
+            self._flights.clear()
 
     def facts(self) -> dict[str, Any]:
         """For the run's metadata; nothing in a program of one rank."""
         if self._all.world < 2:
             return {}
-        backend = self._group.backend if self._group is not None else None
+        gathered = self._flights
         merged = {
             "world": self._all.world,
-            "merged_steps": self._merged,
+            "merged_steps": 0 if gathered is None else gathered.merged,
             "apart_steps": self._apart.steps,
-            "backend": backend,
+            "backend": None if gathered is None else gathered.group.backend,
         }
         return {"ranks": merged}
 
@@ -249,15 +247,14 @@ class Ranks:
         else:
             self._apart.tell(mine.step, self._agreement.missing(mine.step), self._all.rank, self._all.world)
             self._apart.keep(mine.packed)
+            self._open.popleft()
             if self._apart.in_a_row >= TRIES:
                 self._off = True
                 self.notes.append(f"After {TRIES} recorded steps in a row without all ranks, none was merged any more.")
-        self._open.popleft()
 
     def _launch(self, mine: OpenStep, size: int, patience: float) -> None:
-        assert self._group is not None
+        assert self._flights is not None
         assert self._agreement is not None
-        self._group.ready(patience)
         layouts: list[Layout] = []
         if self._all.rank == 0:
             texts = {each.digest: each for each in self._agreement.posted(mine.step)}
@@ -265,43 +262,18 @@ class Ranks:
             layouts = [known[each.digest] for each in self._agreement.posted(mine.step)]
         scalars = torch.from_numpy(self._waiting.take(mine.layout.scalars, mine.layout.rows))
         table = mine.with_scalars(scalars, size)
-        self._flying.append((mine, self._group.gather(table), layouts))
+        self._open.popleft()  # from here on it is in one of the flights, whatever becomes of that
+        self._flights.add(mine, table, layouts, patience)
         self._apart.end()
 
     def _land(self) -> None:
         """Take in the gathers that are done, and what has reached the host."""
-        while self._flying and self._flying[0][1].done():
-            self._miss()  # what was aborted is done as well
-            mine, gather, layouts = self._flying[0]
-            if self._landing is not None:
-                self._landing.receive(mine.step, layouts, gather, mine.marks)
-            else:
-                gather.check()
-                self._collector.account(mine.marks)
-            self._flying.popleft()
-            self._merged += 1
+        if self._flights is not None:
+            self._flights.land()
         if self._landing is not None:
             self._landing.look()
 
     # The end, and other ways out.
-
-    def _oldest(self) -> float | None:
-        """When the oldest gather under way began; asked by another thread."""
-        try:
-            return self._flying[0][1].began
-        except IndexError:
-            return None
-
-    def _give_up(self, why: str) -> None:
-        """Gathers that are under way will not end; told by another thread, and seen to when the program comes by."""
-        self._lost = why
-        if self._group is not None:
-            self._group.abort()
-
-    def _miss(self) -> None:
-        why, self._lost = self._lost, ""
-        if why:
-            raise RuntimeError(why)
 
     def _settle(self, patience: float) -> None:
         deadline = time.monotonic() + patience
@@ -309,10 +281,9 @@ class Ranks:
             while self._agreement.decided(self._open[0].step) is None and time.monotonic() < deadline:
                 time.sleep(POLL)
             self._resolve(max(deadline - time.monotonic(), 0.5))
-        deadline = time.monotonic() + patience
-        while self._flying and time.monotonic() < deadline:
-            self._land()
-            time.sleep(POLL)
+        if self._flights is not None:
+            self._flights.settle(patience)
+        self._land()
 
     def _last_words(self, patience: float) -> None:
         if not self._met() or self._off or self._agreement is None:
@@ -328,16 +299,24 @@ class Ranks:
             self._off = True
             cause = in_words(error, self._writer.path, self._all.rank, self._all.world)
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
-            first = next((mine.step for mine in (*(each[0] for each in self._flying), *self._open)), 0)
+            first = next((mine.step for mine in self._unmerged()), 0)
             self._writer.add_event(first, "ranks_apart", self.notes[-1])
             if self._pulse is not None:
                 self._pulse.stop()
-            if self._agreement is not None and self._group is not None:
+            if self._agreement is not None and self._flights is not None:
                 self._agreement.give_up()
-        for mine in (*self._open, *(each[0] for each in self._flying)):
+        self._keep_unmerged()
+
+    def _unmerged(self) -> list[OpenStep]:
+        return [*(() if self._flights is None else self._flights.steps()), *self._open]
+
+    def _keep_unmerged(self) -> None:
+        """Write this rank's own rows of all that is open."""
+        for mine in self._unmerged():
             self._apart.keep(mine.packed)
         self._open.clear()
-        self._flying.clear()
+        if self._flights is not None:
+            self._flights.clear()
         if self._all.rank:
             for step, row in self._waiting.rest():
                 self._writer.add_scalars(step, **row)

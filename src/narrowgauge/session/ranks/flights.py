@@ -1,0 +1,132 @@
+"""Gathers of this rank, from the promise to join one until it is done.
+
+    agreed  --all ranks have met-->  under way  --done-->  landed (rank 0) or over
+
+On a GPU every rank launches a gather between the same two steps, and so meeting is waited for: kernels of two groups
+that ranks launch in different orders may each wait for the other. A gather on a CPU is joined whenever a rank comes by;
+there training goes on while ranks meet, and a rank that dies before it has met holds up none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from narrowgauge.observe.stats.guard import Marks
+from narrowgauge.session.ranks.group import Gather, Group
+from narrowgauge.session.ranks.landing import Landing
+from narrowgauge.session.ranks.last_words import POLL
+from narrowgauge.session.ranks.layout import Layout
+from narrowgauge.session.ranks.open_step import OpenStep
+
+
+class Flight(NamedTuple):
+    """A step, and what came of its table; the layouts of all ranks' tables are known to rank 0."""
+
+    mine: OpenStep
+    gather: Gather
+    layouts: Sequence[Layout]
+
+
+class Flights:
+    """This rank's.
+
+    Args:
+        group: of all ranks.
+        landing: receives what a gather brought; None on all ranks but 0.
+        account: is told the time that a step took, where nothing lands.
+
+    Attributes:
+        merged: how many gathers are done.
+    """
+
+    def __init__(self, group: Group, landing: Landing | None, account: Callable[[Marks], None]) -> None:
+        self.group = group
+        self.merged = 0
+        self._landing, self._account = landing, account
+        self._agreed: deque[tuple[OpenStep, Tensor, Sequence[Layout]]] = deque()
+        self._flying: deque[Flight] = deque()
+        self._lost = ""  # why those that are under way will not end
+
+    def __bool__(self) -> bool:
+        """Whether there is any that is not done."""
+        return bool(self._agreed or self._flying)
+
+    def add(self, mine: OpenStep, table: Tensor, layouts: Sequence[Layout], seconds: float) -> None:
+        """All ranks have agreed to gather this step's `table` [size]; if they still meet, see `launch`."""
+        self._agreed.append((mine, table, layouts))
+        self.launch(seconds)
+
+    def launch(self, seconds: float) -> None:
+        """Launch what is agreed, if all ranks have met; on a GPU within `seconds` they have, or never will.
+
+        Raises:
+            RuntimeError: they did not.
+        """
+        while self._agreed and self.group.ready(seconds):
+            mine, table, layouts = self._agreed.popleft()
+            self._flying.append(Flight(mine, self.group.gather(table), layouts))
+
+    def land(self) -> None:
+        """Take in those that are done.
+
+        Raises:
+            RuntimeError: one was `lose`d, or has failed.
+        """
+        self.miss()
+        while self._flying and self._flying[0].gather.done():
+            self.miss()  # what was aborted is done as well
+            mine, gather, layouts = self._flying[0]
+            if self._landing is not None:
+                self._landing.receive(mine.step, layouts, gather, mine.marks)
+            else:
+                gather.check()
+                self._account(mine.marks)
+            self._flying.popleft()
+            self.merged += 1
+
+    def settle(self, patience: float) -> None:
+        """The program ended: `patience` seconds for all that is not done.
+
+        Raises:
+            RuntimeError: ranks did not meet in them, or see `land`.
+        """
+        deadline = time.monotonic() + patience
+        while self and time.monotonic() < deadline:
+            self.launch(max(deadline - time.monotonic(), POLL))
+            self.land()
+            time.sleep(POLL if self else 0.0)
+        if self._agreed:
+            raise RuntimeError(f"the ranks had not met when the program ended, nor in {patience:g} s more")
+
+    def oldest(self) -> float | None:
+        """When the oldest that is under way began (`time.monotonic`); asked by another thread."""
+        try:
+            return self._flying[0].gather.began
+        except IndexError:
+            return None
+
+    def lose(self, why: str) -> None:
+        """Those that are under way will not end; told by another thread, and seen to when the program comes by."""
+        self._lost = why
+        self.group.abort()
+
+    def miss(self) -> None:
+        """Raise (RuntimeError) what `lose` was told."""
+        why, self._lost = self._lost, ""
+        if why:
+            raise RuntimeError(why)
+
+    def steps(self) -> Iterator[OpenStep]:
+        """The steps of all that are not done, the oldest first."""
+        yield from (mine for mine, _, _ in self._flying)
+        yield from (mine for mine, _, _ in self._agreed)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._flying.clear()
+        self._agreed.clear()

@@ -1,0 +1,73 @@
+"""Ranks that take long to meet, or never do: training on a CPU goes on meanwhile, and no row is lost or kept twice."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from tests.session.ranks.test_ranks import batch, finished, made, train
+
+from narrowgauge.observe.store import open_run
+from narrowgauge.session.ranks import group, ranks
+
+STEPS = 12
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """Ranks meet when this event is set."""
+    event = threading.Event()
+
+    class Late(dist.ProcessGroupGloo):
+        def __init__(self, *args):
+            event.wait(60)
+            super().__init__(*args)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Late)
+    monkeypatch.setattr(ranks, "PATIENCE", 0.3)
+    yield event
+    event.set()
+
+
+def numel(folder, rank=0):
+    table = open_run(folder / "run").tensors(["numel"], sites=["a:input"])
+    rows = zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True)
+    return [(step, numel) for step, whose, numel in rows if whose == rank]
+
+
+def trained(tmp_path, steps=STEPS):
+    program = made(tmp_path)
+    began = time.monotonic()
+    train(program, steps, lambda rank, step: {"a:input": batch(rank, step)})
+    assert time.monotonic() - began < 15  # nobody waited for the meeting
+    return program
+
+
+def test_what_ranks_agreed_on_before_they_met_is_merged_when_they_have(tmp_path, meet):
+    program = trained(tmp_path)
+    meet.set()
+    finished(program, tmp_path)
+    assert numel(tmp_path) == [(step, 512.0) for step in range(1, STEPS + 1)]
+    assert numel(tmp_path, rank=1) == []
+    assert program[0].ranks.facts()["ranks"]["merged_steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (0.0, 0.0, "not all of them came"),
+        (30.0, 0.2, "not all of them came"),
+        (30.0, 30.0, "had not met when the program"),
+    ],
+)
+def test_ranks_that_never_meet_leave_each_its_own_rows(tmp_path, meet, monkeypatch, before, after, said):
+    monkeypatch.setattr(group, "MEETING", before)
+    program = trained(tmp_path)
+    monkeypatch.setattr(group, "MEETING", after)
+    time.sleep(0.3)
+    train(program, 1, lambda rank, step: {"a:input": batch(rank, step)})
+    finished(program, tmp_path)
+    assert [each.ranks.facts()["ranks"]["apart_steps"] for each in program] == [STEPS + 1] * 2
+    for rank in range(2):
+        assert numel(tmp_path, rank) == [(step, 256.0) for step in range(1, STEPS + 2)]
+    assert any(said in note for note in program[0].ranks.notes)
