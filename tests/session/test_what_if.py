@@ -209,6 +209,15 @@ def test_a_run_that_asked_one_recipe_has_no_readiness(tmp_path):
     assert readiness(open_run(tmp_path / "out")) is None
 
 
+def test_a_run_that_was_killed_before_any_row_was_written_has_no_readiness_and_a_report(tmp_path):
+    folder = tmp_path / "out"
+    for of, by in ((folder, "current"), (folder / "what_if" / "mxfp8", "mxfp8")):
+        RunWriter(of, {"judged_by": by}).close("failed")
+    assert readiness(open_run(folder)) is None
+    done = CliRunner().invoke(report_command, [str(folder), "-o", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+
+
 OTHERS = ("rowwise", "blockwise", "mxfp8", "mxfp8-ocp")
 SELDOM = {"judge": "current", "what_if": OTHERS, "seldom": True}
 

@@ -71,11 +71,13 @@ class Readiness:
 
 
 def readiness(run: Run) -> Readiness | None:
-    """What each recipe would do, None if the run asked about no more than the one of its own rows."""
+    """What each recipe would do, None if the run knows of no more than the one of its own rows."""
     runs = _runs(run)
     if len(runs) < 2:
         return None
     steps, sites = _together([part for part in runs.values() if part is not run])
+    if not steps:  # it was killed before any of its rows were written
+        return None
     ranked = {
         name: tuple(tensor for tensor in worst_tensors(part, EVERYTHING, steps) if tensor.site in sites)
         for name, part in runs.items()
