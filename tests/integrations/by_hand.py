@@ -13,6 +13,7 @@ variable (or in `models`, if it has several), as the script's `name_in_whole(nam
 are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -21,6 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -37,9 +39,7 @@ class Sums:
         self.scales = []
 
     def add(self, x, dtype):
-        x = x.detach().float()
-        if hasattr(x, "full_tensor"):
-            x = x.full_tensor()
+        x = whole(x.detach()).float()
         amax, largest = x.abs().max(), LARGEST[dtype]
         scale = amax.double() / largest if amax else torch.tensor(1.0).double()  # of zeros alone: 1
         inverse = torch.tensor(largest) / amax if amax else torch.tensor(1.0)
@@ -68,6 +68,34 @@ class Sums:
         }
 
 
+def whole(x):
+    """All ranks' parts of x together; of what torchao has cast to FP8 already, what that was made of."""
+    mine = getattr(x, "_local_tensor", x)
+    if hasattr(mine, "_scale"):
+        return next(source for scale, source in reversed(cast) if torch.equal(scale, mine._scale))
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def keep_casts():
+    """Keep the whole of what torchao casts before it reaches a layer: parts of tensors, shards of weights."""
+    function = sys.modules["torchao.float8.float8_training_tensor"]._ToFloat8ConstrFunc
+    forward = function.forward
+
+    def kept(ctx, x, scale, dtype, config, role, *rest):
+        made = forward(ctx, x, scale, dtype, config, role, *rest)
+        mine = getattr(made, "_local_tensor", made)
+        if hasattr(x, "full_tensor"):
+            cast.append((mine._scale, x.detach().full_tensor()))
+        elif role.value == "weight":  # of FSDP2's, cast for it to gather
+            shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, x.detach().contiguous())
+            cast.append((mine._scale, torch.cat(shards)))
+        return made
+
+    function.forward = staticmethod(kept)
+
+
+cast = []  # (scale, source)
 step, stepped = 1, False
 seen = defaultdict(Sums)  # (step, module, role)
 losses = defaultdict(float)
@@ -122,6 +150,9 @@ def main():
         return backward(tensors, *args, **kwargs)
 
     torch.autograd.backward = first
+    if os.environ.get("KEEP_CASTS"):
+        importlib.import_module("torchao.float8")
+        keep_casts()
     found = runpy.run_path(script, run_name="__main__")
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]

@@ -24,7 +24,7 @@ def meet(monkeypatch):
             super().__init__(*args)
 
     monkeypatch.setattr(dist, "ProcessGroupGloo", Late)
-    monkeypatch.setattr(ranks, "PATIENCE", 0.3)
+    monkeypatch.setattr(ranks, "LATE", 0.3)
     yield event
     event.set()
 

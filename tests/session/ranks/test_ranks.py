@@ -476,6 +476,8 @@ def test_what_was_aborted_is_done_and_not_merged(tmp_path):
     train(program, 1 + LAG, lambda rank, step: {"a:input": batch(rank, step)})
     first = program[0].ranks
     flights = first._flights
+    flights.group._meeting.join(30)
+    flights.launch(0.0)
     ((mine, gather, _),) = flights._flying
     assert mine.step == 1
     deadline = time.monotonic() + 30

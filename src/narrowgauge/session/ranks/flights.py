@@ -89,19 +89,22 @@ class Flights:
             self._flying.popleft()
             self.merged += 1
 
-    def settle(self, patience: float) -> None:
-        """The program ended: `patience` seconds for all that is not done.
+    def settle(self, meeting: float, patience: float) -> None:
+        """The program ended: so many seconds for ranks that still meet, then for what is under way.
 
         Raises:
-            RuntimeError: ranks did not meet in them, or see `land`.
+            RuntimeError: ranks did not meet, or see `land`.
         """
-        deadline = time.monotonic() + patience
-        while self and time.monotonic() < deadline:
-            self.launch(max(deadline - time.monotonic(), POLL))
-            self.land()
-            time.sleep(POLL if self else 0.0)
+        deadline = time.monotonic() + meeting
+        while self._agreed and time.monotonic() < deadline:
+            self.launch(meeting)
+            time.sleep(POLL if self._agreed else 0.0)
         if self._agreed:
-            raise RuntimeError(f"the ranks had not met when the program ended, nor in {patience:g} s more")
+            raise RuntimeError(f"the ranks had not met when the program ended, nor in {meeting:g} s more")
+        deadline = time.monotonic() + patience
+        while self._flying and time.monotonic() < deadline:
+            self.land()
+            time.sleep(POLL if self._flying else 0.0)
 
     def oldest(self) -> float | None:
         """When the oldest that is under way began (`time.monotonic`); asked by another thread."""

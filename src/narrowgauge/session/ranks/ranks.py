@@ -40,7 +40,8 @@ from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
-HURRY = 1.0  # the same where an error ends it: others may be waiting in a collective for this process to be gone
+LATE = 12.0  # the same for ranks that have agreed to merge and still meet; together less than launchers wait
+HURRY = 1.0  # all of these where an error ends it: others may be waiting in a collective for this process to be gone
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
 
@@ -174,7 +175,7 @@ class Ranks:
         """The program ended, or `failed`: settle what is open, in seconds."""
         patience = HURRY if failed else PATIENCE
         with self._collector.guard(self._failed):
-            self._settle(patience)
+            self._settle(patience, HURRY if failed else LATE)
         with self._collector.guard(self._failed):
             self._last_words(patience)
         if self._pulse is not None:
@@ -275,14 +276,14 @@ class Ranks:
 
     # The end, and other ways out.
 
-    def _settle(self, patience: float) -> None:
+    def _settle(self, patience: float, late: float) -> None:
         deadline = time.monotonic() + patience
         while self._open and self._agreement is not None:
             while self._agreement.decided(self._open[0].step) is None and time.monotonic() < deadline:
                 time.sleep(POLL)
-            self._resolve(max(deadline - time.monotonic(), 0.5))
+            self._resolve(late)
         if self._flights is not None:
-            self._flights.settle(patience)
+            self._flights.settle(late, patience)
         self._land()
 
     def _last_words(self, patience: float) -> None:

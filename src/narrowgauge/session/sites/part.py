@@ -25,6 +25,7 @@ from narrowgauge.compute.quant import Granularity, Scaling
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import Format
 from narrowgauge.session.sites.tensor_parallel import NONE, Copies
+from narrowgauge.session.tensors.sharded import Held
 
 Turn = Callable[[Tensor], Tensor]
 
@@ -46,6 +47,13 @@ def operand(fmt: Format, granularity: Granularity, scaling: Scaling, margin: int
 Own = Callable[[OperandRole, Tensor], Rule | str]
 
 
+# What this rank has of a tensor, and how that is quantized.
+ByHeld = Callable[[Held, Own | None], None]
+
+# A tensor, what it is between its uses (weights), and who is told of it, now or as it is cast; False if it is not.
+ByCast = Callable[[Tensor, Tensor | None, ByHeld], bool]
+
+
 def rows(x: Tensor) -> Tensor:
     """[..., K] as [M, K]."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -57,7 +65,7 @@ class Part:
 
     `suffix` goes behind the layer's name if it makes several; `holds` names the parameters of it that were multiplied.
     A tensor that cannot be had from outside is None, and `hidden` says which and why. `copies` tells of plain tensors
-    that other ranks have as well.
+    that other ranks have as well. `by_cast` is asked of tensors that are spread over ranks, where `own` is not enough.
     """
 
     x: Tensor | None
@@ -71,6 +79,7 @@ class Part:
     holds: tuple[str, ...] = ("weight",)
     hidden: str = ""
     copies: Copies = NONE
+    by_cast: ByCast | None = None
 
 
 def is_plain(part: Part) -> bool:

@@ -91,6 +91,7 @@ class PlainSites:
         self._eagerly, self._unheard = eagerly, unheard
         self._in_graphs, self._inside, self.choice = in_graphs, inside, choice or Choice("uncompiled")
         self._layers: list[Layer] = []
+        self._beside: dict[Callable[[], AbstractContextManager[None]], None] = {}  # what kinds of layers have to hear
         self._census = Census()
         self._products = Products(self._heard, self.shown.failed, self._told)
         self._steps = 0
@@ -112,6 +113,7 @@ class PlainSites:
             if id(module) not in taken and (kind := kind_of(module)) is not None
         ]
         self._layers += found
+        self._beside |= dict.fromkeys(heard for layer in found if (heard := getattr(layer.kind, "heard", None)))
         return len(found)
 
     def why(self) -> str:
@@ -162,6 +164,8 @@ class PlainSites:
             self._open.enter_context(launched(self._unheard))
             self._open.enter_context(self._in_graphs(self._failed))
             return
+        for heard in self._beside:
+            self._open.enter_context(heard())
         if not self._deaf:
             self._products.open()
             self._open.callback(self._products.close)

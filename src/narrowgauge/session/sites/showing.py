@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
-from narrowgauge.session.sites.part import Own, Part, Rule, Turn, rows
+from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn, rows
 from narrowgauge.session.tensors.sharded import Held, holders, is_distributed, local_of, used_of
 
 
@@ -95,27 +96,30 @@ class Showing:
         state = self._state(name, observer, self.recipe, some)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
-        own = _spread if part.own is not None and any(is_distributed(t) for t in (x, w, y)) else part.own
         held = Held(None) if x is None else local_of(x)
+        own = part.own
+        if own is not None and part.by_cast is None and any(is_distributed(t) for t in (x, w, y)):
+            own = _spread
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         wanted = observer.wants(name)
         if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
             if x is not None:
-                self._show(state, wanted, "input", part.x_rows, own, held, part.copies.of("input"))
+                show = partial(self._show, state, wanted, "input", part.x_rows, part.copies.of("input"))
+                self._bring(show, part.by_cast, own, x)
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
-                self._show(state, wanted, "weight", part.w_rows, own, used_of(w, kept))
+                self._bring(partial(self._show, state, wanted, "weight", part.w_rows, None), part.by_cast, own, w, kept)
         if y is not None and y.requires_grad:
             same, told = _copied_output(w, held, y), part.copies.of("grad_output")
             same = told if same is None else same
-            turn = part.dy_rows  # the hook lives on y, and must not hold it
-
+            # The hook lives on y, and must not hold it, nor the part.
+            show, by_cast = partial(self._show, state, wanted, "grad_output", part.dy_rows, same), part.by_cast
             made = _made_as(y)
             shape = None if made is y else y.shape
 
             def arrived(dy: Tensor) -> None:
                 dy = dy if shape is None else dy.reshape(shape)
-                self._show(state, wanted, "grad_output", turn, own, local_of(dy), same)
+                self._bring(show, by_cast, own, dy)
 
             _at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
 
@@ -123,7 +127,17 @@ class Showing:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
         if self.recipe is not None:
             state, same = self._state(name, observer, self.recipe, dy), part.copies.of("grad_output")
-            self._show(state, wanted, "grad_output", part.dy_rows, part.own, local_of(dy), same)
+            self._show(state, wanted, "grad_output", part.dy_rows, same, local_of(dy), part.own)
+
+    def _bring(
+        self, show: ByHeld, by_cast: ByCast | None, own: Own | None, x: Tensor, kept: Tensor | None = None
+    ) -> None:
+        """Show what this rank has of x, by the layer's own rule, or as it was or will be cast."""
+        try:
+            if by_cast is None or not by_cast(x, kept, show):
+                show(used_of(x, kept), own)
+        except Exception as error:
+            self.failed(f"a {type(x).__name__}", error)
 
     def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor) -> LayerState:
         key = id(observer), name
@@ -139,9 +153,9 @@ class Showing:
         wanted: bool,
         role: OperandRole,
         turn: Turn,
-        own: Own | None,
+        first: int | None,
         held: Held,
-        first: int | None = None,
+        own: Own | None,
     ) -> None:
         """The one place where tensors go in; `wanted` is what the observer said of their layer when it was called."""
         try:

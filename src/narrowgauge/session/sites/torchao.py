@@ -21,6 +21,7 @@ from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.quant import ROWWISE, ROWWISE_POW2, Granularity, PerRow, PerTensor
 from narrowgauge.compute.quant.dtypes import format_of
 from narrowgauge.session.sites.part import Part, Rule, first_tensor, is_a, operand, output_of
+from narrowgauge.session.sites.torchao_casts import OVER_RANKS
 
 CASTS = {  # the configuration's words for the operands of each product
     "fprop": ("cast_config_input", "cast_config_weight"),
@@ -36,6 +37,7 @@ class TorchAO:
 
     whole = in_graph = True
     as_autocast = True  # casts its input as autocast says, on whichever device
+    heard = OVER_RANKS.heard
 
     def knows(self, module: nn.Module) -> bool:
         """Known by its name."""
@@ -46,7 +48,8 @@ class TorchAO:
         x = first_tensor(args, kwargs, "input")
         if x is not None and torch.is_autocast_enabled("cuda"):
             x = x.detach().to(torch.get_autocast_dtype("cuda"))
-        return (Part(x, module._parameters.get("weight"), output_of(output), own=partial(_rule, module.config)),)
+        own = partial(_rule, module.config)
+        return (Part(x, module._parameters.get("weight"), output_of(output), own=own, by_cast=OVER_RANKS.show),)
 
 
 def _rule(config: Any, role: OperandRole, x_MK: Tensor) -> Rule | str:

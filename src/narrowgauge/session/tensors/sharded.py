@@ -76,11 +76,11 @@ def local_of(x: Tensor) -> Held:
         return Held(x.detach() if x.requires_grad or type(x) is not Tensor else x)
     x = _waited(_beneath(x).detach())
     if not is_distributed(x):
-        return Held(x)
+        return Held(_unwrapped(x))
     placements = x.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):
         return Held(None)
-    local = _waited(x.to_local())  # type: ignore[attr-defined]
+    local = _unwrapped(_waited(x.to_local()))  # type: ignore[attr-defined]
     everywhere = [placement.is_replicate() for placement in placements]
     known = holders(x.device_mesh, everywhere) if any(everywhere) else (None, 1)  # type: ignore[attr-defined]
     return Held(local, *known, lowest(x.device_mesh))  # type: ignore[attr-defined]
@@ -169,6 +169,11 @@ def _beneath(x: Tensor) -> Tensor:
         return x
     with torch._C._DisableTorchDispatch():
         return x.detach().requires_grad_(x.requires_grad) if x.is_leaf else x.view_as(x)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    """The tensor that torchao put into one of its own, for FSDP2 to cast it as it gathers it; else x."""
+    return x._tensor.detach() if type(x).__name__ == "WeightWithDynamicFloat8CastTensor" else x  # type: ignore[attr-defined]
 
 
 def _waited(x: Tensor) -> Tensor:
