@@ -12,9 +12,10 @@ and that cannot be done.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 from weakref import ref
@@ -54,6 +55,8 @@ from narrowgauge.session.tensors.masters import copies_of
 
 __all__ = ["Session", "StopTraining"]
 
+_log = logging.getLogger("narrowgauge.session")
+
 
 class Session:
     """Follows one program, as `plan` says; `facts()` is what it learned.
@@ -82,7 +85,8 @@ class Session:
         self.recorder = Recorder(plan, writer)
         self.recorder.mine = lambda: self.calls.of_training()
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
-        self.hearing = Hearing()
+        self._troubled = False
+        self.hearing = Hearing(self._trouble)
         self.plain = PlainSites(
             plan.judge,
             eager=plan.recipe is None,
@@ -100,6 +104,7 @@ class Session:
                 compiling_seconds,
                 lambda: self.ranks.dear if Ranks.world() > 1 else None,
             ),
+            told=self._trouble,
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
         told = Told(
@@ -192,6 +197,15 @@ class Session:
         if not self.plan.compiling or not self.ledger.steps or self.calls.loaders_seen:
             return []
         return ["No torch DataLoader was seen: how long the program waits for its data is not known."]
+
+    def _trouble(self, what: str) -> None:
+        """Something of ours went wrong: said at once, the first time; the notes tell of all."""
+        if self._troubled:
+            return
+        self._troubled = True
+        _log.warning("narrowgauge: %s. Training goes on; the run's notes say what is missing.", what)
+        with suppress(Exception):  # the writer may be what failed
+            self._writer.add_event(self.ledger.steps, "watch_failed", what)
 
     def _model_taken(self) -> None:
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed

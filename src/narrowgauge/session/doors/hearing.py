@@ -35,10 +35,11 @@ _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PR
 
 
 class Hearing(Threads):
-    """Which thread is heard, and what failed."""
+    """Which thread is heard, and what failed, which `told` is told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[str], None] = lambda what: None) -> None:
         super().__init__()
+        self._told = told
         self._failed: dict[str, int] = {}
         self.stage: int | None = None  # of torch's pipelines, whose forward is running
 
@@ -46,6 +47,7 @@ class Hearing(Threads):
         """Something of ours went wrong in `where`."""
         what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
         self._failed[what] = self._failed.get(what, 0) + 1
+        self._told(f"following the program failed in {what}")
 
     def kept(self, where: str, error: Exception) -> None:
         """The same of one that is being handled; raises what must end the program."""

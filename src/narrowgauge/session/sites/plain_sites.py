@@ -63,6 +63,7 @@ class PlainSites:
         in_graphs: makes what it compiled run in graphs that are kept for such steps, meanwhile; tells of an error.
         inside: whether a call of what it compiled is running.
         choice: which of both ways a recorded step of a compiled program goes.
+        told: is told what failed.
 
     Attributes:
         shown: what became of the tensors.
@@ -85,8 +86,9 @@ class PlainSites:
         ),
         inside: Callable[[], bool] = lambda: False,
         choice: Choice | None = None,
+        told: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self.shown = Showing(by_name(recipe) if recipe else None, training, mine)
+        self.shown = Showing(by_name(recipe) if recipe else None, training, mine, told)
         self._eager, self._compiles, self._followed, self._mine = eager, compiles, followed, mine
         self._eagerly, self._unheard = eagerly, unheard
         self._in_graphs, self._inside, self.choice = in_graphs, inside, choice or Choice("uncompiled")

@@ -37,6 +37,7 @@ class Showing:
         recipe: the one that they are judged by, unless a layer has a rule of its own; None shows nothing.
         training: whether a training forward is running.
         mine: whether what the calling thread multiplies is of the training.
+        told: is told what failed.
 
     Attributes:
         copies: sites whose values other ranks hold as well, and the lowest that does.
@@ -46,9 +47,13 @@ class Showing:
     """
 
     def __init__(
-        self, recipe: Recipe | None, training: Callable[[], bool], mine: Callable[[], bool] = lambda: True
+        self,
+        recipe: Recipe | None,
+        training: Callable[[], bool],
+        mine: Callable[[], bool] = lambda: True,
+        told: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self.recipe, self._training, self._mine = recipe, training, mine
+        self.recipe, self._training, self._mine, self._told = recipe, training, mine, told
         self._clock = StepClock()
         self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
@@ -81,8 +86,9 @@ class Showing:
 
     def failed(self, what: str, error: Exception) -> None:
         """Leave a note of an error; of several, the first says enough."""
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        self._told(f"watching {what} failed: {cause}")
         if not any(note.startswith("Watching ") for note in self._said):
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
             self.say(f"Watching {what} failed, and its numbers are missing: {cause}. Training goes on.")
 
     def use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
