@@ -7,7 +7,7 @@ grad_output      in the backward pass, by a hook on the result
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,8 +26,9 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
+from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn, rows
-from narrowgauge.session.tensors.sharded import Held, holders, is_distributed, local_of, used_of
+from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, used_of
 
 
 class Showing:
@@ -116,18 +117,18 @@ class Showing:
                 self._weights.add((id(observer), name))
                 self._bring(partial(self._show, state, wanted, "weight", part.w_rows, None), part.by_cast, own, w, kept)
         if y is not None and y.requires_grad:
-            same, told = _copied_output(w, held, y), part.copies.of("grad_output")
+            same, told = copied_output(w, held, y), part.copies.of("grad_output")
             same = told if same is None else same
             # The hook lives on y, and must not hold it, nor the part.
             show, by_cast = partial(self._show, state, wanted, "grad_output", part.dy_rows, same), part.by_cast
-            made = _made_as(y)
+            made = made_as(y)
             shape = None if made is y else y.shape
 
             def arrived(dy: Tensor) -> None:
                 dy = dy if shape is None else dy.reshape(shape)
                 self._bring(show, by_cast, own, dy)
 
-            _at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
+            at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
@@ -210,35 +211,6 @@ class Showing:
             ask(state.name, role, x)
 
 
-def _at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
-    """Have `arrived` called with the gradient of y that the product is given.
-
-    Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it.
-    """
-    node, number = y.grad_fn, y.output_nr
-    if node is None:
-        y.register_hook(arrived)
-        return
-
-    def before(gradients: Sequence[Tensor | None]) -> None:
-        dy = gradients[number]
-        if dy is not None:
-            arrived(dy)
-
-    node.register_prehook(before)
-
-
-def _made_as(y: Tensor) -> Tensor:
-    """The tensor of which y is another view, element by element in the same order; y itself if there is none.
-
-    Rows are made as a matrix and seen as [..., N]. Once the program changes y in place it is another view, and no
-    gradient comes by where it was.
-    """
-    base = y._base if type(y) is Tensor and not y.is_nested and y._is_view() else None
-    same = base is not None and base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()
-    return base if base is not None and same and base.grad_fn is not None else y
-
-
 @contextmanager
 def _plain_math(device_type: str) -> Iterator[None]:
     """Without autocast; `torch.autocast` would cost as much as counting a small tensor does."""
@@ -292,17 +264,3 @@ def _spread(role: OperandRole, x: Tensor) -> str:
         "Layers that quantize by themselves are not recorded where their tensors are spread over ranks: their scales "
         "come from all parts."
     )
-
-
-def _copied_output(weight: Tensor | None, x: Held, output: Tensor) -> int | None:
-    """The lowest rank that has the same output, where the output itself does not say.
-
-    A row-wise parallel layer, whose weight is cut along the contracted dimension, sums its output over the ranks: each
-    has all of it, unless it was scattered again, and then there are fewer rows than in the input.
-    """
-    if weight is None or not is_distributed(weight) or is_distributed(output) or x.tensor is None:
-        return None
-    cut = [placement.is_shard(1) for placement in weight.placements]  # type: ignore[attr-defined]
-    if not any(cut) or output.shape[:-1] != x.tensor.shape[:-1]:
-        return None
-    return holders(weight.device_mesh, cut)[0]  # type: ignore[attr-defined]
