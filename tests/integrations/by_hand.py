@@ -7,18 +7,22 @@ output; each tensor is quantized here as the recipe `current` says and its error
 
     scale = amax / max      d = float8(x max / amax) · scale      max: 448 (E4M3), 57344 (E5M2, gradients)
 
-Microbatches of a step are quantized one by one, and their sums added. A step ends with the optimizer's, however many of
-its own steps that is, and the next begins with a forward or backward. A layer's name is that in `model`, the script's
-variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses
-are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
+    row, column    10 log10(sum x^2 / sum (x - d)^2), counted by half a dB
+
+Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. A step ends with
+the optimizer's, however many of its own steps that is, and the next begins with a forward or backward. A layer's name
+is that in `model`, the script's variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has
+it, if that is given. The losses are what `backward` was called on, or those of the script's own `losses`, step by step,
+where it calls another.
 """
 
 import importlib
 import json
+import math
 import os
 import runpy
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -34,9 +38,12 @@ class Sums:
     """One operand of one layer in one step."""
 
     def __init__(self):
-        self.numel = self.flushed = 0
-        self.amax = self.x = self.xx = self.xd = self.dd = self.ee = 0.0
+        self.numel = self.flushed = self.saturated = 0
+        self.amax = self.x = self.xx = self.xd = self.dd = self.ee = self.lost = self.x3 = self.x4 = 0.0
+        self.amin = math.inf
         self.scales = []
+        self.columns = 0.0, 0.0
+        self.rows, self.binades = Counter(), Counter()
 
     def add(self, x, dtype):
         x = whole(x.detach()).float()
@@ -44,10 +51,20 @@ class Sums:
         scale = amax.double() / largest if amax else torch.tensor(1.0).double()  # of zeros alone: 1
         inverse = torch.tensor(largest) / amax if amax else torch.tensor(1.0)
         codes = (x * inverse).clamp(-largest, largest).to(dtype).double()
+        flushed, nonzero = (codes == 0) & (x != 0), x[x != 0].abs()
         self.numel += x.numel()
-        self.flushed += int(((codes == 0) & (x != 0)).sum())
+        self.flushed += int(flushed.sum())
+        self.saturated += int(((x * inverse).abs() > largest * (1 + 2**-20)).sum())
         self.amax = max(self.amax, amax.item())
+        self.amin = min(self.amin, nonzero.min().item()) if len(nonzero) else self.amin
+        self.binades.update((torch.frexp(nonzero).exponent - 1).tolist())
         x, d = x.double(), codes * scale
+        self.lost += (x[flushed] ** 2).sum().item()
+        self.x3 += (x**3).sum().item()
+        self.x4 += (x**4).sum().item()
+        energies = [each.reshape(-1, x.shape[-1]) ** 2 for each in (x, x - d)]
+        self.rows.update(halves(*(each.sum(1) for each in energies)))
+        self.columns = tuple(before + each.sum(0) for before, each in zip(self.columns, energies, strict=True))
         self.x += x.sum().item()
         self.xx += (x**2).sum().item()
         self.xd += (x * d).sum().item()
@@ -62,10 +79,24 @@ class Sums:
             "l2": self.xx**0.5,
             "mse": self.ee / self.numel,
             "underflow_pct": 100 * self.flushed / self.numel,
-            "sums": {"x": self.x, "xd": self.xd, "dd": self.dd},
+            "saturation_pct": 100 * self.saturated / self.numel,
+            "amin": self.amin,
+            "sums": {name: getattr(self, name) for name in ("x", "xd", "dd", "lost", "x3", "x4")},
+            "counts": {
+                "rows": dict(self.rows),
+                "columns": Counter(halves(*self.columns)),
+                "binades": {**self.binades, "zeros": self.numel - sum(self.binades.values())},
+            },
             "scale_min": min(self.scales),
             "scale_max": max(self.scales),
         }
+
+
+def halves(signal, error):
+    """Each row's SQNR in whole halves of a dB, rounded down; what is exact is far above all others."""
+    known = signal > 0
+    decibel = 10 * torch.log10(signal[known] / error[known])
+    return torch.floor(2 * decibel.clamp(-40.0, 80.0)).int().tolist()
 
 
 def whole(x):
@@ -119,7 +150,8 @@ def called(module, args, output):
 def watch(module, x, output):
     seen[step, id(module), "input"].add(x, torch.float8_e4m3fn)
     if (step, id(module), "weight") not in seen:
-        seen[step, id(module), "weight"].add(module.weight, torch.float8_e4m3fn)
+        weight = module.weight.t() if type(module).__name__ == "Conv1D" else module.weight
+        seen[step, id(module), "weight"].add(weight, torch.float8_e4m3fn)
     if output is not None and output.requires_grad:
         output.register_hook(lambda g: seen[step, id(module), "grad_output"].add(g, torch.float8_e5m2))
 

@@ -1,7 +1,7 @@
 """torchao's float8 over two ranks: scales come from all parts of a tensor, and some reach their layers in FP8."""
 
 import pytest
-from tests.integrations.watched import check_tensors, check_unharmed, play
+from tests.integrations.watched import PERCENTILES, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = (
@@ -26,5 +26,5 @@ def test_the_program_is_as_without_us(seen):
 
 def test_every_tensor_is_what_it_is_by_hand(seen):
     want = seen.case.rows_by_hand()
-    check_tensors(seen, want)
+    check_tensors(seen, want, without=PERCENTILES)  # rows and columns of parts are shorter
     assert {site for _, site in want} == {f"{n}:{role}" for n in "13" for role in ("input", "weight", "grad_output")}

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, warm_python):
-    return play(WORKS, tmp_path_factory, "hf_trainer", warm=warm_python)
+    return play(WORKS, tmp_path_factory, "hf_trainer", warm=warm_python, apart=True)
 
 
 def named(step, site):
