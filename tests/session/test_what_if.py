@@ -18,7 +18,7 @@ from tests.session.test_watch import PLAIN
 import narrowgauge as ng
 from narrowgauge.cli.report import report_command
 from narrowgauge.compute.recipes import CATALOG, by_name
-from narrowgauge.observe.report.readiness import plain, readiness
+from narrowgauge.observe.report.readiness import Asked, Readiness, in_short, plain, readiness
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.attach import Session
@@ -191,6 +191,20 @@ def test_readiness_ranks_recipes_and_tensors(tmp_path):
     page = plain(found)
     assert page.startswith("What each recipe would do to this run's tensors (steps 2 and 3)\nrecipe")
     assert f"{worst.sqnr_db['current']:.1f}!" in page
+    assert in_short(found) in page
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ({"a": 0, "b": 0, "c": 0}, "No tensor is in trouble under a, b and c."),
+        ({"a": 0, "b": 2}, "No tensor is in trouble under a. In trouble: 2 of 9 under b."),
+        ({"a": 1, "b": 2}, "In trouble: 1 of 9 under a and 2 of 9 under b."),
+    ],
+)
+def test_which_recipes_are_without_trouble_in_short(trouble, said):
+    recipes = tuple(Asked(name, 9, count, 30.0, ()) for name, count in trouble.items())
+    assert in_short(Readiness(recipes, (), (1,))) == said
 
 
 def test_the_report_has_the_ranking_on_the_terminal_and_on_the_page(asked, tmp_path):

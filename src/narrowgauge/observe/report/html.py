@@ -106,6 +106,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             readiness=[(n, found) for n, run in runs.items() if (found := readiness.readiness(run)) is not None],
             db=readiness.db,
             when=readiness.when,
+            in_short=readiness.in_short,
             facts=facts.common_facts(
                 runs, verdict.versions if verdict else {}, (verdict.started if verdict else "") or _started(runs)
             ),

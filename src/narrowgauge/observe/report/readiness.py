@@ -107,6 +107,7 @@ def table(found: Readiness, top: int = 20) -> RenderableType:
     left = len(found.tensors) - top
     parts: list[RenderableType] = [
         Text(f"What each recipe would do to this run's tensors ({when(found)})", style="bold"), recipes, Text(""),
+        Text(in_short(found)), Text(""),
         Text(f"Tensors, the worst under {names[0]} first: SQNR in dB; ! is in trouble", style="bold"), tensors,
     ]  # fmt: skip
     return Group(*parts, *([Text(f"and {left} more")] if left > 0 else []))
@@ -127,13 +128,27 @@ def cells(tensor: Tensor, names: list[str]) -> list[str]:
     ]
 
 
+def in_short(found: Readiness) -> str:
+    """Which recipes leave no tensor in trouble, and how many the others do, in a sentence or two."""
+    fine = [asked.name for asked in found.recipes if not asked.trouble]
+    rest = [f"{asked.trouble} of {asked.sites} under {asked.name}" for asked in found.recipes if asked.trouble]
+    said = [f"No tensor is in trouble under {_listed(fine)}."] if fine else []
+    if rest:
+        said.append(f"In trouble: {_listed(rest)}.")
+    return " ".join(said)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
 def when(found: Readiness) -> str:
     """The steps that it is known of, in a few words."""
     steps = found.steps
     if len(steps) == 1:
         return f"step {steps[0]:,}"
     if len(steps) <= MOST_STEPS:
-        return f"steps {', '.join(f'{step:,}' for step in steps[:-1])} and {steps[-1]:,}"
+        return f"steps {_listed([f'{step:,}' for step in steps])}"
     return f"{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}"
 
 
