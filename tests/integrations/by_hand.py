@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 KINDS = {"Conv1D", "ColumnParallelLinear", "RowParallelLinear"}  # linear layers that are no nn.Linear
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -126,7 +126,14 @@ def keep_casts():
     function.forward = staticmethod(kept)
 
 
+def norm_of(parameters):
+    """Of all gradients as one vector, and of all ranks' parts of them."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return sum(whole(grad).double().square().sum().item() for grad in grads) ** 0.5
+
+
 cast = []  # (scale, source)
+scalars = defaultdict(dict)
 step, stepped = 1, False
 seen = defaultdict(Sums)  # (step, module, role)
 losses = defaultdict(float)
@@ -161,9 +168,31 @@ def begin():
     step, stepped = step + stepped, False
 
 
+def ends(optimizer, *_):
+    """A step's rate, and its norm if nothing was clipped."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    scalars[step].setdefault("lr", optimizer.param_groups[0]["lr"])
+    scalars[step].setdefault("grad_norm", norm_of(parameters))
+
+
 def end(*_):
     global stepped
     stepped = True
+
+
+def clipping(clip):
+    def clipped(parameters, *args, **kwargs):
+        parameters = list(parameters)
+        scalars[step].setdefault("grad_norm", norm_of(parameters))
+        return clip(parameters, *args, **kwargs)
+
+    return clipped
+
+
+def read(module, args, output):
+    if isinstance(module, nn.Embedding) and module.training and torch._C._current_graph_task_id() == -1:
+        begin()
+        scalars[step]["tokens"] = scalars[step].get("tokens", 0) + args[0].numel()
 
 
 def main():
@@ -171,7 +200,10 @@ def main():
     sys.argv[0] = script
     sys.path[0] = str(Path(script).resolve().parent)
     nn.modules.module.register_module_forward_hook(called)
+    nn.modules.module.register_module_forward_hook(read)
+    register_optimizer_step_pre_hook(ends)
     register_optimizer_step_post_hook(end)
+    nn.utils.clip_grad_norm_ = clipping(nn.utils.clip_grad_norm_)
     backward = torch.autograd.backward
 
     def first(tensors, *args, **kwargs):
@@ -197,7 +229,7 @@ def main():
     ]
     folder.mkdir(exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))
-    (folder / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "losses": losses}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "losses": losses, "scalars": scalars}))
     # Not by taking all apart: gloo's threads may wait for the interpreter that waits for them.
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)

@@ -1,7 +1,7 @@
 """torch's own ways of training on several ranks: torchrun with DistributedDataParallel, and with FSDP2."""
 
 import pytest
-from tests.integrations.watched import check_converted, check_tensors, check_unharmed, play
+from tests.integrations.watched import check_converted, check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = (
@@ -25,6 +25,7 @@ def test_it_is_watched(seen):
     check_tensors(seen, want)
     assert {site.partition(":")[0] for _, site in want} == {"1", "3"}
     assert list(seen.case.losses_by_hand()[0].values()) == pytest.approx(seen.watched.said, rel=1e-6)
+    check_scalars(seen)
 
 
 def test_it_is_converted(seen):

@@ -1,7 +1,7 @@
 """torchao's float8: its converted layers are seen as what they are, one that it left out as what it would be."""
 
 import pytest
-from tests.integrations.watched import check_tensors, check_unharmed, play
+from tests.integrations.watched import check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith("torchao float8", ("torchao",), "`convert_to_float8_training`, its own casts, emulated")
@@ -16,6 +16,7 @@ def seen(tmp_path_factory, warm_python):
 
 def test_the_program_is_as_without_us(seen):
     check_unharmed(seen)
+    check_scalars(seen)
 
 
 def test_every_tensor_is_what_it_is_by_hand(seen):

@@ -1,7 +1,7 @@
 """torchao's float8 over two ranks: scales come from all parts of a tensor, and some reach their layers in FP8."""
 
 import pytest
-from tests.integrations.watched import PERCENTILES, check_tensors, check_unharmed, play
+from tests.integrations.watched import PERCENTILES, check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = (
@@ -22,6 +22,10 @@ def seen(request, tmp_path_factory, warm_python):
 
 def test_the_program_is_as_without_us(seen):
     check_unharmed(seen)
+
+
+def test_rate_norm_and_tokens_are_what_they_are_by_hand(seen, request):
+    check_scalars(seen, same_data=request.node.callspec.params["seen"].startswith("cut"))
 
 
 def test_every_tensor_is_what_it_is_by_hand(seen):

@@ -157,6 +157,11 @@ class Case:
         found = {rank: self._hand(rank, name)["losses"] for rank in range(self.ranks)}
         return {rank: {int(step): loss for step, loss in losses.items()} for rank, losses in found.items()}
 
+    def scalars_by_hand(self, name="plain"):
+        """rank -> step -> the rate, the norm of all gradients before they were clipped, and the tokens that it read."""
+        found = {rank: self._hand(rank, name)["scalars"] for rank in range(self.ranks)}
+        return {rank: {int(step): row for step, row in rows.items()} for rank, rows in found.items()}
+
     def _hand(self, rank, name):
         return json.loads((self.folder / name / "hand" / f"rank{rank}.json").read_text())
 
@@ -324,6 +329,18 @@ def check_logged(seen, logged, *, norm=True, within=1e-5):
     if norm:
         assert found["grad_norm"].tolist() == pytest.approx([row["grad_norm"] for row in logged], rel=1e-5)
     assert set(found["microbatches"].tolist()) == {2}
+
+
+def check_scalars(seen, *, same_data=False):
+    """Rate, norm and tokens of each step are those by hand; ranks read `same_data`, or each its own."""
+    found = seen.case.run().scalars()
+    ranks = list(seen.case.scalars_by_hand().values())
+    steps = sorted(ranks[0])
+    assert found["step"].tolist() == steps
+    for name in ("lr", "grad_norm"):
+        assert found[name].tolist() == pytest.approx([ranks[0][step][name] for step in steps], rel=1e-5), name
+    told = [sum(rank[step]["tokens"] for rank in (ranks[:1] if same_data else ranks)) for step in steps]
+    assert found["tokens"].tolist() == told
 
 
 def check_tensors(seen, want, without=()):
