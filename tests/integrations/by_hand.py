@@ -128,12 +128,18 @@ def keep_casts():
 
 def norm_of(parameters):
     """Of all gradients as one vector, and of all ranks' parts of them."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return sum(whole(grad).double().square().sum().item() for grad in grads) ** 0.5
+    squares = 0.0
+    for p in (p for p in parameters if p.grad is not None):
+        square = whole(p.grad).double().square().sum()
+        if getattr(p, "tensor_model_parallel", False):  # Megatron's: a share of it
+            dist.all_reduce(square)
+        squares += square.item()
+    return squares**0.5
 
 
 cast = []  # (scale, source)
 scalars = defaultdict(dict)
+reading = Counter()  # by step and embedding: positions may be looked up as well
 step, stepped = 1, False
 seen = defaultdict(Sums)  # (step, module, role)
 losses = defaultdict(float)
@@ -183,16 +189,18 @@ def end(*_):
 def clipping(clip):
     def clipped(parameters, *args, **kwargs):
         parameters = list(parameters)
-        scalars[step].setdefault("grad_norm", norm_of(parameters))
+        scalars[step]["grad_norm"] = norm_of(parameters)  # in a closure, it is after `ends`
         return clip(parameters, *args, **kwargs)
 
     return clipped
 
 
 def read(module, args, output):
-    if isinstance(module, nn.Embedding) and module.training and torch._C._current_graph_task_id() == -1:
+    reads = isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
+    if reads and module.training and torch._C._current_graph_task_id() == -1:
         begin()
-        scalars[step]["tokens"] = scalars[step].get("tokens", 0) + args[0].numel()
+        reading[step, id(module)] += args[0].numel()
+        scalars[step]["tokens"] = max(count for (at, _), count in reading.items() if at == step)
 
 
 def main():

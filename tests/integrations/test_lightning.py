@@ -2,7 +2,7 @@
 two, of which it starts the second process itself."""
 
 import pytest
-from tests.integrations.watched import check_converted, check_tensors, check_unharmed, play
+from tests.integrations.watched import check_converted, check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = (
@@ -22,6 +22,7 @@ def seen(request, tmp_path_factory, warm_python):
 
 def test_the_program_is_as_without_us(seen):
     check_unharmed(seen)
+    check_scalars(seen)
 
 
 def test_every_tensor_is_what_it_is_by_hand(seen):

@@ -1,7 +1,7 @@
 """Megatron-Core's GPTModel on two ranks, each of which multiplies its share of every layer."""
 
 import pytest
-from tests.integrations.watched import check_tensors, check_unharmed, play
+from tests.integrations.watched import check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -31,6 +31,10 @@ def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):
     weight = 1, "decoder.layers.1.mlp.linear_fc1:weight"
     assert ranks[0][weight] != ranks[1][weight]
     assert want[weight]["numel"] == 32 * 128  # the shares of both
+
+
+def test_rate_norm_and_tokens_are_what_they_are_by_hand(seen):
+    check_scalars(seen, same_data=True)
 
 
 def test_losses_are_those_of_the_script(seen):

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.tensors.masters import copies_of
 from narrowgauge.session.tensors.sharded import is_distributed, lowest, mesh_size, shape_of
+from narrowgauge.session.tensors.shares import group_of
 
 
 class Trained:
@@ -83,9 +84,11 @@ class Trained:
 
     def mesh(self) -> int | None:
         """The lowest rank of the largest mesh that anything of it lies on; None if nothing lies on one."""
-        spread = [p for optimizer in self for p in parameters(optimizer) if is_distributed(p)]
-        largest = max(spread, key=mesh_size, default=None)
-        return None if largest is None else lowest(largest.device_mesh)  # type: ignore[attr-defined]
+        every = [p for optimizer in self for p in parameters(optimizer)]
+        largest = max(filter(is_distributed, every), key=mesh_size, default=None)
+        if largest is not None:
+            return lowest(largest.device_mesh)  # type: ignore[attr-defined]
+        return min(next(filter(None, map(group_of, every)), ()), default=None)
 
     def in_parts(self, optimizer: Optimizer) -> bool:
         """Whether what it holds now seems to be this rank's part of what it was made with, laid flat."""

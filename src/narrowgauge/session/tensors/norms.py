@@ -5,7 +5,8 @@ norm  = sqrt(total)                     if all of every x is here
 else  `total` is this rank's part: the ranks' parts together are the square of the norm
 
 copies   how many ranks hold the same part of x: the mesh's dimensions that replicate it (`sharded.py`), times the ranks
-         of the largest mesh for each one of x's own; a plain tensor next to sharded ones is on a mesh of one rank
+         of the largest mesh for each one of x's own; a plain tensor next to sharded ones is on a mesh of one rank, or,
+         where Megatron-Core cut it, on that of its group (`shares.py`)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.tensors.sharded import PLAIN, is_distributed, local_of, mesh_size
+from narrowgauge.session.tensors.shares import group_of
 
 PIECE = 1 << 16  # elements
 
@@ -57,13 +59,13 @@ class Parts:
         self.here: list[Tensor] = []
         self.copies: list[int] = []
         self.partial = in_parts
-        ranks = max((mesh_size(x) for x in tensors if type(x) not in PLAIN), default=1)
-        for x, owner in owned:
+        sizes = [len(group_of(owner)) or 1 if type(x) in PLAIN else mesh_size(x) for x, owner in owned]
+        ranks = max(sizes, default=1)
+        for (x, owner), mesh in zip(owned, sizes, strict=True):
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue
             self.here.append(_real(held.tensor))
-            mesh = 1 if type(x) in PLAIN else mesh_size(x)
             self.copies.append(held.copies * (ranks // mesh))
             self.partial |= held.copies < mesh or cut_by_fsdp(owner)
         if not self.partial:

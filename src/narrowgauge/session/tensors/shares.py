@@ -1,0 +1,30 @@
+"""Parameters that Megatron-Core has cut, a share for each rank of a group; it marks them, and all others are copies.
+
+    p.tensor_model_parallel     True: this rank's share, of the group's; else the same on all of its ranks
+    p.allreduce                 False: an expert's, whose ranks are others: nothing is said of these
+
+Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_parallel_duplicate`), `parallel_state.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+
+from narrowgauge.session.tensors.sharded import members
+
+PLACE = "megatron.core.parallel_state"
+
+
+def group_of(p: Tensor) -> list[int]:
+    """The ranks that have a share of `p` each; none if it is not cut so, or nobody says over which."""
+    state = sys.modules.get(PLACE)
+    if state is None or not getattr(p, "tensor_model_parallel", False) or not getattr(p, "allreduce", True):
+        return []
+    ask = getattr(state, "get_tensor_model_parallel_group", None)
+    try:
+        ranks = members(None if ask is None else ask())
+    except (AssertionError, RuntimeError, ValueError):  # it was never set up, or is no more
+        return []
+    return ranks if len(ranks) > 1 else []
