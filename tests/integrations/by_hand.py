@@ -126,11 +126,13 @@ def keep_casts():
     function.forward = staticmethod(kept)
 
 
-def norm_of(parameters):
-    """Of all gradients as one vector, and of all ranks' parts of them."""
+def norm_of(parameters, theirs=None):
+    """Of all gradients as one vector, or of what else is `theirs`, and of all ranks' parts of them."""
     squares = 0.0
-    for p in (p for p in parameters if p.grad is not None):
-        square = whole(p.grad).double().square().sum()
+    for p, x in zip(parameters, theirs or [p.grad for p in parameters], strict=True):
+        if x is None:
+            continue
+        square = whole(x).double().square().sum()
         if getattr(p, "tensor_model_parallel", False):  # Megatron's: a share of it
             dist.all_reduce(square)
         squares += square.item()
@@ -138,7 +140,7 @@ def norm_of(parameters):
 
 
 cast = []  # (scale, source)
-scalars = defaultdict(dict)
+scalars, before = defaultdict(dict), {}
 reading = Counter()  # by step and embedding: positions may be looked up as well
 step, stepped = 1, False
 seen = defaultdict(Sums)  # (step, module, role)
@@ -175,15 +177,21 @@ def begin():
 
 
 def ends(optimizer, *_):
-    """A step's rate, and its norm if nothing was clipped."""
+    """A step's rate, its norm if nothing was clipped, and the weights that it starts from."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     scalars[step].setdefault("lr", optimizer.param_groups[0]["lr"])
     scalars[step].setdefault("grad_norm", norm_of(parameters))
+    before[id(optimizer)] = [p.detach().clone() for p in parameters]
+    scalars[step].setdefault("param_norm", norm_of(parameters, before[id(optimizer)]))
 
 
-def end(*_):
+def end(optimizer, *_):
     global stepped
     stepped = True
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    was = before.pop(id(optimizer))
+    moved = norm_of(parameters, [p.detach() - old for p, old in zip(parameters, was, strict=True)])
+    scalars[step].setdefault("update_ratio", moved / scalars[step]["param_norm"])
 
 
 def clipping(clip):

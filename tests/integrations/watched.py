@@ -338,9 +338,10 @@ def check_scalars(seen, *, same_data=False):
     steps = sorted(ranks[0])
     begun = sum(step == 0 for step in found["step"].tolist())  # by a validation before all steps
     assert found["step"].tolist()[begun:] == steps
-    for name in ("lr", "grad_norm"):
+    for name in ("lr", "grad_norm", "param_norm", "update_ratio"):
         want = [ranks[0][step][name] for step in steps]
-        assert found[name].tolist()[begun:] == pytest.approx(want, rel=1e-5), name
+        near = 1e-3 if name == "update_ratio" else 1e-5  # a difference of float32 weights
+        assert found[name].tolist()[begun:] == pytest.approx(want, rel=near), name
     told = [sum(rank[step]["tokens"] for rank in (ranks[:1] if same_data else ranks)) for step in steps]
     assert found["tokens"].tolist()[begun:] == told
 

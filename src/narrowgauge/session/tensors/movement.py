@@ -27,6 +27,7 @@ from narrowgauge.metrics.primes import next_prime
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.memory import Array, Runs, runs
 from narrowgauge.session.tensors.norms import Parts, Squares, cut_by_fsdp, named, squares
+from narrowgauge.session.tensors.shares import group_of
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
 SMALL = 1 << 20  # 4 MiB
@@ -93,7 +94,8 @@ class Movement:
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
-        walk = host.kernel() if host.ready() else None
+        alone = host.ready() and not any(map(group_of, weights))  # else some count once for several ranks
+        walk = host.kernel() if alone else None
         whole = None if walk is None else runs(weights)
         if walk is not None and whole is not None and whole.elements <= self._budget:
             copies = self._room.of(id(optimizer), whole.elements)
