@@ -1,7 +1,7 @@
 """A loop of one's own on Accelerate: two ranks, autocast to BF16, accumulation, clipping, a schedule."""
 
 import pytest
-from tests.integrations.watched import check_converted, check_logged, check_tensors, check_unharmed, play
+from tests.integrations.watched import check_converted, check_logged, check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -20,6 +20,7 @@ def seen(tmp_path_factory, warm_python):
 
 def test_the_program_is_as_without_us(seen):
     check_unharmed(seen)
+    check_scalars(seen)
 
 
 def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: Llama under activation checkpointing, then GPT-2, whose layers are Conv1D."""
 
 import pytest
-from tests.integrations.watched import check_converted, check_logged, check_tensors, check_unharmed, play
+from tests.integrations.watched import check_converted, check_logged, check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -25,6 +25,7 @@ def named(step, site):
 
 def test_the_program_is_as_without_us(seen):
     check_unharmed(seen)
+    check_scalars(seen)
 
 
 def test_every_tensor_is_what_it_is_by_hand(seen):
