@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -60,18 +60,18 @@ class Casts:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Meanwhile all that torchao makes are heard, if the program has loaded it."""
-        function = getattr(sys.modules.get(PLACE), "_ToFloat8ConstrFunc", None)
-        if function is None or self._open:
+        function: Any = getattr(sys.modules.get(PLACE), "_ToFloat8ConstrFunc", None)
+        before = None if function is None or self._open else vars(function).get("forward")
+        if not isinstance(before, staticmethod):
             yield
             return
-        before = vars(function)["forward"]
         ours = function.forward = staticmethod(self._beside(before.__func__))
         self._open = True
         try:
             yield
         finally:
             self._open = False
-            if vars(function)["forward"] is ours:  # else it is the program's now, and calls ours
+            if vars(function).get("forward") is ours:  # else it is the program's now, and calls ours
                 function.forward = before
             self._latest.clear()
             self._waiting.clear()
@@ -110,7 +110,8 @@ class Casts:
         def forward(ctx: Any, tensor: Any, scale: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
             made = original(ctx, tensor, scale, dtype, *rest, **named)
             if self._open and is_distributed(tensor) and not unreal():
-                unseen_by_modes(self._cast, tensor, made, dtype)
+                with suppress(Exception):  # of what was not heard the notes say that no quantizer takes it
+                    unseen_by_modes(self._cast, tensor, made, dtype)
             return made
 
         return forward
