@@ -58,6 +58,14 @@ def test_what_is_cast_later_is_told_then(part):
     rule_is(only, part, 5.0)
 
 
+def test_what_is_never_cast_is_told_when_the_step_ends(part):
+    casts = Casts()
+    with casts.heard():
+        told = shown(casts, part)
+        cast(part[:2])  # of the same memory, and another tensor
+    assert [rule for _, rule in told] == [torchao_casts.UNHEARD]
+
+
 def test_what_nobody_heard_is_told_without_a_rule(part):
     codes, casts = cast(part), Casts()
     with casts.heard():

@@ -28,11 +28,12 @@ from narrowgauge.compute.quant.dtypes import format_of
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.part import ByHeld, Rule, operand
-from narrowgauge.session.tensors.sharded import here, is_distributed, local_of
+from narrowgauge.session.tensors.sharded import Held, here, is_distributed, local_of
 from narrowgauge.session.tensors.storage import address_of
 
 PLACE = "torchao.float8.float8_training_tensor"
 LATEST = 16  # casts that are remembered, with what was cast: one input may be that of several layers
+UNHEARD = "Some tensors of torchao's layers, spread over ranks, were not seen as they were cast; not recorded."
 BY_ROWS = "torchao scales a tensor that is spread over ranks by its rows: only those with one scale are recorded."
 
 
@@ -54,7 +55,7 @@ class Casts:
 
     def __init__(self) -> None:
         self._latest: deque[Cast] = deque(maxlen=LATEST)
-        self._waiting: dict[int, ByHeld] = {}  # by the address of what will be cast
+        self._waiting: dict[tuple[int, int], ByHeld] = {}  # by the address and size of what will be cast
         self._open = False
 
     @contextmanager
@@ -74,7 +75,9 @@ class Casts:
             if vars(function).get("forward") is ours:  # else it is the program's now, and calls ours
                 function.forward = before
             self._latest.clear()
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, {}
+            for then in waiting.values():  # nothing is held of them: a note is left
+                then(Held(torch.zeros(1, 1)), lambda role, x: UNHEARD)
 
     @torch.no_grad()
     def show(self, x: Tensor, kept: Tensor | None, then: ByHeld) -> bool:
@@ -86,7 +89,7 @@ class Casts:
             return False
         mine = here(x)
         if not _is_fp8(mine):
-            self._by_memory(x, address_of(mine), then)
+            self._by_memory(x, _place(mine), then)
         elif kept is not None and not _is_fp8(here(kept)):  # a weight, whose shard FSDP2 had cast to gather it
             then(local_of(kept), Cast(kept, mine._scale, mine._data.dtype).own)  # type: ignore[attr-defined]
         else:
@@ -98,12 +101,12 @@ class Casts:
                 then(local_of(made.source), made.own)
         return True
 
-    def _by_memory(self, x: Tensor, address: int, then: ByHeld) -> None:
+    def _by_memory(self, x: Tensor, place: tuple[int, int], then: ByHeld) -> None:
         for cast in reversed(self._latest):
-            if address and address_of(here(cast.source)) == address:
+            if _place(here(cast.source)) == place:
                 then(local_of(x), cast.own)
                 return
-        self._waiting[address] = then
+        self._waiting[place] = then
 
     def _beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @unseen
@@ -121,12 +124,16 @@ class Casts:
         scale = here(made)._scale  # type: ignore[attr-defined]
         cast = Cast(source, scale, dtype, "" if scale.numel() == 1 else BY_ROWS)
         self._latest.append(cast)
-        then = self._waiting.pop(address_of(here(source)), None)
+        then = self._waiting.pop(_place(here(source)), None)
         if then is not None:
             then(local_of(source), cast.own)
 
 
 OVER_RANKS = Casts()
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return address_of(x), x.numel()
 
 
 def _is_fp8(x: Tensor) -> bool:
