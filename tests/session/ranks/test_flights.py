@@ -8,7 +8,8 @@ import torch.distributed as dist
 from tests.session.ranks.test_ranks import batch, finished, made, train
 
 from narrowgauge.observe.store import open_run
-from narrowgauge.session.ranks import group, ranks
+from narrowgauge.session.ranks import flights, group, ranks
+from narrowgauge.session.ranks.agreement import LAG
 
 STEPS = 12
 
@@ -71,3 +72,56 @@ def test_ranks_that_never_meet_leave_each_its_own_rows(tmp_path, meet, monkeypat
     for rank in range(2):
         assert numel(tmp_path, rank) == [(step, 256.0) for step in range(1, STEPS + 2)]
     assert any(said in note for note in program[0].ranks.notes)
+
+
+def test_a_rank_that_records_its_first_step_long_after_another_is_waited_for(tmp_path, meet, monkeypatch):
+    """The limit is one for meeting once all have come, however long this rank had been there before."""
+    monkeypatch.setattr(group, "MEETING", 0.5)
+    program = made(tmp_path)
+    train(program, 1, lambda rank, step: {"a:input": batch(rank, step)})
+    time.sleep(0.8)
+    train(program, LAG, lambda rank, step: {"a:input": batch(rank, step)})
+    meet.set()
+    finished(program, tmp_path)
+    assert numel(tmp_path) == [(step, 512.0) for step in range(1, LAG + 2)]
+
+
+def met(program, meet):
+    meet.set()
+    for rank in program:
+        rank.ranks._flights.group._meeting.join(30)
+
+
+def test_rows_of_a_gather_that_cannot_be_launched_are_this_ranks_own(tmp_path, meet, monkeypatch):
+    program = trained(tmp_path)
+    monkeypatch.setattr(group.Group, "gather", lambda self, table: 1 / 0)
+    met(program, meet)
+    train(program, 1, lambda rank, step: {"a:input": batch(rank, step)})
+    finished(program, tmp_path)
+    for rank in range(2):
+        assert numel(tmp_path, rank) == [(step, 256.0) for step in range(1, STEPS + 2)]
+    assert [each.ranks.facts()["ranks"]["apart_steps"] for each in program] == [STEPS + 1] * 2
+
+
+def test_gathers_that_wait_are_not_joined_once_a_rank_has_given_up(tmp_path, meet, monkeypatch):
+    started = []
+    monkeypatch.setattr(group.Group, "gather", lambda self, table: started.append(table))
+    program = trained(tmp_path)
+    program[1].ranks._agreement.give_up()
+    met(program, meet)
+    train(program, 1, lambda rank, step: {"a:input": batch(rank, step)})
+    finished(program, tmp_path)
+    assert started == []
+    assert any("another rank has given up" in note for note in program[0].ranks.notes)
+    assert numel(tmp_path) == [(step, 256.0) for step in range(1, STEPS + 2)]
+
+
+def test_with_much_that_waits_meeting_is_waited_for(tmp_path, meet, monkeypatch):
+    monkeypatch.setattr(flights, "WAITING_BYTES", 0)
+    threading.Timer(1.0, meet.set).start()
+    program = made(tmp_path)
+    began = time.monotonic()
+    train(program, 1 + LAG, lambda rank, step: {"a:input": batch(rank, step)})
+    assert time.monotonic() - began > 0.8
+    finished(program, tmp_path)
+    assert numel(tmp_path) == [(step, 512.0) for step in range(1, LAG + 2)]

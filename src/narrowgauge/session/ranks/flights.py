@@ -4,7 +4,8 @@
 
 On a GPU every rank launches a gather between the same two steps, and so meeting is waited for: kernels of two groups
 that ranks launch in different orders may each wait for the other. A gather on a CPU is joined whenever a rank comes by;
-there training goes on while ranks meet, and a rank that dies before it has met holds up none.
+there training goes on while ranks meet, and a rank that dies before it has met holds up none. A step's scalars are put
+into its table as it is launched, so that none are lost with one that only waits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.session.ranks.group import Gather, Group
@@ -22,6 +23,16 @@ from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.last_words import POLL
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.open_step import OpenStep
+
+WAITING_BYTES = 256 << 20  # of tables; with more, meeting is waited for on a CPU as well
+
+
+class Agreed(NamedTuple):
+    """A step that all ranks will gather, as tables of `size` numbers."""
+
+    mine: OpenStep
+    size: int
+    layouts: Sequence[Layout]
 
 
 class Flight(NamedTuple):
@@ -39,16 +50,26 @@ class Flights:
         group: of all ranks.
         landing: receives what a gather brought; None on all ranks but 0.
         account: is told the time that a step took, where nothing lands.
+        scalars: those [rows, columns] that ride with a step.
+        given_up: whether any rank joins no further gather.
 
     Attributes:
         merged: how many gathers are done.
     """
 
-    def __init__(self, group: Group, landing: Landing | None, account: Callable[[Marks], None]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        landing: Landing | None,
+        account: Callable[[Marks], None],
+        scalars: Callable[[OpenStep], torch.Tensor],
+        given_up: Callable[[], bool],
+    ) -> None:
         self.group = group
         self.merged = 0
         self._landing, self._account = landing, account
-        self._agreed: deque[tuple[OpenStep, Tensor, Sequence[Layout]]] = deque()
+        self._scalars, self._given_up = scalars, given_up
+        self._agreed: deque[Agreed] = deque()
         self._flying: deque[Flight] = deque()
         self._lost = ""  # why those that are under way will not end
 
@@ -56,20 +77,27 @@ class Flights:
         """Whether there is any that is not done."""
         return bool(self._agreed or self._flying)
 
-    def add(self, mine: OpenStep, table: Tensor, layouts: Sequence[Layout], seconds: float) -> None:
-        """All ranks have agreed to gather this step's `table` [size]; if they still meet, see `launch`."""
-        self._agreed.append((mine, table, layouts))
+    def add(self, agreed: Agreed, seconds: float) -> None:
+        """All ranks have agreed to gather this step; if they still meet, see `launch`."""
+        self._agreed.append(agreed)
         self.launch(seconds)
 
     def launch(self, seconds: float) -> None:
         """Launch what is agreed, if all ranks have met; on a GPU within `seconds` they have, or never will.
 
         Raises:
-            RuntimeError: they did not.
+            RuntimeError: they did not, or one of them has given up since.
         """
-        while self._agreed and self.group.ready(seconds):
-            mine, table, layouts = self._agreed.popleft()
+        while self._agreed and self.group.ready(seconds, wait=self._bytes() > WAITING_BYTES):
+            if self._given_up():
+                raise RuntimeError("another rank has given up merging")
+            mine, size, layouts = self._agreed[0]
+            table = mine.with_scalars(self._scalars(mine), size)
             self._flying.append(Flight(mine, self.group.gather(table), layouts))
+            self._agreed.popleft()  # not before: what could not be launched is still a step of ours
+
+    def _bytes(self) -> int:
+        return sum(mine.table.nbytes for mine, _, _ in self._agreed)
 
     def land(self) -> None:
         """Take in those that are done.

@@ -63,7 +63,7 @@ class Group:
     def __init__(self, store: Any, rank: int, world: int, device: torch.device) -> None:
         self._rank, self._world = rank, world
         self._on_gpu = device.type == "cuda"
-        self._began = time.monotonic()
+        self._asked: float | None = None  # when it was first to be ready
         self._stream: Any = None
         self._group: Any = None
         self._error: Exception | None = None
@@ -71,18 +71,20 @@ class Group:
         self._meeting = threading.Thread(target=self._meet, args=(store, device), name="narrowgauge-ranks", daemon=True)
         self._meeting.start()
 
-    def ready(self, seconds: float) -> bool:
-        """Whether all ranks have met. A GPU's are waited for, so many seconds; on a CPU it is to be asked again.
+    def ready(self, seconds: float, *, wait: bool = False) -> bool:
+        """Whether all ranks have met. A GPU's are waited for, so many seconds; on a CPU, unless told to `wait`, it is
+        to be asked again, and they have MEETING seconds from the first time on: by then all ranks have come.
 
         Raises:
             RuntimeError: this torch has no backend for the device, or not all ranks came.
         """
-        if self._on_gpu:
+        self._asked = self._asked or time.monotonic()
+        if self._on_gpu or wait:
             self._meeting.join(seconds)
         meeting = self.meeting  # asked before the group, which is there as it ends
         if self._group is not None:
             return True
-        if meeting and not self._on_gpu and time.monotonic() - self._began < MEETING:
+        if meeting and not self._on_gpu and time.monotonic() - self._asked < MEETING:
             return False
         raise RuntimeError(f"the ranks did not meet: {self._error or f'not all of them came in {seconds:.0f} s'}")
 

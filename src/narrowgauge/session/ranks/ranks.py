@@ -28,7 +28,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
 from narrowgauge.session.ranks.apart import Apart
-from narrowgauge.session.ranks.flights import Flights
+from narrowgauge.session.ranks.flights import Agreed, Flights
 from narrowgauge.session.ranks.gone import in_words
 from narrowgauge.session.ranks.group import MEETING, Group
 from narrowgauge.session.ranks.landing import Landing
@@ -125,7 +125,10 @@ class Ranks:
         """Have all ranks meet, and tell each other that they are there; the first time only."""
         if self._flights is None:
             group = Group(self._all.store("gather"), self._all.rank, self._all.world, device)
-            self._flights = Flights(group, self._landing, self._collector.account)
+            assert self._agreement is not None
+            self._flights = Flights(
+                group, self._landing, self._collector.account, self._riding, self._agreement.given_up
+            )
         if self._pulse is None:
             store, flights = self._all.store("agreement"), self._flights
             self._pulse = Pulse(store, self._all.rank, self._all.world, flights.oldest, flights.lose, BEAT, GONE)
@@ -241,8 +244,6 @@ class Ranks:
         mine = self._open[0]
         decision = self._agreement.decide(mine.step)
         self.dear |= decision.dear
-        if decision.merge and self._agreement.given_up():
-            raise RuntimeError("another rank has given up merging")
         if decision.merge:
             self._launch(mine, decision.size, patience)
         else:
@@ -261,11 +262,12 @@ class Ranks:
             texts = {each.digest: each for each in self._agreement.posted(mine.step)}
             known = {digest: Layout.parse(self._agreement.layout(digest)) for digest in texts}
             layouts = [known[each.digest] for each in self._agreement.posted(mine.step)]
-        scalars = torch.from_numpy(self._waiting.take(mine.layout.scalars, mine.layout.rows))
-        table = mine.with_scalars(scalars, size)
-        self._open.popleft()  # from here on it is in one of the flights, whatever becomes of that
-        self._flights.add(mine, table, layouts, patience)
+        self._open.popleft()  # from here on it is one of the flights, whatever becomes of that
+        self._flights.add(Agreed(mine, size, layouts), patience)
         self._apart.end()
+
+    def _riding(self, mine: OpenStep) -> torch.Tensor:
+        return torch.from_numpy(self._waiting.take(mine.layout.scalars, mine.layout.rows))
 
     def _land(self) -> None:
         """Take in the gathers that are done, and what has reached the host."""
