@@ -149,7 +149,7 @@ class Movement:
         views = [_every(x, stride, self._turn) for x in parts.here]
         torch._foreach_sub_(copies, views)
         factors = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
-        moved = squares(copies, parts.copies, parts.partial, factors)
+        moved = squares(copies, parts.copies, parts.partial, factors, parts.ranks)
         self._moved = self._moved if moved is None else moved.and_also(self._moved)
 
     def scalars(self) -> dict[str, Tensor]:

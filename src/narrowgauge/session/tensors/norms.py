@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.session.tensors.sharded import PLAIN, is_distributed, local_of, mesh_size
-from narrowgauge.session.tensors.shares import group_of
+from narrowgauge.session.tensors.sharded import is_distributed, local_of, mesh_size
+from narrowgauge.session.tensors.shares import group_of, is_experts
 
 PIECE = 1 << 16  # elements
 
@@ -30,16 +30,23 @@ class Squares(NamedTuple):
     Args:
         total: of what is here, [] float64.
         partial: whether other ranks hold more.
+        ranks: over how many ranks their totals are to be added up for the whole; 1 if all is here, or nobody says.
     """
 
     total: Tensor
     partial: bool
+    ranks: int = 1
 
     def and_also(self, other: Squares | None) -> Squares:
-        """Of both."""
+        """Of both; over the more ranks of the two, of which each has the other's."""
         if other is None:
             return self
-        return Squares(self.total + other.total.to(self.total.device), self.partial or other.partial)
+        ranks = max(self.ranks, other.ranks)
+        total = self._over(ranks) + other._over(ranks).to(self.total.device)
+        return Squares(total, self.partial or other.partial, ranks)
+
+    def _over(self, ranks: int) -> Tensor:
+        return self.total if self.ranks == ranks else self.total * (self.ranks / ranks)
 
 
 class Parts:
@@ -59,21 +66,22 @@ class Parts:
         self.here: list[Tensor] = []
         self.copies: list[int] = []
         self.partial = in_parts
-        sizes = [len(group_of(owner)) or 1 if type(x) in PLAIN else mesh_size(x) for x, owner in owned]
-        ranks = max(sizes, default=1)
-        for (x, owner), mesh in zip(owned, sizes, strict=True):
+        sizes = [mesh_size(x) if is_distributed(x) else len(group_of(owner)) or 1 for x, owner in owned]
+        self.ranks = max(sizes, default=1)
+        for (x, owner), size in zip(owned, sizes, strict=True):
+            mesh = self.ranks if is_experts(owner) else size
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue
             self.here.append(_real(held.tensor))
-            self.copies.append(held.copies * (ranks // mesh))
+            self.copies.append(held.copies * (self.ranks // mesh))
             self.partial |= held.copies < mesh or cut_by_fsdp(owner)
         if not self.partial:
-            self.copies = [1] * len(self.here)
+            self.copies, self.ranks = [1] * len(self.here), 1
 
     def squares(self, weights: Iterable[float] | None = None) -> Squares | None:
         """Their sum of squares, each weighed by its weight (1 if none are given); None if there is nothing here."""
-        return squares(self.here, self.copies, self.partial, weights)
+        return squares(self.here, self.copies, self.partial, weights, self.ranks)
 
 
 def cut_by_fsdp(x: Tensor) -> bool:
@@ -82,7 +90,11 @@ def cut_by_fsdp(x: Tensor) -> bool:
 
 
 def squares(
-    tensors: list[Tensor], copies: list[int], partial: bool, weights: Iterable[float] | None = None
+    tensors: list[Tensor],
+    copies: list[int],
+    partial: bool,
+    weights: Iterable[float] | None = None,
+    ranks: int = 1,
 ) -> Squares | None:
     """Σ weight ‖x‖² / copies over plain tensors."""
     if not tensors:
@@ -98,7 +110,7 @@ def squares(
     norms = torch._foreach_norm(pieces, 2, dtype)
     if any(factor != 1.0 for factor in factors):
         norms = torch._foreach_mul(norms, factors)
-    return Squares(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), partial)
+    return Squares(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), partial, ranks)
 
 
 def _real(x: Tensor) -> Tensor:
@@ -123,7 +135,7 @@ def of_norm(norm: Tensor) -> Squares:
     copies = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
     partial = copies < mesh.size()
     here: Tensor = norm.to_local()  # type: ignore[attr-defined]
-    return Squares(here.double().square() / (copies if partial else 1), partial)
+    return Squares(here.double().square() / (copies if partial else 1), partial, mesh.size() if partial else 1)
 
 
 def named(what: str, found: Squares) -> dict[str, Tensor]:

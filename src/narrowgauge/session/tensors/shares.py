@@ -1,7 +1,7 @@
 """Parameters that Megatron-Core has cut, a share for each rank of a group; it marks them, and all others are copies.
 
     p.tensor_model_parallel     True: this rank's share, of the group's; else the same on all of its ranks
-    p.allreduce                 False: an expert's, whose ranks are others: nothing is said of these
+    p.allreduce                 False: an expert's, of which each rank has its own
 
 Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_parallel_duplicate`), `parallel_state.py`.
 """
@@ -28,3 +28,8 @@ def group_of(p: Tensor) -> list[int]:
     except (AssertionError, RuntimeError, ValueError):  # it was never set up, or is no more
         return []
     return ranks if len(ranks) > 1 else []
+
+
+def is_experts(p: Tensor) -> bool:
+    """Whether it is an expert's, which no other rank of the group has, cut or whole."""
+    return PLACE in sys.modules and not getattr(p, "allreduce", True)

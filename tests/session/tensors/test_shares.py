@@ -1,0 +1,84 @@
+"""Norms of what Megatron-Core has cut: shares add up over the group, what is next to them counts once."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowgauge.session.steps.trained import Trained
+from narrowgauge.session.tensors import shares
+from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.norms import Parts
+
+GROUP = [2, 3]
+
+
+@pytest.fixture(autouse=True)
+def megatron(monkeypatch, request):
+    """Megatron-Core is there, and this rank is one of two that share its layers."""
+    state = SimpleNamespace(get_tensor_model_parallel_group=lambda: "group")
+    monkeypatch.setitem(sys.modules, shares.PLACE, state)
+    monkeypatch.setattr(shares, "members", lambda group: GROUP if group == "group" else [])
+    return state
+
+
+def weight(**marks):
+    x = torch.nn.Parameter(torch.ones(8))
+    for name, value in marks.items():
+        setattr(x, name, value)
+    return x
+
+
+def cut():
+    return weight(tensor_model_parallel=True)
+
+
+def whole(rank_total):
+    """Of both ranks, which have the same numbers here."""
+    return rank_total.ranks * rank_total.total.item()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "square"),
+    [
+        ([cut(), weight()], 16 + 8),
+        ([cut(), weight(tensor_model_parallel=False)], 16 + 8),
+        ([cut(), weight(tensor_model_parallel=True, allreduce=False)], 16 + 16),
+        ([cut(), weight(allreduce=False)], 16 + 16),
+        ([weight(), weight()], 8 + 8),
+    ],
+)
+def test_each_counts_as_often_as_it_is_there(parameters, square):
+    assert whole(Parts(parameters).squares()) == pytest.approx(square)
+    one_by_one = [Parts([p]).squares() for p in parameters if not shares.is_experts(p)]
+    if len(one_by_one) == len(parameters):  # as in optimizers of their own
+        assert whole(one_by_one[0].and_also(one_by_one[1])) == pytest.approx(square)
+        assert whole(one_by_one[1].and_also(one_by_one[0])) == pytest.approx(square)
+
+
+def test_weights_and_their_update_over_optimizers_of_their_own():
+    optimizers = [torch.optim.SGD([p], lr=0.5) for p in (cut(), weight())]
+    seen = Movement()
+    for optimizer in optimizers:
+        seen.before(optimizer)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(8)
+        optimizer.step()
+        seen.after(optimizer)
+    found = seen.scalars()
+    assert 2 * found["param_square_local"].item() == pytest.approx(16 + 8)
+    assert 2 * found["update_square_local"].item() == pytest.approx((16 + 8) / 4)
+    trained = Trained()
+    for optimizer in optimizers:
+        trained.add(optimizer, optimizer.param_groups[0]["params"])
+    assert trained.mesh() == GROUP[0]
+
+
+def test_without_a_group_everything_is_here(megatron):
+    def none():
+        raise AssertionError("tensor model parallel group is not initialized")
+
+    megatron.get_tensor_model_parallel_group = none
+    found = Parts([cut(), weight()]).squares()
+    assert (found.total.item(), found.partial) == (pytest.approx(16.0), False)
