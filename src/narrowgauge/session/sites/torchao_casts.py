@@ -15,7 +15,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -28,11 +30,12 @@ from narrowgauge.compute.quant.dtypes import format_of
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.part import ByHeld, Rule, operand
-from narrowgauge.session.tensors.sharded import Held, here, is_distributed, local_of
+from narrowgauge.session.tensors.sharded import Held, here, is_distributed, local_of, used_of
 from narrowgauge.session.tensors.storage import address_of
 
 PLACE = "torchao.float8.float8_training_tensor"
-LATEST = 16  # casts that are remembered, with what was cast: one input may be that of several layers
+LATEST = 4  # inputs and gradients that are held after their casts: one input may be that of several layers
+WEIGHTS = 16  # the same of weights, which are there anyway
 UNHEARD = "Some tensors of torchao's layers, spread over ranks, were not seen as they were cast; not recorded."
 BY_ROWS = "torchao scales a tensor that is spread over ranks by its rows: only those with one scale are recorded."
 
@@ -50,12 +53,20 @@ class Cast(NamedTuple):
         return self.why or _given(self.dtype, self.scale)
 
 
+class Awaited(NamedTuple):
+    """What will be cast, and who is told then. It is not held: once it is gone, its memory is another's."""
+
+    tensor: ReferenceType[Tensor]
+    then: ByHeld
+
+
 class Casts:
     """Those of a recorded step, while it is open."""
 
     def __init__(self) -> None:
         self._latest: deque[Cast] = deque(maxlen=LATEST)
-        self._waiting: dict[tuple[int, int], ByHeld] = {}  # by the address and size of what will be cast
+        self._weights: deque[Cast] = deque(maxlen=WEIGHTS)
+        self._waiting: list[Awaited] = []
         self._open = False
 
     @contextmanager
@@ -75,9 +86,10 @@ class Casts:
             if vars(function).get("forward") is ours:  # else it is the program's now, and calls ours
                 function.forward = before
             self._latest.clear()
-            waiting, self._waiting = self._waiting, {}
-            for then in waiting.values():  # nothing is held of them: a note is left
-                then(Held(torch.zeros(1, 1)), lambda role, x: UNHEARD)
+            self._weights.clear()
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                _unheard(each.then)
 
     @torch.no_grad()
     def show(self, x: Tensor, kept: Tensor | None, then: ByHeld) -> bool:
@@ -89,24 +101,30 @@ class Casts:
             return False
         mine = here(x)
         if not _is_fp8(mine):
-            self._by_memory(x, _place(mine), then)
+            self._by_memory(x, kept, then)
         elif kept is not None and not _is_fp8(here(kept)):  # a weight, whose shard FSDP2 had cast to gather it
             then(local_of(kept), Cast(kept, mine._scale, mine._data.dtype).own)  # type: ignore[attr-defined]
         else:
             scale = mine._scale  # type: ignore[attr-defined]
-            made = next((cast for cast in reversed(self._latest) if cast.scale is scale), None)
+            made = next((cast for cast in self._casts() if cast.scale is scale), None)
             if made is None:  # told as a tensor that no quantizer takes
                 then(local_of(x), None)
             else:
                 then(local_of(made.source), made.own)
         return True
 
-    def _by_memory(self, x: Tensor, place: tuple[int, int], then: ByHeld) -> None:
-        for cast in reversed(self._latest):
-            if _place(here(cast.source)) == place:
-                then(local_of(x), cast.own)
-                return
-        self._waiting[place] = then
+    def _casts(self) -> Iterator[Cast]:
+        return chain(reversed(self._latest), reversed(self._weights))
+
+    def _by_memory(self, x: Tensor, kept: Tensor | None, then: ByHeld) -> None:
+        place = _place(x)
+        made = next((cast for cast in self._casts() if place and _place(cast.source) == place), None)
+        if made is not None:
+            then(used_of(x, kept), made.own)
+        elif self._open and place and _lies_in_rows(here(x)):
+            self._waiting.append(Awaited(ref(x), then))
+        else:  # torchao will cast a copy of it, or nobody listens
+            _unheard(then)
 
     def _beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @unseen
@@ -114,26 +132,54 @@ class Casts:
             made = original(ctx, tensor, scale, dtype, *rest, **named)
             if self._open and is_distributed(tensor) and not unreal():
                 with suppress(Exception):  # of what was not heard the notes say that no quantizer takes it
-                    unseen_by_modes(self._cast, tensor, made, dtype)
+                    role = getattr(named.get("gemm_input_role", rest[1] if len(rest) > 1 else None), "value", "")
+                    unseen_by_modes(self._cast, tensor, made, dtype, role)
             return made
 
         return forward
 
     @torch.no_grad()
-    def _cast(self, source: Tensor, made: Tensor, dtype: torch.dtype) -> None:
+    def _cast(self, source: Tensor, made: Tensor, dtype: torch.dtype, role: str) -> None:
         scale = here(made)._scale  # type: ignore[attr-defined]
-        cast = Cast(source, scale, dtype, "" if scale.numel() == 1 else BY_ROWS)
-        self._latest.append(cast)
-        then = self._waiting.pop(_place(here(source)), None)
-        if then is not None:
-            then(local_of(source), cast.own)
+        cast = Cast(source.detach(), scale, dtype, "" if scale.numel() == 1 else BY_ROWS)
+        place, waiting = _place(source), self._waiting
+        self._waiting = []
+        found = False
+        for each in waiting:
+            x = each.tensor()
+            if x is not None and place and _place(x) == place:
+                each.then(local_of(x), cast.own)
+                found = True
+            elif x is not None:
+                self._waiting.append(each)
+            else:
+                _unheard(each.then)
+        if not found:
+            (self._weights if role == "weight" else self._latest).append(cast)
 
 
 OVER_RANKS = Casts()
 
 
-def _place(x: Tensor) -> tuple[int, int]:
-    return address_of(x), x.numel()
+def _unheard(then: ByHeld) -> None:
+    """Nothing is there to be shown: a note is left."""
+    then(Held(torch.zeros(1, 1)), lambda role, x: UNHEARD)
+
+
+def _place(x: Tensor) -> tuple[int, int] | None:
+    """Address and size of what is here of x; None if it has no memory."""
+    mine = local_of(x).tensor
+    address = 0 if mine is None else address_of(mine)
+    return None if mine is None or not address else (address, mine.numel())
+
+
+def _lies_in_rows(x: Tensor) -> bool:
+    """Whether torchao can turn it into rows without copying it."""
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_fp8(x: Tensor) -> bool:
