@@ -644,37 +644,28 @@ def test_a_step_that_fails_leaves_the_next_to_be_seen(tmp_path):
     assert writer.column("microbatches") == {1: 2, 2: 1}
 
 
-def test_what_fails_of_ours_is_told_and_does_not_reach_the_program(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("both", [True, False])
+def test_what_fails_of_ours_is_told_and_does_not_reach_the_program(tmp_path, monkeypatch, caplog, both):
     with followed(tmp_path, judge="current", every=1) as (session, writer):
-        monkeypatch.setattr(session.steps.batches, "see", lambda _: 1 / 0)
         monkeypatch.setattr(session.plain.shown, "_look", lambda *_: 1 / 0)
+        if both:
+            monkeypatch.setattr(session.steps.batches, "see", lambda _: 1 / 0)
         model = linear()
         optimizer = sgd(model)
         for _ in range(3):
             loss_of(model).backward()
             optimizer.step()
-    (note, other) = [note for note in session.facts()["notes"] if "failed" in note]
-    assert other.startswith("Watching ")
-    assert note.startswith("Following the program failed in begins: ZeroDivisionError: division by zero (3 times)")
     assert session.facts()["steps"] == 3
+    notes = [note for note in session.facts()["notes"] if "failed" in note]
+    words = ["Following the program failed in begins: ZeroDivisionError: division by zero (3 times)", "Watching "]
+    assert [note[: len(said)] for note, said in zip(notes, words[not both :], strict=True)] == words[not both :]
     # One warning and one event, as it happens, of whatever comes first.
-    what = "following the program failed in begins: ZeroDivisionError: division by zero"
+    ((step, kind, what, *_),) = writer.events
+    first = "following the program failed in begins" if both else "watching (model):input failed"
+    assert (step, kind, what) == (1, "watch_failed", f"{first}: ZeroDivisionError: division by zero")
     assert [record.getMessage() for record in caplog.records] == [
         f"narrowgauge: {what}. Training goes on; the run's notes say what is missing."
     ]
-    assert [event for event in writer.events if "failed" in event[1]] == [(0, "watch_failed", what)]
-
-
-def test_what_fails_of_ours_at_a_layer_is_told_as_well(tmp_path, monkeypatch, caplog):
-    with followed(tmp_path, judge="current", every=1) as (session, writer):
-        monkeypatch.setattr(session.plain.shown, "_look", lambda *_: 1 / 0)
-        model = linear()
-        optimizer = sgd(model)
-        for _ in range(3):
-            loss_of(model).backward()
-            optimizer.step()
-    assert len(caplog.records) == 1
-    assert [event[1] for event in writer.events] == ["watch_failed"]
 
 
 # ------------------------------------------------------------------------------ threads

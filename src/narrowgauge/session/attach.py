@@ -205,7 +205,8 @@ class Session:
         self._troubled = True
         _log.warning("narrowgauge: %s. Training goes on; the run's notes say what is missing.", what)
         with suppress(Exception):  # the writer may be what failed
-            self._writer.add_event(self.ledger.steps, "watch_failed", what)
+            line = self.ledger.line
+            self._writer.add_event(self.ledger.steps if line is None else line.step, "watch_failed", what)
 
     def _model_taken(self) -> None:
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed

@@ -181,7 +181,7 @@ class Showing:
             if wanted:
                 self._look(state, role, turn(x), own)
         except Exception as error:
-            self.failed(f"{state.name}:{role}", error)
+            self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
     def _told_of_ranks(self, name: str, role: OperandRole, first: int | None, mesh: int | None) -> None:
         site = f"{name}:{role}"
