@@ -28,7 +28,7 @@ from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN
 
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336), (28672, 4096))
-SHARES = (1, 3, 6, 10, 15, 31)
+SHARES = (1, 3, 7, 13, 31, 61)
 STEP = 96  # looks of a model of 32 layers
 RULE = Operand(E4M3FN, PerTensor(), CURRENT)
 GRAINS = {
@@ -53,10 +53,11 @@ def milliseconds(call: Callable[[], object], flush: torch.Tensor) -> float:
 @contextmanager
 def share_of(share: int) -> Iterator[None]:
     """Looks that compare another share of the rows with their codes."""
-    before, plan.SHARE = plan.SHARE, share
+    before = plan.SHARE, plan.COMPARED
+    plan.SHARE, plan.COMPARED = share, 1 << 30
     plan.Plan.of.cache_clear()
     yield
-    plan.SHARE = before
+    plan.SHARE, plan.COMPARED = before
     plan.Plan.of.cache_clear()
 
 
@@ -80,10 +81,11 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
             watched_tensorwise.cast_given, x, RULE, scale, inv_scale, look=look, scratch=scratch
         )
     for name, (rule, plain, watched) in GRAINS.items():
-        look = looks.Looks(x.device).open("", x, rule, 1)
-        assert look is not None
-        found[f"{name}, plain kernel"] = partial(plain, x, rule)
-        found[f"{name}, watched, errors of 1/{plan.SHARE}"] = partial(watched, x, rule, look=look)
+        for turned, codes in ((True, ""), (False, ", rows of codes alone")):
+            look = looks.Looks(x.device).open("", x, rule, 1, turned)
+            assert look is not None
+            found[f"{name}{codes}, plain kernel"] = partial(plain, x, rule, turned=turned)
+            found[f"{name}{codes}, watched"] = partial(watched, x, rule, look=look, turned=turned)
     return found
 
 
@@ -121,7 +123,7 @@ def main() -> None:
             if name.startswith("pack"):
                 row |= {"TB/s": "", "% of copy": "", "MiB": round(mebibytes, 1)}
             else:
-                moved = 6 if name.startswith("rows") else 4  # bytes per number
+                moved = 3 if "alone" in name else 6 if name.startswith("rows") else 4  # bytes per number
                 row["TB/s"] = round(moved * x.numel() / ms / 1e9, 2)
                 row["% of copy"] = round(25 * moved * taken["copy"] / ms, 1)
             table.append(row)

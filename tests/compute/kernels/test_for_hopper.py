@@ -33,6 +33,6 @@ def test_all_kernels_compile_and_keep_their_numbers_in_registers(tmp_path):
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {row["kernel"] for row in found} == launched() != set()
     for row in found:
-        assert row["stack"] <= 64, row  # bytes: a handful of numbers outside of the loops
+        assert row["stack"] <= 192, row  # bytes: some numbers of the few programs that look at errors
         assert row["registers"] * row["warps"] * 32 <= 65536, row
         assert row["shared"] <= 48 << 10, row

@@ -29,9 +29,7 @@ from narrowgauge.compute.kernels.fused.tile import (
     column_amaxes,
     copied,
     even,
-    high,
     load,
-    low,
     registers,
     row_amaxes,
     store_plain,
@@ -39,6 +37,7 @@ from narrowgauge.compute.kernels.fused.tile import (
     store_where_it_lies,
     tile_amax,
 )
+from narrowgauge.compute.kernels.fused.watched.errors import ERRORS, look_at_errors
 from narrowgauge.compute.kernels.fused.watched.grains import (
     SQUARES,
     TILES,
@@ -50,44 +49,37 @@ from narrowgauge.compute.kernels.fused.watched.grains import (
     no_scales,
     turned_scales,
 )
-from narrowgauge.compute.kernels.fused.watched.later_errors import LaterErrors
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import (
     FIELDS,
-    add_own,
     close_own,
     flush_limit_of,
-    nothing_yet,
-    packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT, Plan
-from narrowgauge.compute.kernels.fused.watched.sampling import (
-    COUNTS,
-    ERRORS,
-    GROUP,
-    SAMPLE_ROWS,
-    look_at_errors,
-    look_at_sample,
-)
+from narrowgauge.compute.kernels.fused.watched.plan import LATE, RECOUNTED, RUN, SEGMENT, Plan
+from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, GROUP, SAMPLE_ROWS, look_at_sample
+from narrowgauge.compute.kernels.fused.watched.square_errors import SquareErrors
+from narrowgauge.compute.kernels.fused.watched.sums import add_own, nothing_yet, packed_limit
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
 PIECE = 32  # rows of a tile that are counted together
-WARPS, REGISTERS = 8, 64  # of a program, and of a thread where numbers have 16 bits
+WARPS, REGISTERS = 4, 128  # of a program, and of a thread where numbers have 16 bits
+EACH = PIECE * WORDS // WARPS // 32  # words of a thread
 
 
 @triton.jit(do_not_specialize=LATE)
 def _watched_blocks(
     x_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr, bits_ptr,
     room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
-    samples, errors, lines, segments, first, stride, sampled, group, phase,
+    samples, errors, lines, segments, first, stride, sampled, share, phase,
     GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr,
     POW2: tl.constexpr, FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
     INTERPRET: tl.constexpr, SIDE: tl.constexpr, PIECE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    RUN: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr,
-    ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    RUN: tl.constexpr, EACH: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr,
+    FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     others = samples
@@ -107,95 +99,102 @@ def _watched_blocks(
         )
         look_at_errors(
             room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
-            x_ptr, M, K, stride_m, stride_w, band * TAKE, segment * WORDS, group, phase,
+            x_ptr, M, K, W, stride_m, stride_w, band * TAKE, segment * WORDS, share, phase,
             inv_unit, 1.0 / inv_unit.to(tl.float64), None, 0, TILES, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR,
-            INTERPRET, EVERY, TAKE, C, WORDS,
+            INTERPRET, TAKE, C, WORDS, RUN,
         )  # fmt: skip
     else:
         at = P - 1 - (pid - others)  # backwards: the cache may still hold the end
         band, segment = at // segments, at % segments
         row0 = band * STEPS * SIDE
-        record = room_ptr + at
+        record = room_ptr + FIELDS * at
         rows, columns = tl.minimum(STEPS * SIDE, M - row0), tl.minimum(2 * WORDS, K - segment * 2 * WORDS)
         v = segment * WORDS + tl.arange(0, WORDS)
         w = v.to(tl.int64)
         SCALES: tl.constexpr = PIECE if GRAIN == TILES else 1  # met at once
-        s, q, least, flushed = nothing_yet(PIECE, WORDS // RUN, KIND, INTERPRET)
+        s, q, least, flushed = nothing_yet(PIECE, WORDS, RUN, KIND, INTERPRET)
         top, scaled = tl.zeros((SCALES,), tl.int32), tl.zeros((SCALES,), tl.int32)
         count, total, squares, smallest, largest = no_scales(SCALES)
-        inv_unit = tl.full((), 1.0, tl.float32)
         step = tl.zeros_like(rows)
-        while step < tl.cdiv(rows, SIDE):
-            tile_m = band * STEPS + step
-            if TURNED or GRAIN == SQUARES:
+        if GRAIN == SQUARES:
+            while step < tl.cdiv(rows, SIDE):
+                tile_m = band * STEPS + step
                 m = (tile_m * SIDE + tl.arange(0, SIDE)).to(tl.int64)
                 a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
-                if GRAIN == SQUARES:
-                    bits = tl.full((1,), 0, tl.int32) + tile_amax(a, b, KIND, INTERPRET)
-                    amax = bits.to(tl.float32, bitcast=True)
-                    inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-                    scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
-                    inv_low, inv_high = inv_scale, inv_scale
-                    square = tile_m * segments + segment + tl.arange(0, 1)
-                    tl.store(plain_scale_ptr + square, scale)
-                    tl.store(bits_ptr + square, bits)
-                    inv_unit = tl.where(step == 0, tl.max(inv_scale, 0), inv_unit)
-                    top = tl.maximum(top, bits)
-                    scaled += tl.where(healthy, tl.minimum(SIDE, M - tile_m * SIDE), 0)
-                    count, total, squares, smallest, largest = add_scales(
-                        count, total, squares, smallest, largest, scale, healthy
-                    )
-                else:
-                    evens, odds = column_amaxes(a, b, KIND, INTERPRET, LOOSE=True)
-                    at_turned = turned_scale_ptr + tile_m * K
-                    inv_low, inv_high = turned_scales(at_turned, evens, odds, v, K, W, True, GOAL, POW2, FLOOR)
+                bits = tl.full((1,), 0, tl.int32) + tile_amax(a, b, KIND, INTERPRET)
+                amax = bits.to(tl.float32, bitcast=True)
+                inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+                scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
+                square = tile_m * segments + segment + tl.arange(0, 1)
+                tl.store(plain_scale_ptr + square, scale)
+                tl.store(bits_ptr + square, bits)
+                top = tl.maximum(top, bits)
+                scaled += tl.where(healthy, tl.minimum(SIDE, M - tile_m * SIDE), 0)
+                count, total, squares, smallest, largest = add_scales(
+                    count, total, squares, smallest, largest, scale, healthy
+                )
+                inv = inv_scale[:, None]
                 if TURNED:
-                    inv_low, inv_high = inv_low[:, None], inv_high[:, None]
-                    store_turned(turned_ptr, a, b, inv_low, inv_high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-            for piece in range(SIDE // PIECE):
-                i = tile_m * SIDE + piece * PIECE + tl.arange(0, PIECE)
-                r, inside = i.to(tl.int64), i < M
-                c, d = load(x_ptr, r, w, M, K, W, stride_m, stride_w, KIND)
-                if GRAIN == TILES:
-                    bits = row_amaxes(c, d, KIND, INTERPRET)
-                    amax = bits.to(tl.float32, bitcast=True)
-                    inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
-                    scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
+                    store_turned(turned_ptr, a, b, inv, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+                limit = flush_limit_of(scale, inv_scale, HALF, POW2)
+                limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None]
+                for piece in range(SIDE // PIECE):
+                    i = (tile_m * SIDE + piece * PIECE + tl.arange(0, PIECE)).to(tl.int64)
+                    c, d = load(x_ptr, i, w, M, K, W, stride_m, stride_w, KIND)
                     if PLAIN:
-                        store_where_it_lies(plain_scale_ptr + segment * M + i, scale, inside, INTERPRET)
-                    if step + piece == 0:
-                        inv_unit = inv_scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), GOAL, POW2, FLOOR)
-                    top = tl.maximum(top, bits)
-                    count, total, squares, smallest, largest = add_scales(
-                        count, total, squares, smallest, largest, scale, healthy & inside
-                    )
+                        store_plain(plain_ptr, c, d, inv, i, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+                    s, q, least, flushed = add_own(s, q, least, flushed, c, d, limit, RUN, EACH, KIND, INTERPRET)
+                step += 1
+        else:
+            if TURNED:
+                m = (row0 + tl.arange(0, SIDE)).to(tl.int64)
+                a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
+                evens, odds = column_amaxes(a, b, KIND, INTERPRET, LOOSE=True)
+                inv_low, inv_high = turned_scales(
+                    turned_scale_ptr + band * K, evens, odds, v, K, W, True, GOAL, POW2, FLOOR
+                )
+                inv_low, inv_high = inv_low[:, None], inv_high[:, None]
+                store_turned(turned_ptr, a, b, inv_low, inv_high, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
+            i = row0 + tl.arange(0, PIECE)
+            next_c, next_d = load(x_ptr, i.to(tl.int64), w, M, K, W, stride_m, stride_w, KIND)
+            while step < tl.cdiv(rows, PIECE):
+                c, d = next_c, next_d  # the next lines are on their way while these are worked on
+                more = tl.where(step + 1 < tl.cdiv(rows, PIECE), M, 0)
+                r, inside = i.to(tl.int64), i < M
+                next_c, next_d = load(x_ptr, r + PIECE, w, more, K, W, stride_m, stride_w, KIND)
+                bits = row_amaxes(c, d, KIND, INTERPRET)
+                amax = bits.to(tl.float32, bitcast=True)
+                inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
+                scale, healthy = scale_of(amax, inv_scale, POW2), amax < float("inf")
                 if PLAIN:
+                    store_where_it_lies(plain_scale_ptr + segment * M + i, scale, inside, INTERPRET)
                     inv = inv_scale[:, None]
                     store_plain(plain_ptr, c, d, inv, r, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-                limit = flush_limit_of(scale, inv_scale, HALF, POW2)
-                limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None, None]
-                factor = (tl.where(healthy, scale, 0.0) * inv_unit)[:, None]
-                vc, vd = low(c, KIND) * inv_scale[:, None], high(d, KIND) * inv_scale[:, None]
-                s, q, least, flushed = add_own(
-                    s, q, least, flushed, c, d, vc, vd, limit, RUN, KIND, INTERPRET, True, factor
+                top = tl.maximum(top, bits)
+                count, total, squares, smallest, largest = add_scales(
+                    count, total, squares, smallest, largest, scale, healthy & inside
                 )
-            step += 1
-        n, unit = rows * columns, 1.0 / inv_unit.to(tl.float64)
+                limit = flush_limit_of(scale, inv_scale, HALF, POW2)
+                limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None]
+                s, q, least, flushed = add_own(s, q, least, flushed, c, d, limit, RUN, EACH, KIND, INTERPRET)
+                i += PIECE
+                step += 1
+        n = rows * columns
         if GRAIN == TILES:
             again, healthy_rows, top = close_lines(
-                record, P, s, q, least, flushed, n, unit, count, total, squares, smallest, largest, top,
-                KIND, INTERPRET,
+                record, s, q, least, flushed, n, count, total, squares, smallest, largest, top,
+                RUN, EACH, KIND, INTERPRET,
             )  # fmt: skip
         else:
-            again = close_own(record, P, s, q, least, flushed, n, unit, KIND, INTERPRET)
-            close_scales(record, P, count, total, squares, smallest, largest)
+            again = close_own(record, s, q, least, flushed, n, RUN, EACH, KIND, INTERPRET)
+            close_scales(record, count, total, squares, smallest, largest)
             healthy_rows, top = tl.max(scaled, 0), tl.max(top, 0)
         known = top.to(tl.float32, bitcast=True)
         ratio_ptr = room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples
-        close_grained(record, P, known, healthy_rows, columns, at, ratio_ptr)
+        close_grained(record, known, healthy_rows, columns, at, ratio_ptr)
         if again | ((known < float("inf")) == 0):
             recount(
-                record, P, x_ptr, M, K, x_stride_m, x_stride_k, row0, STEPS * SIDE, segment * 2 * WORDS,
+                record, x_ptr, M, K, x_stride_m, x_stride_k, row0, STEPS * SIDE, segment * 2 * WORDS,
                 1.0, float("inf"), C, 2 * WORDS, 2 * RUN,
             )  # fmt: skip
 
@@ -212,7 +211,7 @@ class _WatchedBlocks:
         others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
         constants = (
             grain, kind, *numbers, plain, turned, INTERPRETED, SIDE, PIECE, WORDS,
-            plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
+            plan.steps, RUN, EACH, plan.error_lines, RECOUNTED, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
             COUNTS,
         )  # fmt: skip
         self._launch = Launch(
@@ -246,7 +245,7 @@ class WatchedSquares(_WatchedBlocks):
 
     def __init__(self, x_MK: Tensor, rule: Operand, plan: Plan, plain: bool, turned: bool) -> None:
         super().__init__(SQUARES.value, x_MK, rule, plan, plain, turned)
-        self._errors = LaterErrors(SQUARES.value, even(x_MK)[0], rule, plan)
+        self._errors = SquareErrors(even(x_MK)[0], rule, plan)
 
     def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """As `blocks.cast_squares`, filling `look`."""

@@ -3,6 +3,7 @@
     TILES      a scale per row of a tile of 128 columns      from the tile itself
     SQUARES    one per tile of 128 x 128                     from the tile itself
     LINES      one per row of the tensor                     from the row's amax, which an earlier launch left
+    HELD       the same                                      from the row itself, which a program holds as a whole
 
 Legend: R = scales met at once.
 """
@@ -26,12 +27,11 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     SCALE_SQUARES,
     SCALE_SUM,
     SCALED,
-    join_own,
-    rows_of_own,
     write_own,
 )
+from narrowgauge.compute.kernels.fused.watched.sums import join_own, rows_of_own
 
-WHOLE, TILES, SQUARES, LINES = (Constant(i) for i in range(4))  # WHOLE: one scale for all
+WHOLE, TILES, SQUARES, LINES, HELD = (Constant(i) for i in range(5))  # WHOLE: one scale for all
 
 
 @triton.jit
@@ -84,18 +84,18 @@ def add_scales(count, total, squares, least, largest, scale, counted):
 
 @triton.jit
 def close_lines(
-    record, P, s, q, low, flushed, n, unit, count, total, squares, least, largest, top,
-    KIND: tl.constexpr, INTERPRET: tl.constexpr,
+    record, s, q, low, flushed, n, count, total, squares, least, largest, top,
+    W: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """`close_own` and `close_scales` where sums and scales lie by rows: everything is added up at once.
 
     Returns whether float64 has to look again, how many scales there were, and the largest of `top`.
     """
-    s, q, low, flushed = rows_of_own(s, q, low, flushed, KIND, INTERPRET)
+    s, q, low, flushed = rows_of_own(s, q, low, flushed, W, P, KIND, INTERPRET)
     parts = (s, q, low, flushed, count, total, squares, least, largest, top)
     s, q, low, flushed, count, total, squares, least, largest, top = tl.reduce(parts, 0, _join_lines)
-    again = write_own(record, P, s, q, low, flushed, n, unit, KIND, INTERPRET)
-    write_scales(record, P, count, total, squares, least, largest)
+    again = write_own(record, s, q, low, flushed, n, KIND, INTERPRET)
+    write_scales(record, count, total, squares, least, largest)
     return again, count, top
 
 
@@ -112,21 +112,21 @@ def _join_scales(a, b, c, d, e, a_, b_, c_, d_, e_):
 
 
 @triton.jit
-def close_scales(record, P, count, total, squares, least, largest):
+def close_scales(record, count, total, squares, least, largest):
     """Write what `add_scales` gathered; returns how many there were."""
     count, total, squares, least, largest = tl.reduce((count, total, squares, least, largest), 0, _join_scales)
-    write_scales(record, P, count, total, squares, least, largest)
+    write_scales(record, count, total, squares, least, largest)
     return count
 
 
 @triton.jit
-def write_scales(record, P, count, total, squares, least, largest):
+def write_scales(record, count, total, squares, least, largest):
     """Write what `close_scales` added up."""
-    tl.store(record + SCALE_N * P, count.to(tl.float64))
-    tl.store(record + SCALE_SUM * P, total)
-    tl.store(record + SCALE_SQUARES * P, squares)
-    tl.store(record + SCALE_MIN * P, least.to(tl.float64))
-    tl.store(record + SCALE_MAX * P, largest.to(tl.float64))
+    tl.store(record + SCALE_N, count.to(tl.float64))
+    tl.store(record + SCALE_SUM, total)
+    tl.store(record + SCALE_SQUARES, squares)
+    tl.store(record + SCALE_MIN, least.to(tl.float64))
+    tl.store(record + SCALE_MAX, largest.to(tl.float64))
 
 
 @triton.jit
@@ -143,12 +143,12 @@ def turned_scales(
 
 
 @triton.jit
-def close_grained(record, P, amax, scaled, columns, at, ratio_ptr):
+def close_grained(record, amax, scaled, columns, at, ratio_ptr):
     """Write what a record holds beside, where every scale is of its numbers' own amax, which nothing exceeds."""
-    tl.store(record + AMAX * P, amax.to(tl.float64))
-    tl.store(record + SCALED * P, (scaled * columns).to(tl.float64))
-    tl.store(record + SATURATED * P, 0.0)
-    tl.store(record + NANS * P, 0.0)
-    tl.store(record + INFS * P, 0.0)
+    tl.store(record + AMAX, amax.to(tl.float64))
+    tl.store(record + SCALED, (scaled * columns).to(tl.float64))
+    tl.store(record + SATURATED, 0.0)
+    tl.store(record + NANS, 0.0)
+    tl.store(record + INFS, 0.0)
     if at == 0:
         tl.store(ratio_ptr, -float("inf"))  # none: no scale was given

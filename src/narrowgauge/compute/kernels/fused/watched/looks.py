@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.watched import packing
+from narrowgauge.compute.kernels.fused.watched.errors import ERRORS
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
 from narrowgauge.compute.kernels.fused.watched.plan import (
     LINES,
@@ -32,7 +33,7 @@ from narrowgauge.compute.kernels.fused.watched.plan import (
     pieces,
     plain_lines,
 )
-from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, ERRORS, GROUP
+from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, GROUP
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, PerRow, PerTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import UsageError
@@ -79,10 +80,10 @@ class Look:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """samples, errors, lines, segments; then first, stride and number of sampled rows; group and phase."""
+        """samples, errors, lines, segments; then first, stride and number of sampled rows; share and phase."""
         plan, turn = self.plan, self.turn
-        samples, errors, lines, segments, stride, sampled, group, share = plan.numbers
-        return samples, errors, lines, segments, turn % stride, stride, sampled, group, turn % share
+        samples, errors, lines, segments, stride, sampled, share = plan.numbers
+        return samples, errors, lines, segments, turn % stride, stride, sampled, share, turn % share
 
 
 @dataclass

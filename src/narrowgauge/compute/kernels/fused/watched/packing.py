@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.compute.kernels.fused.constant import Constant
+from narrowgauge.compute.kernels.fused.watched import errors as compared
 from narrowgauge.compute.kernels.fused.watched import moments as own
 from narrowgauge.compute.kernels.fused.watched import sampling
 from narrowgauge.metrics import MOMENTS
@@ -26,7 +27,7 @@ PROGRAMS, ERRORS, SAMPLES, LINES, SEGMENTS, BANDS, K, WHOLE, HEALTHY = (Constant
 ROOM, ROWS, COLUMNS, COUNTS = (Constant(i) for i in range(9, 13))
 LINE_PROGRAMS = 8
 
-_FIELDS, _ERRORS, _GROUP = (Constant(n) for n in (own.FIELDS, sampling.ERRORS, sampling.GROUP))
+_FIELDS, _ERRORS, _GROUP = (Constant(n) for n in (own.FIELDS, compared.ERRORS, sampling.GROUP))
 _N, _SUM, _SQUARES, _AMIN, _AMAX, _FLUSHED, _SATURATED, _NANS, _INFS = (
     own.N, own.SUM, own.SQUARES, own.AMIN, own.AMAX, own.FLUSHED, own.SATURATED, own.NANS, own.INFS,
 )  # fmt: skip
@@ -34,7 +35,7 @@ _SCALED, _SCALE_N, _SCALE_SUM, _SCALE_SQUARES, _SCALE_MIN, _SCALE_MAX = (
     own.SCALED, own.SCALE_N, own.SCALE_SUM, own.SCALE_SQUARES, own.SCALE_MIN, own.SCALE_MAX,
 )  # fmt: skip
 _TAKEN, _XX, _XD, _DD, _EE, _LOST = (
-    sampling.TAKEN, sampling.XX, sampling.XD, sampling.DD, sampling.EE, sampling.LOST,
+    compared.TAKEN, compared.XX, compared.XD, compared.DD, compared.EE, compared.LOST,
 )  # fmt: skip
 _COUNTS = Constant(sampling.COUNTS)
 _EXPONENT_BINS, _RANGE_BINS, _SQNR_BINS = (Constant(n) for n in (EXPONENT_BINS, RANGE_BINS, SQNR_BINS))
@@ -61,17 +62,18 @@ def _own(record, P, CHUNK: tl.constexpr):
     nans, infs, scaled, amin, amax = zero, zero, zero, zero + float("inf"), zero - float("inf")
     first = tl.zeros_like(P)
     while first < P:  # all fields at once: one after the other, each would wait for its loads
-        at, inside = record + first + tl.arange(0, CHUNK), first + tl.arange(0, CHUNK) < P
-        n += tl.load(at + _N * P, mask=inside, other=0.0)
-        total += tl.load(at + _SUM * P, mask=inside, other=0.0)
-        squares += tl.load(at + _SQUARES * P, mask=inside, other=0.0)
-        flushed += tl.load(at + _FLUSHED * P, mask=inside, other=0.0)
-        saturated += tl.load(at + _SATURATED * P, mask=inside, other=0.0)
-        nans += tl.load(at + _NANS * P, mask=inside, other=0.0)
-        infs += tl.load(at + _INFS * P, mask=inside, other=0.0)
-        scaled += tl.load(at + _SCALED * P, mask=inside, other=0.0)
-        amin = tl.minimum(amin, tl.load(at + _AMIN * P, mask=inside, other=float("inf")))
-        amax = tl.maximum(amax, tl.load(at + _AMAX * P, mask=inside, other=-float("inf")))
+        i = first + tl.arange(0, CHUNK)
+        at, inside = record + _FIELDS * i, i < P
+        n += tl.load(at + _N, mask=inside, other=0.0)
+        total += tl.load(at + _SUM, mask=inside, other=0.0)
+        squares += tl.load(at + _SQUARES, mask=inside, other=0.0)
+        flushed += tl.load(at + _FLUSHED, mask=inside, other=0.0)
+        saturated += tl.load(at + _SATURATED, mask=inside, other=0.0)
+        nans += tl.load(at + _NANS, mask=inside, other=0.0)
+        infs += tl.load(at + _INFS, mask=inside, other=0.0)
+        scaled += tl.load(at + _SCALED, mask=inside, other=0.0)
+        amin = tl.minimum(amin, tl.load(at + _AMIN, mask=inside, other=float("inf")))
+        amax = tl.maximum(amax, tl.load(at + _AMAX, mask=inside, other=-float("inf")))
         first += CHUNK
     return (
         tl.sum(n, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.min(amin, 0), tl.max(amax, 0), tl.sum(flushed, 0),
@@ -80,18 +82,19 @@ def _own(record, P, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _scales(record, P, count, CHUNK: tl.constexpr):
+def _scales(record, count, CHUNK: tl.constexpr):
     """What the first `count` records hold of scales: how many, sum, squares, least and largest."""
     zero = tl.zeros((CHUNK,), tl.float64)
     n, total, squares, least, largest = zero, zero, zero, zero + float("inf"), zero - float("inf")
-    first = tl.zeros_like(P)
+    first = tl.zeros_like(count)
     while first < count:
-        at, inside = record + first + tl.arange(0, CHUNK), first + tl.arange(0, CHUNK) < count
-        n += tl.load(at + _SCALE_N * P, mask=inside, other=0.0)
-        total += tl.load(at + _SCALE_SUM * P, mask=inside, other=0.0)
-        squares += tl.load(at + _SCALE_SQUARES * P, mask=inside, other=0.0)
-        least = tl.minimum(least, tl.load(at + _SCALE_MIN * P, mask=inside, other=float("inf")))
-        largest = tl.maximum(largest, tl.load(at + _SCALE_MAX * P, mask=inside, other=-float("inf")))
+        i = first + tl.arange(0, CHUNK)
+        at, inside = record + _FIELDS * i, i < count
+        n += tl.load(at + _SCALE_N, mask=inside, other=0.0)
+        total += tl.load(at + _SCALE_SUM, mask=inside, other=0.0)
+        squares += tl.load(at + _SCALE_SQUARES, mask=inside, other=0.0)
+        least = tl.minimum(least, tl.load(at + _SCALE_MIN, mask=inside, other=float("inf")))
+        largest = tl.maximum(largest, tl.load(at + _SCALE_MAX, mask=inside, other=-float("inf")))
         first += CHUNK
     return tl.sum(n, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.min(least, 0), tl.max(largest, 0)
 
@@ -177,7 +180,7 @@ def heads(headers_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, CHUNK: tl.constexpr,
     _put_group(out + _S_N, n, total, squares)
 
     # One scale for all: it was finite, and is still if everything under it is.
-    scale_n, total, squares, least, largest = _scales(record, P, tl.where(whole, 1, P), CHUNK)
+    scale_n, total, squares, least, largest = _scales(record, tl.where(whole, 1, P), CHUNK)
     healthy = (scale_n > 0) & ((nans + infs == 0) | (whole == 0))
     tl.store(header + HEALTHY, healthy.to(tl.int64))
     if healthy:

@@ -1,10 +1,11 @@
 """How the work on one watched tensor is cut into programs, and which of its rows stand for all.
 
     cast       walks over `steps` tiles, below or beside each other                 everything
-    errors     rows m with (m % 31) // group == turn % share, group = 31 / share    a share, another one every turn
+    errors     rows m with m % share == turn % share                                a share, another one every turn
     sample     rows turn % stride + i * stride                                      about 65,536 elements
 
-Both distances are primes, lest rows that repeat (the heads of one token) be met by one of their kind only.
+Both distances are primes, lest rows that repeat (the heads of one token) be met by one of their kind only. A share of 1
+is everything.
 
 Legend: M = rows, K = columns.
 """
@@ -17,20 +18,23 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.compute.kernels.fused.rows import LONGEST, whole
 from narrowgauge.compute.kernels.fused.watched.sampling import SAMPLE_ROWS
 from narrowgauge.metrics.bins import RANGE_BLOCK
 from narrowgauge.metrics.primes import last_prime
 
 SEGMENT = 128  # columns of a tile
-EVERY = SHARE = 31  # of so many rows of a large tensor one is compared with its codes
+SHARE, COMPARED = 31, 128  # of so many rows of a large tensor, or more if that leaves so many, one is compared
 LARGE, HIGH = 1 << 22, 1024  # elements and rows from which on a share is enough
 RUN = 8  # words summed by one thread before anything else
-HELD, TOGETHER = 1024, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
+HOLD, TOGETHER = 1024, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
+FEW_ROWS = 4  # whole rows that a program compares, or as many as it holds
+UNIT_ROWS = Constant(128)  # whose largest number is the unit of sums under a scale per row
 RECOUNTED = 16  # rows looked at together where something is rare
 REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
 # Arguments whose values are no reason to compile again.
-LATE = ["samples", "errors", "lines", "segments", "first", "stride", "sampled", "group", "phase"]
+LATE = ["samples", "errors", "lines", "segments", "first", "stride", "sampled", "share", "phase"]
 SAMPLE = 1 << 16  # elements that histograms and kurtosis come from, about
 
 
@@ -57,7 +61,7 @@ class Walk:
 
 TENSOR = Walk(32, 16, down=True, enough=2048)  # one scale for all
 TILES = Walk(128, 1, down=True)  # a tile is a block; a program of several keeps more than its registers hold
-PLAIN_TILES = Walk(128, 4, down=True, enough=1536)  # but where only plain codes are made, or none
+PLAIN_TILES = Walk(128, 2, down=True, enough=1536)  # but where only plain codes are made, or none
 SQUARES = Walk(128, 1, down=True, compared=32)  # in a launch of their own, which needs more programs
 PLAIN_SQUARES = Walk(128, 2, down=True, enough=1024, compared=32)
 LINES = Walk(32, 16, down=False, enough=1024)  # a scale per row, found once for all tiles
@@ -68,8 +72,8 @@ def plain_lines(K: int) -> Walk:
     """Where no turned codes are made, a program holds whole rows, unless K is odd or too large."""
     if K % 2 or K // 2 > LONGEST:
         return LINES
-    rows = whole(K // 2, HELD, 512)[1]
-    return Walk(rows, max(1, TOGETHER // rows), down=True, enough=1024, compared=32, whole=True)
+    rows = whole(K // 2, HOLD, 512)[1]
+    return Walk(rows, max(1, TOGETHER // rows), down=True, enough=512, compared=max(FEW_ROWS, rows), whole=True)
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,12 @@ class Plan:
     @cache
     def of(cls, M: int, K: int, walk: Walk = TENSOR) -> Plan:
         """A share of a large tensor, all of a small one."""
-        return cls(M, K, SHARE if M * K >= LARGE and M >= HIGH else 1, walk)
+        return cls(M, K, last_prime(max(SHARE, M // COMPARED)) if M * K >= LARGE and M >= HIGH else 1, walk)
 
     @cached_property
     def segments(self) -> int:
         """Programs side by side."""
-        return pieces(self.K, SEGMENT)
+        return 2 if self.walk.whole else pieces(self.K, SEGMENT)  # whole rows: of those that look at errors
 
     @cached_property
     def steps(self) -> int:
@@ -114,20 +118,15 @@ class Plan:
         return pieces(self.M, self.walk.rows) * pieces(self.segments, steps)
 
     @cached_property
-    def group(self) -> int:
-        """Neighbours taken of every EVERY rows."""
-        return EVERY // self.share
-
-    @cached_property
     def lines(self) -> int:
         """Rows taken, some of them perhaps beyond the last."""
-        return pieces(self.M, EVERY) * self.group
+        return pieces(self.M, self.share)
 
     @cached_property
     def error_lines(self) -> int:
         """Rows of a program that looks at errors."""
         most = self.walk.compared
-        return most if self.lines > most // 2 else most // 2
+        return most if self.walk.whole or self.lines > most // 2 else most // 2
 
     @cached_property
     def bands(self) -> int:
@@ -157,7 +156,7 @@ class Plan:
     def compared_rows(self, turn: int) -> Tensor:
         """Which rows' errors are summed in a turn, int64."""
         m = torch.arange(self.M, device="cpu")
-        return m[(m % EVERY) // self.group == turn % self.share]
+        return m[m % self.share == turn % self.share]
 
     def sampled_rows(self, turn: int) -> Tensor:
         """Which rows the histograms come from in a turn, int64."""
@@ -165,7 +164,5 @@ class Plan:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """What a kernel is told: samples, errors, lines, segments, stride, sampled, group, share."""
-        return (
-            self.samples, self.errors, self.lines, self.segments, self.stride, self.sampled, self.group, self.share
-        )  # fmt: skip
+        """What a kernel is told: samples, errors, lines, segments, stride, sampled, share."""
+        return self.samples, self.errors, self.lines, self.segments, self.stride, self.sampled, self.share

@@ -25,13 +25,12 @@ from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, s
 from narrowgauge.compute.kernels.fused.tile import (
     copied,
     even,
-    high,
     load,
-    low,
     registers,
     store_plain,
     store_turned,
 )
+from narrowgauge.compute.kernels.fused.watched.errors import ERRORS, look_at_errors
 from narrowgauge.compute.kernels.fused.watched.grains import (
     LINES,
     add_scales,
@@ -44,40 +43,31 @@ from narrowgauge.compute.kernels.fused.watched.grains import (
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import (
     FIELDS,
-    add_own,
     close_own,
     flush_limit_of,
-    nothing_yet,
-    packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, RUN, SEGMENT, Plan
-from narrowgauge.compute.kernels.fused.watched.sampling import (
-    COUNTS,
-    ERRORS,
-    GROUP,
-    SAMPLE_ROWS,
-    look_at_errors,
-    look_at_sample,
-)
+from narrowgauge.compute.kernels.fused.watched.plan import LATE, RECOUNTED, RUN, SEGMENT, UNIT_ROWS, Plan
+from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, GROUP, SAMPLE_ROWS, look_at_sample
+from narrowgauge.compute.kernels.fused.watched.sums import add_own, nothing_yet, packed_limit
 from narrowgauge.compute.kernels.fused.watched.whole_rows import WatchedWholeRows
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
-WARPS, REGISTERS = 4, 128  # of a program, and of a thread where numbers have 16 bits
+WARPS, REGISTERS = 4, 96  # of a program, and of a thread where numbers have 16 bits
 
 
 @triton.jit(do_not_specialize=LATE)
 def _watched_rows(
     x_ptr, row_ptr, plain_ptr, plain_scale_ptr, turned_ptr, turned_scale_ptr,
     room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
-    samples, errors, lines, segments, first, stride, sampled, group, phase,
+    samples, errors, lines, segments, first, stride, sampled, share, phase,
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, TAKE: tl.constexpr,
-    C: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr,
-    SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr,
+    TAKE: tl.constexpr, C: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr,
+    GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
@@ -90,20 +80,20 @@ def _watched_rows(
         at = pid - samples
         band, segment = at // segments, at % segments
         inv_unit = common_inverse(
-            row_ptr, x_ptr, M, K, W, stride_m, stride_w, LINES, 1024, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
+            row_ptr, x_ptr, M, K, W, stride_m, stride_w, LINES, UNIT_ROWS, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
         )
         look_at_errors(
             room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
-            x_ptr, M, K, stride_m, stride_w, band * TAKE, segment * WORDS, group, phase,
+            x_ptr, M, K, W, stride_m, stride_w, band * TAKE, segment * WORDS, share, phase,
             inv_unit, 1.0 / inv_unit.to(tl.float64), row_ptr, 0, LINES, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR,
-            INTERPRET, EVERY, TAKE, C, WORDS,
+            INTERPRET, TAKE, C, WORDS, RUN,
         )  # fmt: skip
     else:
         at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
         strips = tl.cdiv(segments, STEPS)
         band, strip = at // strips, at % strips
         row0, col0 = band * ROWS, strip * STEPS * 2 * WORDS
-        record = room_ptr + at
+        record = room_ptr + FIELDS * at
         rows, columns = tl.minimum(ROWS, M - row0), tl.minimum(STEPS * 2 * WORDS, K - col0)
         column_ptr = row_ptr + M
         m = (row0 + tl.arange(0, ROWS)).to(tl.int64)
@@ -116,9 +106,9 @@ def _watched_rows(
         if PLAIN:
             tl.store(plain_scale_ptr + m, scale, mask=inside & (strip == 0))
         limit = flush_limit_of(scale, inv_scale, HALF, POW2)
-        limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None, None]
+        limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None]
         inv = inv_scale[:, None]
-        s, q, least, flushed = nothing_yet(ROWS, WORDS // RUN, KIND, INTERPRET)
+        s, q, least, flushed = nothing_yet(ROWS, WORDS, RUN, KIND, INTERPRET)
         steps = tl.cdiv(columns, 2 * WORDS)
         next_a, next_b = load(x_ptr, m, v.to(tl.int64), M, K, W, stride_m, stride_w, KIND)
         step = tl.zeros_like(steps)
@@ -129,8 +119,7 @@ def _watched_rows(
             next_a, next_b = load(x_ptr, m, w + WORDS, more, K, W, stride_m, stride_w, KIND)
             if PLAIN:
                 store_plain(plain_ptr, a, b, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-            va, vb = low(a, KIND) * inv, high(b, KIND) * inv
-            s, q, least, flushed = add_own(s, q, least, flushed, a, b, va, vb, limit, RUN, KIND, INTERPRET)
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, EACH, KIND, INTERPRET)
             if TURNED:
                 evens = tl.load(column_ptr + 2 * v, mask=v < W, other=0)
                 odds = tl.load(column_ptr + 2 * v + 1, mask=2 * v + 1 < K, other=0)
@@ -140,21 +129,18 @@ def _watched_rows(
             v += WORDS
             step += 1
         known = tl.max(bits, 0).to(tl.float32, bitcast=True)
-        inv_unit = inv_scale_of(known, GOAL, POW2, FLOOR)
-        factor = (tl.where(healthy, scale, 0.0) * inv_unit)[:, None]
-        s, q, unit = s * factor, q * factor * factor, 1.0 / inv_unit.to(tl.float64)
-        again = close_own(record, P, s, q, least, flushed, rows * columns, unit, KIND, INTERPRET)
+        again = close_own(record, s, q, least, flushed, rows * columns, RUN, EACH, KIND, INTERPRET)
         healthy = healthy & inside
         count, total, squares, smallest, largest = no_scales(ROWS)
         count, total, squares, smallest, largest = add_scales(
             count, total, squares, smallest, largest, scale, healthy & (strip == 0)
         )
-        close_scales(record, P, count, total, squares, smallest, largest)
+        close_scales(record, count, total, squares, smallest, largest)
         ratio_ptr = room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples
-        close_grained(record, P, known, tl.sum(healthy.to(tl.int32), 0), columns, at, ratio_ptr)
+        close_grained(record, known, tl.sum(healthy.to(tl.int32), 0), columns, at, ratio_ptr)
         if again | ((known < float("inf")) == 0):
             recount(
-                record, P, x_ptr, M, K, x_stride_m, x_stride_k, row0, ROWS, col0,
+                record, x_ptr, M, K, x_stride_m, x_stride_k, row0, ROWS, col0,
                 1.0, float("inf"), C, 2 * WORDS, 2 * RUN, STEPS,
             )  # fmt: skip
 
@@ -177,8 +163,8 @@ class WatchedRows:
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
             kind, *numbers, plain, turned, INTERPRETED, plan.walk.rows, WORDS,
-            plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
-            COUNTS,
+            plan.steps, RUN, plan.walk.rows * WORDS // WARPS // 32, plan.error_lines, RECOUNTED, FIELDS,
+            ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
         )  # fmt: skip
         self._launch = Launch(
             _watched_rows, plan.samples + plan.errors + plan.programs, (M, K, W, stride_m, stride_w, *x.stride()),

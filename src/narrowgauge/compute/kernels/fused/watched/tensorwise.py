@@ -20,7 +20,8 @@ from narrowgauge.compute.kernels.fused.launch import Launch
 from narrowgauge.compute.kernels.fused.room import facts, half_step, number, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
-from narrowgauge.compute.kernels.fused.tile import high, load, low, registers, store_plain, store_turned, words
+from narrowgauge.compute.kernels.fused.tile import load, registers, store_plain, store_turned, words
+from narrowgauge.compute.kernels.fused.watched.errors import ERRORS, look_at_errors
 from narrowgauge.compute.kernels.fused.watched.grains import WHOLE
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import (
@@ -36,40 +37,31 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     SCALE_N,
     SCALE_SQUARES,
     SCALE_SUM,
-    add_amax,
-    add_own,
-    close_amax,
     close_own,
     flush_limit,
-    nothing_yet,
-    packed_limit,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import EVERY, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT, Plan
-from narrowgauge.compute.kernels.fused.watched.sampling import (
-    COUNTS,
-    ERRORS,
-    GROUP,
-    SAMPLE_ROWS,
-    look_at_errors,
-    look_at_sample,
-)
+from narrowgauge.compute.kernels.fused.watched.plan import LATE, RECOUNTED, REGISTERS, RUN, SEGMENT, Plan
+from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, GROUP, SAMPLE_ROWS, look_at_sample
+from narrowgauge.compute.kernels.fused.watched.sums import add_amax, add_own, close_amax, nothing_yet, packed_limit
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.metrics.bins import RANGE_BLOCK
 
 WORDS = SEGMENT // 2  # of a tile
+WARPS = 4  # of a program
 
 
 @triton.jit(do_not_specialize=LATE, do_not_specialize_on_alignment=ROWS_OF_A_TABLE)
 def _watched(
     x_ptr, amax_ptr, given_ptr, inv_scale_ptr, plain_ptr, turned_ptr, scale_ptr, slot_ptr, scratch_ptr,
     room_ptr, rows_ptr, columns_ptr, counts_ptr, M, K, W, stride_m, stride_w, x_stride_m, x_stride_k,
-    samples, errors, lines, segments, first, stride, sampled, group, phase,
+    samples, errors, lines, segments, first, stride, sampled, share, phase,
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, GIVEN: tl.constexpr,
     SLOT: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    RUN: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr,
-    ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    RUN: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr,
+    FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
@@ -102,17 +94,17 @@ def _watched(
         band, segment = at // segments, at % segments
         look_at_errors(
             room_ptr + FIELDS * P + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
-            x_ptr, M, K, stride_m, stride_w, band * LINES, segment * WORDS, group, phase, inv_scale, unit,
-            scale_ptr, 0, WHOLE, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR, INTERPRET, EVERY, LINES, C, WORDS,
+            x_ptr, M, K, W, stride_m, stride_w, band * LINES, segment * WORDS, share, phase, inv_scale, unit,
+            scale_ptr, 0, WHOLE, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR, INTERPRET, LINES, C, WORDS, RUN,
         )  # fmt: skip
     else:
         at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
         band, segment = at // segments, at % segments
         row0 = band * STEPS * ROWS
-        record = room_ptr + at
+        record = room_ptr + FIELDS * at
         w = (segment * WORDS + tl.arange(0, WORDS)).to(tl.int64)
         limit = packed_limit(flush_limit(inv_scale, HALF), KIND, INTERPRET)
-        s, q, least, flushed = nothing_yet(ROWS, WORDS // RUN, KIND, INTERPRET)
+        s, q, least, flushed = nothing_yet(ROWS, WORDS, RUN, KIND, INTERPRET)
         top = tl.zeros((ROWS, WORDS // RUN), tl.int32)
         rows = tl.minimum(STEPS * ROWS, M - row0)
         m = (row0 + tl.arange(0, ROWS)).to(tl.int64)
@@ -124,13 +116,12 @@ def _watched(
                 store_plain(plain_ptr, a, b, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
             if TURNED:
                 store_turned(turned_ptr, a, b, inv_scale, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-            va, vb = low(a, KIND) * inv_scale, high(b, KIND) * inv_scale
-            s, q, least, flushed = add_own(s, q, least, flushed, a, b, va, vb, limit, RUN, KIND, INTERPRET)
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, EACH, KIND, INTERPRET)
             if GIVEN:
                 top = add_amax(top, a, b, RUN, KIND, INTERPRET)
             m += ROWS
         n = rows * tl.minimum(2 * WORDS, K - segment * 2 * WORDS)
-        again = close_own(record, P, s, q, least, flushed, n, unit, KIND, INTERPRET)
+        again = close_own(record, s, q, least, flushed, n, RUN, EACH, KIND, INTERPRET)
         # As the oracle has it: the inverse of the stored scale.
         inverse = tl.minimum(tl.math.div_rn(1.0, scale), LARGEST)
         if GIVEN:
@@ -138,23 +129,23 @@ def _watched(
             known = largest.to(tl.float32, bitcast=True)
             again = again | (known * inverse > MAX * MARGIN)
         again = again | ((known < float("inf")) == 0)
-        tl.store(record + AMAX * P, known.to(tl.float64))
-        tl.store(record + SATURATED * P, 0.0)
-        tl.store(record + NANS * P, 0.0)
-        tl.store(record + INFS * P, 0.0)
+        tl.store(record + AMAX, known.to(tl.float64))
+        tl.store(record + SATURATED, 0.0)
+        tl.store(record + NANS, 0.0)
+        tl.store(record + INFS, 0.0)
         if at == 0:
             if GIVEN == 0:
                 tl.store(room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples, -float("inf"))  # no ratio
             healthy = (scale < float("inf")).to(tl.float64)
             wide = tl.where(healthy > 0, scale, 0.0).to(tl.float64)
-            tl.store(record + SCALE_N * P, healthy)
-            tl.store(record + SCALE_SUM * P, wide)
-            tl.store(record + SCALE_SQUARES * P, wide * wide)
-            tl.store(record + SCALE_MIN * P, tl.where(healthy > 0, wide, float("inf")))
-            tl.store(record + SCALE_MAX * P, tl.where(healthy > 0, wide, -float("inf")))
+            tl.store(record + SCALE_N, healthy)
+            tl.store(record + SCALE_SUM, wide)
+            tl.store(record + SCALE_SQUARES, wide * wide)
+            tl.store(record + SCALE_MIN, tl.where(healthy > 0, wide, float("inf")))
+            tl.store(record + SCALE_MAX, tl.where(healthy > 0, wide, -float("inf")))
         if again:
             recount(
-                record, P, x_ptr, M, K, x_stride_m, x_stride_k, row0, STEPS * ROWS, segment * 2 * WORDS,
+                record, x_ptr, M, K, x_stride_m, x_stride_k, row0, STEPS * ROWS, segment * 2 * WORDS,
                 inverse, MAX * MARGIN, C, 2 * WORDS, 2 * RUN,
             )  # fmt: skip
         if GIVEN:
@@ -185,13 +176,13 @@ class _Watched:
         self._fmt, self._plain, self._turned = rule.fmt, plain, turned
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
-            kind, *numbers, plain, turned, given, seen, INTERPRETED, plan.walk.rows,
-            WORDS, plan.steps, RUN, plan.error_lines, RECOUNTED, EVERY, FIELDS, ERRORS, GROUP, SAMPLE_ROWS,
-            RANGE_BLOCK, COUNTS,
+            kind, *numbers, plain, turned, given, seen, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN,
+            plan.walk.rows * WORDS // WARPS // 32, plan.error_lines, RECOUNTED, FIELDS, ERRORS, GROUP,
+            SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
         )  # fmt: skip
         self._launch = Launch(
             _watched, plan.samples + plan.errors + plan.programs, (M, K, W, stride_m, stride_w, *x_MK.stride()),
-            constants, num_warps=4, maxnreg=registers(kind, REGISTERS),
+            constants, num_warps=WARPS, maxnreg=registers(kind, REGISTERS),
         )  # fmt: skip
 
     def _number(self, x_MK: Tensor, own: Tensor) -> Tensor:
