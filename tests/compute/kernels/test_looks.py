@@ -45,6 +45,7 @@ from narrowgauge.compute.kernels.fused.watched import looks, plan
 from narrowgauge.compute.kernels.fused.watched import moments as own
 from narrowgauge.compute.kernels.fused.watched import rows as watched_rows
 from narrowgauge.compute.kernels.fused.watched import tensorwise as watched_tensorwise
+from narrowgauge.compute.kernels.fused.watched.tensor_cores import EACH
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 GPU = torch.cuda.is_available()
@@ -320,6 +321,16 @@ def test_the_limit_of_flushing_without_a_division(pow2, half):
     slow, fast = (torch.zeros(N, dtype=torch.int32, device=DEVICE) for _ in range(2))
     _limits[(1,)](inv_scale, slow, fast, half, pow2, N)
     assert torch.equal(slow, fast)
+
+
+def test_a_thread_has_as_many_words_of_a_tile_as_the_tensor_cores_are_fed():
+    by_warp = 32 * EACH.value
+    assert by_warp * watched_blocks.WARPS == watched_blocks.PIECE * watched_blocks.WORDS
+    assert plan.TENSOR.rows * watched_tensorwise.WORDS == by_warp * watched_tensorwise.WARPS
+    assert plan.LINES.rows * watched_rows.WORDS == by_warp * watched_rows.WARPS
+    for W in (1, 8, 100, 2048, 7168, rows.LONGEST):
+        words, together, warps = rows.whole(W, plan.HOLD, 512)
+        assert words * together == by_warp * warps
 
 
 def test_programs_cover_a_tensor_once_and_small_tensors_get_more_of_them():

@@ -66,7 +66,6 @@ from narrowgauge.metrics.bins import RANGE_BLOCK
 WORDS = SEGMENT // 2  # of a tile
 PIECE = 32  # rows of a tile that are counted together
 WARPS, REGISTERS = 4, 128  # of a program, and of a thread where numbers have 16 bits
-EACH = PIECE * WORDS // WARPS // 32  # words of a thread
 
 
 @triton.jit(do_not_specialize=LATE)
@@ -77,9 +76,8 @@ def _watched_blocks(
     GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr,
     POW2: tl.constexpr, FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
     INTERPRET: tl.constexpr, SIDE: tl.constexpr, PIECE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    RUN: tl.constexpr, EACH: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr,
-    FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    COUNTS: tl.constexpr,
+    RUN: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr,
+    GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     others = samples
@@ -143,7 +141,7 @@ def _watched_blocks(
                     c, d = load(x_ptr, i, w, M, K, W, stride_m, stride_w, KIND)
                     if PLAIN:
                         store_plain(plain_ptr, c, d, inv, i, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-                    s, q, least, flushed = add_own(s, q, least, flushed, c, d, limit, RUN, EACH, KIND, INTERPRET)
+                    s, q, least, flushed = add_own(s, q, least, flushed, c, d, limit, RUN, KIND, INTERPRET)
                 step += 1
         else:
             if TURNED:
@@ -176,17 +174,17 @@ def _watched_blocks(
                 )
                 limit = flush_limit_of(scale, inv_scale, HALF, POW2)
                 limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None]
-                s, q, least, flushed = add_own(s, q, least, flushed, c, d, limit, RUN, EACH, KIND, INTERPRET)
+                s, q, least, flushed = add_own(s, q, least, flushed, c, d, limit, RUN, KIND, INTERPRET)
                 i += PIECE
                 step += 1
         n = rows * columns
         if GRAIN == TILES:
             again, healthy_rows, top = close_lines(
                 record, s, q, least, flushed, n, count, total, squares, smallest, largest, top,
-                RUN, EACH, KIND, INTERPRET,
+                RUN, KIND, INTERPRET,
             )  # fmt: skip
         else:
-            again = close_own(record, s, q, least, flushed, n, RUN, EACH, KIND, INTERPRET)
+            again = close_own(record, s, q, least, flushed, n, RUN, KIND, INTERPRET)
             close_scales(record, count, total, squares, smallest, largest)
             healthy_rows, top = tl.max(scaled, 0), tl.max(top, 0)
         known = top.to(tl.float32, bitcast=True)
@@ -210,9 +208,8 @@ class _WatchedBlocks:
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         others = plan.samples if grain == SQUARES.value else plan.samples + plan.errors
         constants = (
-            grain, kind, *numbers, plain, turned, INTERPRETED, SIDE, PIECE, WORDS,
-            plan.steps, RUN, EACH, plan.error_lines, RECOUNTED, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK,
-            COUNTS,
+            grain, kind, *numbers, plain, turned, INTERPRETED, SIDE, PIECE, WORDS, plan.steps, RUN, plan.error_lines,
+            RECOUNTED, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
         )  # fmt: skip
         self._launch = Launch(
             _watched_blocks, others + plan.programs, (M, K, W, stride_m, stride_w, *x.stride()), constants,

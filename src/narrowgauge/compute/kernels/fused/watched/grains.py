@@ -85,13 +85,13 @@ def add_scales(count, total, squares, least, largest, scale, counted):
 @triton.jit
 def close_lines(
     record, s, q, low, flushed, n, count, total, squares, least, largest, top,
-    W: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr,
+    W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """`close_own` and `close_scales` where sums and scales lie by rows: everything is added up at once.
 
     Returns whether float64 has to look again, how many scales there were, and the largest of `top`.
     """
-    s, q, low, flushed = rows_of_own(s, q, low, flushed, W, P, KIND, INTERPRET)
+    s, q, low, flushed = rows_of_own(s, q, low, flushed, W, KIND, INTERPRET)
     parts = (s, q, low, flushed, count, total, squares, least, largest, top)
     s, q, low, flushed, count, total, squares, least, largest, top = tl.reduce(parts, 0, _join_lines)
     again = write_own(record, s, q, low, flushed, n, KIND, INTERPRET)

@@ -56,7 +56,7 @@ def flush_limit_of(scale, inv_scale, HALF: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def close_own(
-    record, s, q, low, flushed, n, W: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr
+    record, s, q, low, flushed, n, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr
 ):  # fmt: skip
     """Write what `add_own` gathered; returns whether float64 has to look again.
 
@@ -64,7 +64,7 @@ def close_own(
         record: where this program's numbers go.
         n: elements of this program.
     """
-    s, q, low, flushed = tl.reduce(rows_of_own(s, q, low, flushed, W, P, KIND, INTERPRET), 0, join_own)
+    s, q, low, flushed = tl.reduce(rows_of_own(s, q, low, flushed, W, KIND, INTERPRET), 0, join_own)
     return write_own(record, s, q, low, flushed, n, KIND, INTERPRET)
 
 

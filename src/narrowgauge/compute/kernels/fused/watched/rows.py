@@ -65,9 +65,9 @@ def _watched_rows(
     samples, errors, lines, segments, first, stride, sampled, share, phase,
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, INTERPRET: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr,
-    TAKE: tl.constexpr, C: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr,
-    GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, TAKE: tl.constexpr,
+    C: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
@@ -119,7 +119,7 @@ def _watched_rows(
             next_a, next_b = load(x_ptr, m, w + WORDS, more, K, W, stride_m, stride_w, KIND)
             if PLAIN:
                 store_plain(plain_ptr, a, b, inv, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, EACH, KIND, INTERPRET)
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, KIND, INTERPRET)
             if TURNED:
                 evens = tl.load(column_ptr + 2 * v, mask=v < W, other=0)
                 odds = tl.load(column_ptr + 2 * v + 1, mask=2 * v + 1 < K, other=0)
@@ -129,7 +129,7 @@ def _watched_rows(
             v += WORDS
             step += 1
         known = tl.max(bits, 0).to(tl.float32, bitcast=True)
-        again = close_own(record, s, q, least, flushed, rows * columns, RUN, EACH, KIND, INTERPRET)
+        again = close_own(record, s, q, least, flushed, rows * columns, RUN, KIND, INTERPRET)
         healthy = healthy & inside
         count, total, squares, smallest, largest = no_scales(ROWS)
         count, total, squares, smallest, largest = add_scales(
@@ -162,9 +162,8 @@ class WatchedRows:
         self._amaxes = Amaxes(x, True, turned)
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
-            kind, *numbers, plain, turned, INTERPRETED, plan.walk.rows, WORDS,
-            plan.steps, RUN, plan.walk.rows * WORDS // WARPS // 32, plan.error_lines, RECOUNTED, FIELDS,
-            ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
+            kind, *numbers, plain, turned, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN, plan.error_lines,
+            RECOUNTED, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
         )  # fmt: skip
         self._launch = Launch(
             _watched_rows, plan.samples + plan.errors + plan.programs, (M, K, W, stride_m, stride_w, *x.stride()),

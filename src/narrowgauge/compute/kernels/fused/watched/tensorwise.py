@@ -59,9 +59,8 @@ def _watched(
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, GIVEN: tl.constexpr,
     SLOT: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    RUN: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr,
-    FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    COUNTS: tl.constexpr,
+    RUN: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr,
+    GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
@@ -116,12 +115,12 @@ def _watched(
                 store_plain(plain_ptr, a, b, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
             if TURNED:
                 store_turned(turned_ptr, a, b, inv_scale, inv_scale, m, w, M, K, W, KIND, MANTISSA, MAX, INTERPRET)
-            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, EACH, KIND, INTERPRET)
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, KIND, INTERPRET)
             if GIVEN:
                 top = add_amax(top, a, b, RUN, KIND, INTERPRET)
             m += ROWS
         n = rows * tl.minimum(2 * WORDS, K - segment * 2 * WORDS)
-        again = close_own(record, s, q, least, flushed, n, RUN, EACH, KIND, INTERPRET)
+        again = close_own(record, s, q, least, flushed, n, RUN, KIND, INTERPRET)
         # As the oracle has it: the inverse of the stored scale.
         inverse = tl.minimum(tl.math.div_rn(1.0, scale), LARGEST)
         if GIVEN:
@@ -177,8 +176,7 @@ class _Watched:
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
             kind, *numbers, plain, turned, given, seen, INTERPRETED, plan.walk.rows, WORDS, plan.steps, RUN,
-            plan.walk.rows * WORDS // WARPS // 32, plan.error_lines, RECOUNTED, FIELDS, ERRORS, GROUP,
-            SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
+            plan.error_lines, RECOUNTED, FIELDS, ERRORS, GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
         )  # fmt: skip
         self._launch = Launch(
             _watched, plan.samples + plan.errors + plan.programs, (M, K, W, stride_m, stride_w, *x_MK.stride()),

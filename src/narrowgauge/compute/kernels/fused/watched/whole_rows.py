@@ -47,9 +47,9 @@ def _watched_whole_rows(
     x_stride_k, samples, errors, lines, segments, first, stride, sampled, share, phase,
     KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr,
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, TAKE: tl.constexpr,
-    C: tl.constexpr, SPANS: tl.constexpr, T: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr,
-    GROUP: tl.constexpr, SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr,
+    SPANS: tl.constexpr, T: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr,
+    SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
@@ -101,12 +101,12 @@ def _watched_whole_rows(
             )
             limit = flush_limit_of(scale, inv_scale, HALF, POW2)
             limit = packed_limit(tl.where(healthy, limit, 0), KIND, INTERPRET)[:, None]
-            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, EACH, KIND, INTERPRET)
+            s, q, least, flushed = add_own(s, q, least, flushed, a, b, limit, RUN, KIND, INTERPRET)
             i += ROWS
             step += 1
         again, healthy_rows, top = close_lines(
             record, s, q, least, flushed, rows * K, count, total, squares, smallest, largest, top,
-            RUN, EACH, KIND, INTERPRET,
+            RUN, KIND, INTERPRET,
         )  # fmt: skip
         known = top.to(tl.float32, bitcast=True)
         ratio_ptr = room_ptr + FIELDS * P + ERRORS * errors + GROUP * samples
@@ -128,9 +128,9 @@ class WatchedWholeRows:
         words, rows, warps = whole(W, HOLD, 512)
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
-            kind, *numbers, plain, INTERPRETED, rows, words, plan.steps, RUN, rows * words // warps // 32,
-            plan.error_lines, min(RECOUNTED, rows * plan.steps), triton.cdiv(K, SEGMENT), SEGMENT, FIELDS, ERRORS,
-            GROUP, SAMPLE_ROWS, RANGE_BLOCK, COUNTS,
+            kind, *numbers, plain, INTERPRETED, rows, words, plan.steps, RUN, plan.error_lines,
+            min(RECOUNTED, rows * plan.steps), triton.cdiv(K, SEGMENT), SEGMENT, FIELDS, ERRORS, GROUP, SAMPLE_ROWS,
+            RANGE_BLOCK, COUNTS,
         )  # fmt: skip
         self._launch = Launch(
             _watched_whole_rows, plan.samples + plan.errors + plan.programs,
