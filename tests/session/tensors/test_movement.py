@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from narrowgauge.observe.stats import host
-from narrowgauge.session.tensors.movement import MOST, SMALL, Movement, Room
+from narrowgauge.session.tensors.movement import MOST, SMALL, WALKED, Movement, Room
 
 
 def made(dtype=torch.float32):
@@ -102,6 +102,46 @@ def test_empty_weights_and_many_of_one_optimizer_are_measured_as_in_float64():
     found = told(torch.optim.SGD(weights, lr=0.5))
     assert found["param_norm"] == pytest.approx(float(before.norm()), rel=1e-12)
     assert found["update_ratio"] == pytest.approx(0.5 * before.numel() ** 0.5 / float(before.norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 7])
+def test_of_more_weights_every_kth_line_of_memory_tells_the_update(turn):
+    sizes, budget, line = (1, 15, 16, 17, 4099, 20_000, 33), 5000, 16
+    weights = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n))) for n in sizes]
+    for w in weights:
+        w.grad = torch.randn(w.shape, generator=torch.Generator().manual_seed(w.numel() + 1))
+    before = [w.detach().double() for w in weights]
+    optimizer = torch.optim.SGD(weights, lr=0.5)
+    movement = Movement(turn=turn, budget=budget)
+    movement.before(optimizer)
+    assert [copied.copies.size for copied in movement._walked.values()] <= [budget + line * len(sizes)]
+    optimizer.step()
+    movement.after(optimizer)
+    k, square, seen = 5, 0.0, 0  # the next prime from 24181 / 5000 on
+    for w, old in zip(weights, before, strict=True):
+        lines = torch.arange(w.numel()) // line
+        taken = lines % k == turn % min(k, int(lines[-1]) + 1)
+        square += float((w.detach().double() - old)[taken].square().mean()) * w.numel()
+        seen += int(taken.sum())
+    norm = float(torch.cat(before).norm())
+    found = {name: float(value) for name, value in movement.scalars().items()}
+    assert found["param_norm"] == pytest.approx(norm, rel=1e-12)
+    assert found["update_ratio"] == pytest.approx(square**0.5 / norm, rel=1e-12)
+    assert movement.share == seen / sum(sizes)
+
+
+def test_a_share_of_large_weights_tells_an_update_with_outliers_to_a_percent():
+    g = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(2 * WALKED + 5, generator=g))
+    weight.grad = torch.randn(weight.shape, generator=g) * torch.randn(weight.shape, generator=g) ** 2
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    movement = Movement()
+    movement.before(optimizer)
+    optimizer.step()
+    movement.after(optimizer)
+    assert 0.33 < movement.share < 0.34
+    want = float(weight.grad.double().norm()) / float((weight.detach() + weight.grad).double().norm())
+    assert float(movement.scalars()["update_ratio"]) == pytest.approx(want, rel=0.01)
 
 
 def moved(change, ready, monkeypatch, elements=6000):

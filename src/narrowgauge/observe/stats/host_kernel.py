@@ -39,6 +39,9 @@ from narrowgauge.observe.stats.host_bits import (
     together,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_digest import digest as digest
+from narrowgauge.observe.stats.host_moved import LINE as LINE
+from narrowgauge.observe.stats.host_moved import copied as copied
+from narrowgauge.observe.stats.host_moved import moved as moved
 from narrowgauge.observe.stats.host_rounding import (
     BEYOND,
     Steps,
@@ -278,36 +281,3 @@ def count_columns(columns: Array, bins: Array) -> None:
         place = sqnr_bin(columns[0, j], columns[1, j])
         if place >= 0:
             bins[place] += 1
-
-
-@compiled
-def _run(address: int, size: int) -> Array:
-    return carray(pointer(address), (size,), np.float32)
-
-
-@compiled
-def copied(x_ats: Array, copy_ats: Array, sizes: Array, held: Array) -> float:
-    """Copy runs of float32 numbers from addresses to others; the sum of their squares, each run's divided by `held`."""
-    squares = 0.0
-    for i in range(sizes.size):
-        x, copy = _run(x_ats[i], sizes[i]), _run(copy_ats[i], sizes[i])
-        total = 0.0
-        for j in range(sizes[i]):
-            copy[j] = x[j]
-            total += np.float64(x[j]) * np.float64(x[j])
-        squares += total / held[i]
-    return squares
-
-
-@compiled
-def moved(x_ats: Array, copy_ats: Array, sizes: Array, held: Array) -> float:
-    """The sum of squares of the differences between runs at addresses and at others, each run's divided by `held`."""
-    squares = 0.0
-    for i in range(sizes.size):
-        x, copy = _run(x_ats[i], sizes[i]), _run(copy_ats[i], sizes[i])
-        total = 0.0
-        for j in range(sizes[i]):
-            by = np.float64(x[j]) - np.float64(copy[j])
-            total += by * by
-        squares += total / held[i]
-    return squares

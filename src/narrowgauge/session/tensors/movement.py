@@ -8,7 +8,10 @@
 So no more than BUDGET elements are held, and only while the optimizer steps; copies of a small model keep their memory
 from one recorded step to the next, because asking for it anew takes as long as filling it. w is what the optimizer was
 given: masters in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights
-count as in `norms`. Whole float32 weights on the CPU are read once for copy and norm, and once for what they moved by.
+count as in `norms`.
+
+Whole float32 weights on the CPU are walked: all of them for the norm, and no more than WALKED elements for the update.
+There memory is what costs, and it comes in lines of 64 bytes, so of more it is every k-th line that is copied.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from narrowgauge.session.tensors.norms import Parts, Squares, cut_by_fsdp, named
 from narrowgauge.session.tensors.shares import group_of
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
+WALKED = 1 << 18  # the same where a walk copies: 1 MiB, which a processor's cache has room for beside the program's
 SMALL = 1 << 20  # 4 MiB
 MOST = 4  # optimizers with small models
 
@@ -56,17 +60,23 @@ class Room:
 
 
 class Walked(NamedTuple):
-    """Weights that the walk has copied: they, what they were, and the copies, one behind the other."""
+    """Weights that the walk has copied: they, what they were, and the copies, one behind the other.
+
+    Of each every `stride`-th line from `turn` on; `held` is how many elements of it that makes.
+    """
 
     weights: list[Tensor]
     before: Runs
     partial: bool
     copies: Array32
     starts: Array
+    held: Array
+    stride: int
+    turn: int
 
-    def sum(self, walk: Callable[[Array, Array, Array, Array], float], now: Runs) -> Squares:
+    def sum(self, walk: Callable[[Array, Array, Array, Array, int, int], float], now: Runs) -> Squares:
         """What a walk says of the weights and the copies."""
-        total = walk(now.ats, self.starts, now.sizes, np.ones_like(now.sizes))
+        total = walk(now.ats, self.starts, now.sizes, self.held, self.stride, self.turn)
         return Squares(torch.tensor(total, dtype=torch.float64, device="cpu"), self.partial)
 
 
@@ -75,7 +85,7 @@ class Movement:
 
     Args:
         turn: where the copied elements begin, if not all are copied.
-        budget: how many are.
+        budget: how many are, at most.
         room: where copies are put.
     """
 
@@ -97,11 +107,10 @@ class Movement:
         alone = host.ready() and not any(map(group_of, weights))  # else some count once for several ranks
         walk = host.kernel() if alone else None
         whole = None if walk is None else runs(weights)
-        if walk is not None and whole is not None and whole.elements <= self._budget:
-            copies = self._room.of(id(optimizer), whole.elements)
-            starts = copies.ctypes.data + 4 * (np.cumsum(whole.sizes) - whole.sizes)
-            held = Walked(weights, whole, in_parts or any(map(cut_by_fsdp, weights)), copies, starts)
+        if walk is not None and whole is not None:
+            held = self._walk(optimizer, weights, whole, in_parts or any(map(cut_by_fsdp, weights)), walk.LINE)
             self._weights = held.sum(walk.copied, whole).and_also(self._weights)
+            self.share = min(self.share, float(held.held.sum()) / whole.elements)
             self._walked[id(optimizer)] = held
             return
         parts = Parts(weights, in_parts=in_parts)
@@ -114,6 +123,14 @@ class Movement:
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
         self._held[id(optimizer)] = weights, parts, stride, [v.clone() for v in views]
+
+    def _walk(self, optimizer: Optimizer, weights: list[Tensor], whole: Runs, partial: bool, line: int) -> Walked:
+        """Room for the copies of weights, and which of their lines go there."""
+        stride = next_prime(math.ceil(whole.elements / min(self._budget, WALKED)))
+        most = -(-whole.sizes // (line * stride)) * line  # of each, rounded up to whole lines
+        copies = self._room.of(id(optimizer), int(most.sum()))
+        starts = copies.ctypes.data + 4 * (np.cumsum(most) - most)
+        return Walked(weights, whole, partial, copies, starts, np.empty_like(most), stride, self._turn)
 
     def after(self, optimizer: Optimizer, *, early: bool = False) -> None:
         """It stepped; what was copied is given back. If `early`, at `settle`: the weights are not written yet."""
