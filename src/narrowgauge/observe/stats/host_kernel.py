@@ -55,7 +55,7 @@ from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
 from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 229622009
+PARTS = 2342887043
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -205,7 +205,7 @@ def _compare(
             if low_of[i // step] <= most:  # else nothing of this run of rows was flushed
                 for j in range(K):
                     v = np.float64(x[j])
-                    lost += v * v if (bits[j] & MAGNITUDE) <= limit[j] else 0.0
+                    lost += v * v if np.int32(bits[j] & MAGNITUDE) <= limit[j] else 0.0
         xx = xd = dd = ee = 0.0
         for j in range(K):
             v, w = np.float64(x[j]), np.float64(d[j])
@@ -245,7 +245,7 @@ def result(
     room = np.empty(step * N, np.int32)
     largest, smallest, about = np.int32(0), INFINITY, mean_of(y_at, shift, min(step, M) * N, room)
     for i in range(0, M, step):
-        high, low, s, ss = scan(y_at, shift, i * stride, min(step, M - i) * N, room, about)
+        high, low, s, ss = scan(y_at, shift, i * stride, min(step, M - i) * N, about)
         largest, smallest = max(largest, high), min(smallest, low)
         total += s
         energy += ss

@@ -83,7 +83,7 @@ def nearest(x: Number, inv: Number, steps: Steps) -> Number:
     v = x * inv
     v = most if v > most else v
     v = -most if v < -most else v
-    field = as_bits(v) & INFINITY
+    field = np.int32(as_bits(v) & INFINITY)
     c = as_float(((least if field < least else field) + up) | HALF)
     return (v + c) - c
 

@@ -75,10 +75,10 @@ def sample(
             m3 += p * p * p
             m4 += p * p * p * p
         for j in range(K):
-            magnitude[j] = bits[j] & MAGNITUDE
-            binade = (magnitude[j] >> DIGITS) - np.int32(BIAS + EXPONENT_LOW)
-            binade = min(max(binade, np.int32(0)), np.int32(EXPONENT_BINS - 2)) + np.int32(1)
-            places[j] = binade if magnitude[j] else np.int32(0)
+            size = np.int32(bits[j] & MAGNITUDE)
+            binade = np.int32((size >> DIGITS) - np.int32(BIAS + EXPONENT_LOW))
+            binade = np.int32(min(max(binade, np.int32(0)), np.int32(EXPONENT_BINS - 2)) + np.int32(1))
+            magnitude[j], places[j] = size, binade if size else np.int32(0)
         _count_places(places, EXPONENT_BINS, tallies)
         for start in range(0, K, RANGE_BLOCK):
             end = min(start + RANGE_BLOCK, K)
@@ -111,7 +111,7 @@ def _place_ranges(magnitude: Array, places: Array) -> None:
         largest = max(largest, magnitude[j])
     amax, x = as_float(largest), magnitude.view(np.float32)
     for j in range(magnitude.size):
-        binade = ((as_bits(amax / x[j]) & MAGNITUDE) >> DIGITS) - np.int32(BIAS)
+        binade = np.int32((np.int32(as_bits(amax / x[j]) & MAGNITUDE) >> DIGITS) - np.int32(BIAS))
         near = min(binade, np.int32(RANGE_BINS - 1))
         places[j] = near if binade <= np.int32(BIAS) else np.int32(RANGE_BINS)
 

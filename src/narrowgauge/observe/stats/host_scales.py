@@ -45,7 +45,7 @@ def survey(
     about = mean_of(x_at, shift, min(step, M) * K, room)
     for i in range(0, M, step):
         start, size = i * stride, min(step, M - i) * K
-        high, low, s, ss = scan(x_at, shift, start, size, room, about)
+        high, low, s, ss = scan(x_at, shift, start, size, about)
         largest, smallest = max(largest, high), min(smallest, low)
         low_of[i // step] = low
         total += s
@@ -54,7 +54,7 @@ def survey(
         if wide == 1 and C > 1:
             bits = bits_of(x_at, shift, start, size, room)
             for j in range(K):
-                amax_of[first + j] = max(amax_of[first + j], bits[j] & MAGNITUDE)
+                amax_of[first + j] = max(amax_of[first + j], np.int32(bits[j] & MAGNITUDE))
         elif C > 1:
             for c in range(C):
                 part, _ = extremes(x_at, shift, start + c * wide, min(wide, K - c * wide))
