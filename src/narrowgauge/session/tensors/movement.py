@@ -33,18 +33,33 @@ from narrowgauge.session.tensors.norms import Parts, Squares, cut_by_fsdp, named
 from narrowgauge.session.tensors.shares import group_of
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
-WALKED = 1 << 18  # the same where a walk copies: 1 MiB, which a processor's cache has room for beside the program's
+WALKED = 1 << 17  # the same where a walk copies: half a MiB, which a cache has room for beside what is the program's
 SMALL = 1 << 20  # 4 MiB
 MOST = 4  # optimizers with small models
 
 Array32 = npt.NDArray[np.float32]
 
 
+class Plan(NamedTuple):
+    """Where weights are that the walk copies, and where it puts the copies, one behind the other.
+
+    Of each every `stride`-th line, which makes `held` elements of it. No weight is held by it.
+    """
+
+    whole: Runs
+    budget: int
+    copies: Array32
+    starts: Array
+    held: Array
+    stride: int
+
+
 class Room:
-    """Memory for copies of weights."""
+    """Memory for copies of weights, and the plans by which they are copied, for a few optimizers by their numbers."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Array32] = {}
+        self._plans: dict[int, Plan] = {}
 
     def of(self, number: int, elements: int) -> Array32:
         """So many numbers for an optimizer of this number, with whatever is in them."""
@@ -55,29 +70,43 @@ class Room:
         if elements <= SMALL:
             if len(self._kept) >= MOST:
                 self._kept.clear()
+                self._plans.clear()
             self._kept[number] = made
         return made
 
+    def plan(self, number: int, weights: list[Tensor], budget: int, line: int) -> Plan | None:
+        """How weights are copied that are nothing but memory, else None; the last plan, if these are where they were.
+
+        To make one takes longer than to copy a small model.
+        """
+        known = self._plans.get(number)
+        whole = runs(weights, None if known is None else known.whole)
+        if whole is None:
+            return None
+        if known is None or whole is not known.whole or budget != known.budget:
+            stride = next_prime(math.ceil(whole.elements / budget))
+            most = -(-whole.sizes // (line * stride)) * line  # of each, rounded up to whole lines
+            copies = self.of(number, int(most.sum()))
+            starts = copies.ctypes.data + 4 * (np.cumsum(most) - most)
+            known = Plan(whole, budget, copies, starts, np.empty_like(most), stride)
+            if self._kept.get(number) is copies:
+                self._plans[number] = known
+        return known
+
 
 class Walked(NamedTuple):
-    """Weights that the walk has copied: they, what they were, and the copies, one behind the other.
-
-    Of each every `stride`-th line from `turn` on; `held` is how many elements of it that makes.
-    """
+    """Weights that the walk has copied, how, and from which line on; other ranks hold more of them if `partial`."""
 
     weights: list[Tensor]
-    before: Runs
-    partial: bool
-    copies: Array32
-    starts: Array
-    held: Array
-    stride: int
+    plan: Plan
     turn: int
+    partial: bool
 
     def sum(self, walk: Callable[[Array, Array, Array, Array, int, int], float], now: Runs) -> Squares:
         """What a walk says of the weights and the copies."""
-        total = walk(now.ats, self.starts, now.sizes, self.held, self.stride, self.turn)
-        return Squares(torch.tensor(total, dtype=torch.float64, device="cpu"), self.partial)
+        plan = self.plan
+        total = walk(now.ats, plan.starts, now.sizes, plan.held, plan.stride, self.turn)
+        return Squares(torch.from_numpy(np.array(total)), self.partial)  # `torch.tensor` takes ten times as long
 
 
 class Movement:
@@ -100,19 +129,25 @@ class Movement:
         self._lost = False  # some weights could not be looked at when they had moved
         self.share = 1.0  # of the elements that were copied
 
-    @torch.no_grad()
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         alone = host.ready() and not any(map(group_of, weights))  # else some count once for several ranks
         walk = host.kernel() if alone else None
-        whole = None if walk is None else runs(weights)
-        if walk is not None and whole is not None:
-            held = self._walk(optimizer, weights, whole, in_parts or any(map(cut_by_fsdp, weights)), walk.LINE)
-            self._weights = held.sum(walk.copied, whole).and_also(self._weights)
-            self.share = min(self.share, float(held.held.sum()) / whole.elements)
-            self._walked[id(optimizer)] = held
-            return
+        number, budget = id(optimizer), min(self._budget, WALKED)
+        plan = None if walk is None else self._room.plan(number, weights, budget, walk.LINE)
+        if walk is not None and plan is not None:
+            held = Walked(weights, plan, self._turn, in_parts or any(map(cut_by_fsdp, weights)))
+            self._weights = held.sum(walk.copied, plan.whole).and_also(self._weights)
+            if plan.stride > 1:
+                self.share = min(self.share, float(plan.held.sum()) / plan.whole.elements)
+            self._walked[number] = held
+        else:
+            self._pass(optimizer, weights, in_parts)
+
+    @torch.no_grad()
+    def _pass(self, optimizer: Optimizer, weights: list[Tensor], in_parts: bool) -> None:
+        """As `before`, by passes of torch's."""
         parts = Parts(weights, in_parts=in_parts)
         elements = sum(x.numel() for x in parts.here)
         total = parts.squares()
@@ -123,14 +158,6 @@ class Movement:
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
         self._held[id(optimizer)] = weights, parts, stride, [v.clone() for v in views]
-
-    def _walk(self, optimizer: Optimizer, weights: list[Tensor], whole: Runs, partial: bool, line: int) -> Walked:
-        """Room for the copies of weights, and which of their lines go there."""
-        stride = next_prime(math.ceil(whole.elements / min(self._budget, WALKED)))
-        most = -(-whole.sizes // (line * stride)) * line  # of each, rounded up to whole lines
-        copies = self._room.of(id(optimizer), int(most.sum()))
-        starts = copies.ctypes.data + 4 * (np.cumsum(most) - most)
-        return Walked(weights, whole, partial, copies, starts, np.empty_like(most), stride, self._turn)
 
     def after(self, optimizer: Optimizer, *, early: bool = False) -> None:
         """It stepped; what was copied is given back. If `early`, at `settle`: the weights are not written yet."""
@@ -145,19 +172,22 @@ class Movement:
             self._look(number)
         return bool(early)
 
-    @torch.no_grad()
     def _look(self, number: int) -> None:
         walked, held = self._walked.pop(number, None), self._held.pop(number, None)
         walk = None if walked is None else host.kernel()
         if walked is not None and walk is not None:
-            now = runs(walked.weights)  # a step may have put other memory in a weight's place
-            if now is None or now.shapes != walked.before.shapes:
+            whole = walked.plan.whole
+            now = runs(walked.weights, whole)  # a step may have put other memory in a weight's place
+            if now is None or (now is not whole and now.shapes != whole.shapes):
                 self._lost = True
             else:
                 self._moved = walked.sum(walk.moved, now).and_also(self._moved)
-        if held is None:
-            return
-        weights, before, stride, copies = held
+        if held is not None:
+            self._pass_again(*held)
+
+    @torch.no_grad()
+    def _pass_again(self, weights: list[Tensor], before: Parts, stride: int, copies: list[Tensor]) -> None:
+        """As `_look`, by passes of torch's."""
         parts = Parts(weights, in_parts=before.partial)
         alike = [_kind(x) for x in parts.here] == [_kind(x) for x in before.here]
         if not alike or any(map(_freed, parts.here)):
