@@ -35,6 +35,7 @@ class Recorder:
 
     def __init__(self, plan: Plan, writer: RunWriter) -> None:
         self._prefix, self._numbering = "", Numbering()
+        self._names: dict[str, str] = {}
         self.mine: Callable[[], bool] = lambda: True  # whether what the calling thread multiplies is of the training
         self._views = {(self._prefix, self._numbering): self}
         self.selection = Selection(plan.watch, plan.every)
@@ -58,11 +59,15 @@ class Recorder:
         if key not in self._views:
             self._views[key] = view = copy(self)
             view._prefix, view._numbering = key
+            view._names = {}
         return self._views[key]
 
     def name(self, module: str) -> str:
         """A module's name in the run."""
-        return named(self._prefix, self._numbering(module))
+        known = self._names.get(module)
+        if known is None:
+            known = self._names[module] = named(self._prefix, self._numbering(module))
+        return known
 
     def begin_step(self, step: int) -> bool:
         """Open a step; True if anything is looked at in it."""
@@ -148,6 +153,20 @@ class Recorder:
         if not self._records(module, role) or not self.collector.judge(module, role, x, rule, given):
             return False
         self._ask(module, role, x, seldom=False)
+        return True
+
+    def product(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
+        """`judge` and `unconverted` at once, of an operand [M, K] on a CPU that `selects` has let through.
+
+        False where it is to be quantized and shown.
+        """
+        module = self.name(module)
+        if self.dumper is not None and (self.dumper.selects(module, role) or not self._records(module, role)):
+            return False
+        if not self.collector.judge(module, role, x, rule):
+            return False
+        if self.what_if is not None:
+            self.what_if.operand(module, role, x)
         return True
 
     def unconverted(self, module: str, role: str, x: Tensor) -> None:

@@ -12,6 +12,7 @@ from narrowgauge.compute.kernels.reference import Reference
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter, open_run
+from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.sites.plain_sites import PlainSites
 
 PROGRAM = """
@@ -153,3 +154,41 @@ def test_losses_are_the_same_to_the_last_bit(warm_python, tmp_path):
     plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path)
     assert plain.stdout
     assert done.stdout == plain.stdout
+
+
+SETTINGS = '[watch]\nwhat_if = ["rowwise"]\nskip = ["2:weight"]\n'
+
+
+@pytest.mark.parametrize("what_if", [True, False])
+def test_the_short_way_of_plain_tensors_leaves_what_the_long_one_does(what_if, tmp_path, monkeypatch):
+    def train(folder):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 48), nn.Flatten(0, 1), nn.Linear(48, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = tmp_path / "narrowgauge.toml"
+        config.write_text(SETTINGS if what_if else "")
+        with ng.watch(model, out=folder, every=1, config=config):
+            for step in range(3):
+                for _ in range(2):
+                    x = torch.randn(5, 16, 64)
+                    x[0, 0, 0] = torch.inf if step == 2 else 1.0
+                    with torch.autocast("cpu", torch.bfloat16, enabled=step == 1):
+                        model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [open_run(path).tensors() for path in (folder, *sorted(folder.glob("what_if/*")))]
+
+    asked = []
+    product = Recorder.product
+    monkeypatch.setattr(Recorder, "product", lambda *args: asked.append(args[1:3]) or product(*args))
+    short = train(tmp_path / "short")
+    assert {role for _, role in asked} == {"input", "weight", "grad_output"}
+    monkeypatch.delattr(Recorder, "product")
+    long = train(tmp_path / "long")
+    assert len(short) == len(long) >= 1
+    for one, other in zip(short, long, strict=True):
+        assert sorted(set(one["site"])) == sorted(set(other["site"]))
+        assert ("2:weight" in set(one["site"])) != what_if
+        for name in one:
+            if name != "time":
+                assert repr(one[name].tolist()) == repr(other[name].tolist()), name

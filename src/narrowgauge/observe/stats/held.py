@@ -86,17 +86,18 @@ class Held:
 
     def judge(self, site: str, role: str, x: Tensor, rule: Operand) -> bool:
         """Count on the CPU what `rule` would make of x [M, K], not empty; False where it has to be made."""
-        if self._seen(site, role):
+        once = role == "weight"
+        if once and site in self._weights:
             return True
         if not host.ready():
             return False
-        M, K = x.shape
-        counted = host.judge(x, rule, *shares(M, K, self._turn), self._operands.room())
+        counted = host.judge(x, rule, *shares(x.shape[0], x.shape[1], self._turn), self._operands.room())
         if counted is None:  # not all of it is finite
             return False
         with self._lock:
             self._operands.add(site, (counted,))
-        self._see(site, role)
+        if once:
+            self._weights.add(site)
         return True
 
     def judge_there(self, site: str, role: str, x: Tensor, rule: Operand, given: Given | None) -> bool:

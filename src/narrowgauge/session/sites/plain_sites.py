@@ -266,8 +266,9 @@ class PlainSites:
 
     def _held_by(self, module: nn.Module, part: Part) -> Tensor | None:
         """Count a part's weight as seen; what it is between its uses."""
-        own = module._parameters
-        name = next((n for n in own if own[n] is part.w), None) if part.w is not None else None
+        own, name = module._parameters, None
+        if part.w is not None:
+            name = "weight" if own.get("weight") is part.w else next((n for n in own if own[n] is part.w), None)
         owner = None if part.w is None or name is not None else self._census.owner(part.w)
         if owner is not None:
             return self._census.saw(owner.module, owner.name)
@@ -276,8 +277,12 @@ class PlainSites:
 
     def _told(self) -> bool:
         """Whether a layer runs that tells of all that it multiplies."""
-        calls = self._calls()
-        return bool(calls) and any(call.layer.kind.whole for call in calls)
+        calls: list[Running] | None = getattr(self._running, "calls", None)
+        if calls:
+            for call in calls:  # a generator would take longer than all calls that there are
+                if call.layer.kind.whole:
+                    return True
+        return False
 
     def _heard(self, part: Part, known: bool) -> None:
         """A product outside of layers that tell of themselves."""

@@ -28,7 +28,8 @@ from narrowgauge.compute.recipes import Recipe
 from narrowgauge.session.sites.experts import quantize_experts
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn, rows
-from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, used_of
+from narrowgauge.session.sites.tensor_parallel import NONE
+from narrowgauge.session.tensors.sharded import PLAIN, Held, is_distributed, local_of, used_of
 
 
 class Showing:
@@ -103,12 +104,15 @@ class Showing:
         state = self._state(name, observer, self.recipe, some)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
-        held = Held(None) if x is None else local_of(x)
         own = part.own
-        if own is not None and part.by_cast is None and any(is_distributed(t) for t in (x, w, y)):
-            own = _spread
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         wanted = observer.wants(name)
+        if kept is None and own is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y):
+            self._use_here(state, wanted, learns, part)
+            return
+        held = Held(None) if x is None else local_of(x)
+        if own is not None and part.by_cast is None and any(is_distributed(t) for t in (x, w, y)):
+            own = _spread
         if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
             if x is not None:
                 show = partial(self._show, state, wanted, "input", part.x_rows, part.copies.of("input"))
@@ -129,6 +133,46 @@ class Showing:
                 self._bring(show, by_cast, own, dy)
 
             at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
+
+    def _use_here(self, state: LayerState, wanted: bool, learns: bool, part: Part) -> None:
+        """The same of plain tensors on the CPU, of which nobody has to be asked anything else: the shortest way."""
+        x, w, y = part.x, part.w, part.y
+        if not inside_backward() and (learns or self._training()):
+            if x is not None:
+                self._show_here(state, wanted, "input", part.x_rows, x)
+            seen = id(state.observer), state.name
+            if w is not None and seen not in self._weights:
+                self._weights.add(seen)
+                self._show_here(state, wanted, "weight", part.w_rows, w)
+        if y is not None and y.requires_grad:
+            made, turn = made_as(y), part.dy_rows
+            shape = None if made is y else y.shape
+
+            def arrived(dy: Tensor) -> None:
+                unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, dy, shape)
+
+            at_gradient(made, arrived)
+
+    def _show_here(
+        self,
+        state: LayerState,
+        wanted: bool,
+        role: OperandRole,
+        turn: Turn,
+        x: Tensor,
+        shape: torch.Size | None = None,
+    ) -> None:
+        try:
+            x = x if shape is None else x.reshape(shape)
+            if not wanted or not _is_matrix(x):
+                self._show(state, wanted, role, turn, None, local_of(x), None)
+                return
+            self.heard.add((id(state.observer), state.name, role))
+            if selects(state.observer, state.name, role):
+                x = x.detach() if x.requires_grad or type(x) is not Tensor else x
+                self._look(state, role, turn(x), None)
+        except Exception as error:
+            self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
@@ -195,7 +239,10 @@ class Showing:
         if isinstance(rule, str):
             self.say(rule)
             return
-        judge = getattr(state.observer, "judge", None) if x.dim() == 2 else None
+        product = getattr(state.observer, "product", None) if own is None and x.is_cpu and x.dim() == 2 else None
+        if product is not None and product(state.name, role, x, rule.operand):
+            return
+        judge = getattr(state.observer, "judge", None) if product is None and x.dim() == 2 else None
         if judge is not None and judge(state.name, role, x, rule.operand, rule.given):
             pass  # it was counted, and nothing had to be quantized for it
         elif x.numel():
@@ -209,6 +256,21 @@ class Showing:
         ask = getattr(state.observer, "unconverted", None) if own is None else None
         if ask is not None:
             ask(state.name, role, x)
+
+
+def _usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:
+    """Whether each of them, if it is there, is a plain tensor on the CPU."""
+    return (
+        (x is None or (type(x) in PLAIN and x.is_cpu))
+        and (w is None or (type(w) in PLAIN and w.is_cpu))
+        and (y is None or type(y) is Tensor)
+    )
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether it is plain numbers on the CPU, some, of a type that quantizers take."""
+    plain = type(x) in PLAIN and x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
+    return plain and x.numel() > 0
 
 
 @contextmanager
