@@ -39,13 +39,13 @@ def rows_of(x, q, first, every):
 def test_the_share_is_the_stated_one():
     assert shares(255, 4096, 5)[1] == (0, 1)  # fewer than 256 rows
     assert shares(512, 63, 5)[1] == (0, 1)  # fewer than 2^15 elements
-    assert shares(512, 64, 5)[1] == (1, 2)
-    assert shares(512, 512, 5)[1] == (2, 3)  # a prime
+    assert shares(512, 64, 5)[1] == (2, 3)
+    assert shares(512, 512, 5)[1] == (5, 7)  # a prime
     assert shares(1 << 16, 1024, 37)[1] == (6, 31)
-    assert shares(1 << 16, 1024, 37)[0] == (37, 16381)
+    assert shares(1 << 16, 1024, 37)[0] == (37, 32749)
     for M, K in ((256, 128), (300, 1000), (1024, 1024), (4096, 16), (100_000, 7)):
         taken = [range(*shares(M, K, turn)[1][:1], M, shares(M, K, turn)[1][1]) for turn in range(32)]
-        assert all(len(rows) >= 128 and len(rows) * K >= 1 << 14 for rows in taken)
+        assert all(len(rows) >= 64 and len(rows) * K >= 1 << 13 for rows in taken)
         assert {m for rows in taken for m in rows} == set(range(M))  # no row is left out for ever
 
 
@@ -56,7 +56,7 @@ def test_errors_are_those_of_the_stated_rows_and_all_else_is_exact(granularity, 
     whole = measure(x, q)
     for turn in (0, 3, 6):
         first, every = shares(*x.shape, turn)[1]
-        assert every == 3
+        assert every == 7
         found = finalize(moments(x, q, offset=turn)[None].numpy())
         shared = measure(*rows_of(x, q, first, every))
         for names, want in ((ERRORS, shared), (EVERY_ROW, whole)):
@@ -129,7 +129,7 @@ def test_how_sure_a_share_is(M, K):
     turns = range(shares(M, K, 0)[1][1])
     found = [finalize(moments(x, q, offset=turn)[None].numpy()) for turn in turns]
     off = np.array([row["sqnr_db"][0] - want["sqnr_db"] for row in found])
-    sure = 10 / math.log(10) * math.sqrt(4 / max(1 << 14, 128 * K))
+    sure = 10 / math.log(10) * math.sqrt(4 / max(1 << 13, 64 * K))
     assert np.abs(off).max() < 4 * sure
     for row in found:
         assert row["gain"][0] == pytest.approx(want["gain"], abs=1e-3)

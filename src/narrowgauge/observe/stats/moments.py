@@ -28,9 +28,10 @@ from narrowgauge.observe.stats.tally import Tally, tally
 
 CPU, ELSEWHERE = True, False
 RUN = {CPU: 1 << 19, ELSEWHERE: 1 << 24}  # elements looked at together; a GPU wants large launches
-SAMPLE = {CPU: 1 << 12, ELSEWHERE: 1 << 18}  # elements that histograms and higher moments come from, at least
+SAMPLE = {CPU: 1 << 11, ELSEWHERE: 1 << 18}  # elements that histograms and higher moments come from, at least
 # On the CPU errors and sums along columns come from at least so many elements, rows, and one of so many rows.
-COMPARED, COMPARED_ROWS, MOST = 1 << 14, 128, 32
+COMPARED, COMPARED_ROWS, MOST = 1 << 13, 64, 32
+LARGE, LARGE_ROWS = 1 << 15, 256  # of a tensor with fewer elements or rows, from all
 
 
 def moments(x: Tensor, q: QTensor, *, offset: int | None = None) -> Tensor:
@@ -82,9 +83,10 @@ def tallies_of(
 def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.Share, host.Share]:
     """First and stride of the rows that histograms are taken from, and of those that are compared with their codes.
 
-    They hold at least SAMPLE and COMPARED elements, the latter at least COMPARED_ROWS rows and one of MOST; elsewhere
-    than on the CPU all rows are compared. Which ones they are turns with `offset`. Strides are primes: heads
-    and positions repeat after powers of two, and a stride that such a number divides would meet but one of them.
+    They hold at least SAMPLE and COMPARED elements, the latter at least COMPARED_ROWS rows and one of MOST. Of what is
+    not LARGE, and elsewhere than on the CPU, all rows are compared. Which ones they are turns with `offset`. Strides
+    are primes: heads and positions repeat after powers of two, and a stride that such a number divides would meet but
+    one of them.
     """
     if offset is None:
         return (0, 1), (0, 1)
@@ -95,7 +97,8 @@ def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.S
 @lru_cache(1024)
 def _strides(M: int, K: int, cpu: bool) -> tuple[int, int]:
     sampled = last_prime(min(M, M * K // SAMPLE[cpu]))
-    compared = last_prime(min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if cpu else 1
+    large = cpu and M >= LARGE_ROWS and M * K >= LARGE
+    compared = last_prime(min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if large else 1
     return sampled, compared
 
 
