@@ -225,6 +225,17 @@ def test_it_states_its_own_cost(book):
     assert collector.seconds > first
 
 
+def test_the_end_of_a_step_counts_once(book, monkeypatch):
+    collector = Collector(book)
+    collector.begin_step(1)
+    show(collector, torch.randn(8, 8))
+    before, seconds = collector.seconds, []
+    monkeypatch.setattr(collector, "_spent", seconds.append)
+    collector.end_step()
+    assert len(seconds) == 2  # packing, and handing over
+    assert collector.seconds == before  # nothing by another way
+
+
 def test_a_failure_is_one_warning_one_event_and_never_an_exception(book, caplog):
     collector = Collector(book)
     with caplog.at_level(logging.WARNING):

@@ -205,8 +205,7 @@ class Collector:
         held_by, self._held = self._held, {}
         packed: list[Packed] = []
         for device, held in held_by.items():
-            with self._guarded(None):
-                packed += self._pack(device, held)
+            packed += self._pack(device, held)
         with self._guarded(None):
             if self.outlet is None or not self.outlet(self._step, packed):
                 self.keep(packed)
