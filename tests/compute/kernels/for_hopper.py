@@ -7,6 +7,7 @@ tensors on the CPU, and each launch is compiled, assembled by the `ptxas` that T
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from narrowgauge.compute.recipes import by_name
 M, K = 512, 768
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 CPU = torch.device("cpu")
-_COMPILED = {}  # by a hash of the binary: the kernel's name, its options, the binary
+_COMPILED = {}  # by a hash of the binary: the kernel's name, its warps, the binary, and what `fed` says
 
 
 class Unlaunched:
@@ -54,7 +55,7 @@ def only_compile():
     def compiled(self, *args, grid, warmup, **kwargs):
         found = run(self, *args, grid=grid, warmup=True, **kwargs)
         binary = found.asm["cubin"]
-        _COMPILED[hash(binary)] = self.fn.__name__, found.metadata.num_warps, binary
+        _COMPILED[hash(binary)] = self.fn.__name__, found.metadata.num_warps, binary, fed(found.asm["ttgir"])
         return Unlaunched()
 
     JITFunction.run = compiled
@@ -113,6 +114,28 @@ def histories():
     roll.roll(torch.ones(S, H), torch.ones(S), torch.ones(S), torch.ones(S), SimpleNamespace(**numbers, **whole), 3)
 
 
+def fed(text):
+    """How what the tensor cores are fed lies: per layout, whether nothing is there twice, and a thread's numbers of it.
+
+    One layout, for what they gather must stay where it is until it is read.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = #ttg.blocked<(.*)>$", text, re.M))
+    found = {}
+    for line in text.splitlines():
+        if "elementwise_inline_asm" in line and ("mma.sync" in line or "%laneid" in line):
+            for shape, name in re.findall(r"tensor<([\dx]+)x[if]\d+, (#\w+)>", line):
+                sizes = [int(size) for size in shape.split("x")]
+                parts = [
+                    json.loads(part)
+                    for part in re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = (\[.*?\])", layouts[name])
+                ]
+                tile = [math.prod(of) for of in zip(*parts, strict=True)]
+                threads = math.prod(parts[1]) * math.prod(parts[2])
+                once = all(size % part == 0 for size, part in zip(sizes, tile, strict=True))
+                found[shape, layouts[name]] = once, math.prod(sizes) // threads
+    return list(found.values())
+
+
 def resources(binary):
     """Registers, bytes of stack and of shared memory of a program."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -133,8 +156,8 @@ def main():
         casts(torch.float16, RECIPES)
     producers()
     histories()
-    for name, warps, binary in _COMPILED.values():
-        print(json.dumps({"kernel": name, "warps": warps, **resources(binary)}))
+    for name, warps, binary, lies in _COMPILED.values():
+        print(json.dumps({"kernel": name, "warps": warps, "fed": lies, **resources(binary)}))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ import pytest
 import narrowgauge
 
 pytest.importorskip("triton")
+
+from narrowgauge.compute.kernels.fused.watched.tensor_cores import EACH
+
 FUSED = Path(narrowgauge.__file__).parent / "compute" / "kernels" / "fused"
 ROOT = FUSED.parents[4]
 FOLDERS = (FUSED, ROOT / "benchmarks" / "producers")
@@ -32,7 +35,9 @@ def test_all_kernels_compile_and_keep_their_numbers_in_registers(tmp_path):
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {row["kernel"] for row in found} == launched() != set()
+    assert {row["kernel"] for row in found if row["fed"]} >= {"_watched", "_watched_blocks", "_watched_rows"}
     for row in found:
+        assert row["fed"] in ([], [[True, EACH.value]]), row
         assert row["stack"] <= 192, row  # bytes: some numbers of the few programs that look at errors
         assert row["registers"] * row["warps"] * 32 <= 65536, row
         assert row["shared"] <= 48 << 10, row

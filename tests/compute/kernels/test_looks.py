@@ -74,6 +74,8 @@ def every_row(monkeypatch):
     """All of a tensor is sampled, and small ones are walked over as large ones are."""
     monkeypatch.setattr(plan, "SAMPLE", 1 << 30)
     monkeypatch.setattr(looks, "WALKS", {key: replace(walk, enough=0) for key, walk in looks.WALKS.items()})
+    plain = {key: replace(walk, enough=0) for key, walk in looks.PLAIN_WALKS.items() if walk != plan.LINES}
+    monkeypatch.setattr(looks, "PLAIN_WALKS", looks.PLAIN_WALKS | plain)
     plan.Plan.of.cache_clear()
     yield
     plan.Plan.of.cache_clear()
@@ -236,6 +238,32 @@ def test_scales_that_have_nothing_in_common(first, kind):
     for dtype in (torch.float32, torch.bfloat16) if GPU else (torch.bfloat16,):
         packed, codes, _ = look_at_grains(x.to(dtype), kind)
         assert_packed(packed, moments(x.to(dtype), codes), skip=COMPARED)
+
+
+@pytest.mark.parametrize("first", ["zero", "NaN", "columns"])
+@pytest.mark.parametrize(("kind", "shape"), [("whole rows", (6, 2100)), ("rows", (140, 130)), ("squares", (260, 34))])
+def test_errors_are_summed_whatever_the_first_rows_are(first, kind, shape):
+    """A scale that nothing is under, or that is not finite, is no unit for the sums of all others; nor are zeros."""
+    x = 1e4 * torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    if first == "zero":
+        x[: 128 if kind == "squares" else 1] = 0
+    elif first == "columns":
+        x[:, :128] = 0
+    else:
+        x[0, 1] = math.nan
+    x = x.bfloat16()
+    packed, codes, _ = look_at_grains(x, kind)
+    assert_packed(packed, moments(x, codes))
+
+
+@pytest.mark.parametrize("mean", [0.5, 1.0, 2.0, 3.0, 5.0])
+def test_the_spread_of_numbers_that_are_not_around_zero(mean):
+    """Tensor cores round towards zero, which shows where squares far exceed the variance; from 4 on, float64 counts."""
+    x = mean + torch.randn(512, 132, generator=torch.Generator().manual_seed(5))
+    x = x.to(DEVICE).bfloat16()
+    packed, (codes, _, scale), _ = look_at(x, RULES[0])
+    want = moments(x, QTensor(codes, scale, E4M3FN, PerTensor()))
+    assert float(packed[MOMENTS["m2"]]) == pytest.approx(float(want[MOMENTS["m2"]]), rel=5e-5 if GPU else 1e-5)
 
 
 @pytest.mark.parametrize("kind", GRAINS)

@@ -51,19 +51,22 @@ def common_inverse(
     ptr, x_ptr, M, K, W, stride_m, stride_w, GRAIN: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     KIND: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """An inv_scale by the largest of the first ROWS rows' amaxes, the same in all programs, whose sums can so be added.
+    """An inv_scale by the largest amax of ROWS rows that lie all over the tensor; 1 if these are zeros or not finite.
+
+    It is the same in all programs, whose sums can so be added.
 
     Args:
-        ptr: for LINES, the bits of the rows' amaxes. TILES take a look at the tensor's first WORDS words.
+        ptr: for LINES, the bits of the amaxes of M rows, or of whatever has some. Else rows' first WORDS words tell.
     """
-    m = tl.arange(0, ROWS)
-    if GRAIN == TILES:
+    m = tl.arange(0, ROWS) * tl.maximum(M // ROWS, 1)
+    if GRAIN == LINES:
+        bits = tl.load(ptr + m, mask=m < M, other=0)
+    else:
         a, b = load(x_ptr, m.to(tl.int64), tl.arange(0, WORDS).to(tl.int64), M, K, W, stride_m, stride_w, KIND)
         bits = row_amaxes(a, b, KIND, INTERPRET)
-    else:
-        bits = tl.load(ptr + m, mask=m < M, other=0)
     largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 0)
-    return inv_scale_of(largest.to(tl.float32, bitcast=True), GOAL, POW2, FLOOR)
+    inverse = inv_scale_of(largest.to(tl.float32, bitcast=True), GOAL, POW2, FLOOR)
+    return tl.where(largest > 0, inverse, 1.0)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ SCALED, SCALE_N, SCALE_SUM, SCALE_SQUARES, SCALE_MIN, SCALE_MAX = (Constant(i) f
 FIELDS = 15
 MARGIN = Constant(1 + 2.0**-20)  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
 LARGEST = Constant(3.4028234663852886e38)
-CANCELS = Constant(64.0)  # mean^2 / variance above which float32 sums of squares are not good enough
+CANCELS = Constant(16.0)  # mean^2 / variance above which float32 sums of squares are not good enough
 FAINT = Constant(1e-30)  # a mean square below which squares may have been lost
 
 

@@ -30,9 +30,9 @@ LARGE, HIGH = 1 << 22, 1024  # elements and rows from which on a share is enough
 RUN = 8  # words summed by one thread before anything else
 HOLD, TOGETHER = 1024, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
 FEW_ROWS = 4  # whole rows that a program compares, or as many as it holds
-UNIT_ROWS = Constant(128)  # whose largest number is the unit of sums under a scale per row
+UNIT_ROWS, UNIT_WORDS = Constant(128), Constant(64)  # whose largest number is the unit of sums under many scales
 RECOUNTED = 16  # rows looked at together where something is rare
-REGISTERS = 128  # of a thread: four programs to a multiprocessor; what is not 16 bits wide needs more
+REGISTERS = 128  # of a thread: sixteen warps to a multiprocessor; what is not 16 bits wide needs more
 # Arguments whose values are no reason to compile again.
 LATE = ["samples", "errors", "lines", "segments", "first", "stride", "sampled", "share", "phase"]
 SAMPLE = 1 << 16  # elements that histograms and kurtosis come from, about

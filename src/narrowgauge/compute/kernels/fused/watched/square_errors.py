@@ -15,12 +15,12 @@ from torch import Tensor
 from narrowgauge.compute.kernels.fused.launch import Launch
 from narrowgauge.compute.kernels.fused.room import facts
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
-from narrowgauge.compute.kernels.fused.tile import registers, words
+from narrowgauge.compute.kernels.fused.tile import SIDE, registers, words
 from narrowgauge.compute.kernels.fused.watched.errors import look_at_errors
-from narrowgauge.compute.kernels.fused.watched.grains import SQUARES, scales_of
+from narrowgauge.compute.kernels.fused.watched.grains import LINES, SQUARES, common_inverse
 from narrowgauge.compute.kernels.fused.watched.looks import Look
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
-from narrowgauge.compute.kernels.fused.watched.plan import LATE, RECOUNTED, REGISTERS, RUN, SEGMENT, Plan
+from narrowgauge.compute.kernels.fused.watched.plan import LATE, RECOUNTED, REGISTERS, RUN, SEGMENT, UNIT_ROWS, Plan
 from narrowgauge.compute.recipes import Operand
 
 
@@ -30,11 +30,14 @@ def _watched_errors(
     samples, errors, lines, segments, first, stride, sampled, share, phase,
     GRAIN: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, GOAL: tl.constexpr,
     POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr, WORDS: tl.constexpr, TAKE: tl.constexpr,
-    C: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr,
+    C: tl.constexpr, RUN: tl.constexpr, SIDE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     band, segment = at // segments, at % segments
-    inv_unit = scales_of(tl.load(bits_ptr), GOAL, POW2, FLOOR)[1]
+    squares = tl.cdiv(M, SIDE) * segments
+    inv_unit = common_inverse(
+        bits_ptr, x_ptr, squares, K, W, stride_m, stride_w, LINES, UNIT_ROWS, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
+    )
     look_at_errors(
         room_ptr + FIELDS * programs + at, errors, rows_ptr + segment * 2 * lines, columns_ptr + band * 2 * K, lines,
         x_ptr, M, K, W, stride_m, stride_w, band * TAKE, segment * WORDS, share, phase, inv_unit,
@@ -56,7 +59,7 @@ class SquareErrors:
         W, stride_m, stride_w, kind = words(x_MK)
         constants = (
             SQUARES.value, kind, *facts(rule.fmt, rule.scaling, rule.margin), INTERPRETED, SEGMENT // 2,
-            plan.error_lines, RECOUNTED, RUN, FIELDS,
+            plan.error_lines, RECOUNTED, RUN, SIDE, FIELDS,
         )  # fmt: skip
         self._launch = Launch(
             _watched_errors, plan.errors, (*x_MK.shape, W, stride_m, stride_w), constants, num_warps=4,

@@ -2,7 +2,7 @@
 
     s = sum x, q = sum x^2       float32, in an order that the registers give
     u = bits(|x|) - 1            as an unsigned integer: it has no sign, and a zero is the largest
-    amin = least u, plus 1       flushed: u < bits(the largest number whose code is zero)
+    amin = least u, plus 1       flushed: u < bits(the largest number whose code is zero), or u <= bits - 1
 
 Numbers of 16 bits are added up by the [tensor cores](tensor_cores.py), where a thread must have EACH words of a tile. A
 zero's u is a NaN, if it is taken for a number: it is never below a limit.
@@ -41,7 +41,10 @@ def in_runs(a_RT, W: tl.constexpr):
 
 @triton.jit
 def packed_limit(limit, KIND: tl.constexpr, INTERPRET: tl.constexpr):
-    """Bits of the largest |x| that is flushed as `add_own` wants them: as u; of 16-bit numbers in both halves."""
+    """Bits of the largest |x| that is flushed as `add_own` wants them.
+
+    u of a number that is flushed is below them, or, as a 16-bit number, at most one less, in both halves of a word.
+    """
     if KIND < BF16 or INTERPRET:
         return limit.to(tl.uint32)
     elif KIND == BF16:

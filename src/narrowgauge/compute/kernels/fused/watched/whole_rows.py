@@ -34,7 +34,16 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
     flush_limit_of,
     recount,
 )
-from narrowgauge.compute.kernels.fused.watched.plan import HOLD, LATE, RECOUNTED, REGISTERS, RUN, SEGMENT, Plan
+from narrowgauge.compute.kernels.fused.watched.plan import (
+    HOLD,
+    LATE,
+    RECOUNTED,
+    REGISTERS,
+    RUN,
+    SEGMENT,
+    UNIT_WORDS,
+    Plan,
+)
 from narrowgauge.compute.kernels.fused.watched.sampling import COUNTS, GROUP, SAMPLE_ROWS, look_at_sample
 from narrowgauge.compute.kernels.fused.watched.sums import add_own, nothing_yet, packed_limit
 from narrowgauge.compute.recipes import Operand
@@ -62,8 +71,9 @@ def _watched_whole_rows(
         at = pid - samples
         band, half = at // segments, at % segments  # of the columns, for the sums of whole rows want too many registers
         inv_unit = common_inverse(
-            None, x_ptr, M, K, W, stride_m, stride_w, TILES, ROWS, WORDS, KIND, GOAL, POW2, FLOOR, INTERPRET
-        )
+            None, x_ptr, M, K, W, stride_m, stride_w, TILES, 16, UNIT_WORDS if WORDS > UNIT_WORDS else WORDS, KIND,
+            GOAL, POW2, FLOOR, INTERPRET,
+        )  # fmt: skip
         look_at_errors(
             room_ptr + FIELDS * P + at, errors, rows_ptr + half * 2 * lines, columns_ptr + band * 2 * K, lines, x_ptr,
             M, K, W, stride_m, stride_w, band * TAKE, half * (WORDS // 2), share, phase, inv_unit,
