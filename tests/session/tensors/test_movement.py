@@ -84,7 +84,9 @@ def test_small_models_find_their_room_again():
     assert room.of(3, SMALL + 1) is not room.of(3, SMALL + 1)
     for number in range(4, 4 + MOST):
         room.of(number, 35)
-    assert room.of(1, 35) is not first  # optimizers come and go
+    last = room.of(number, 35)
+    assert room.of(1, 35) is not first  # optimizers come and go, the oldest first
+    assert room.of(number, 35) is last
 
 
 def test_room_that_was_used_before_changes_no_number():
@@ -99,15 +101,15 @@ def test_room_that_was_used_before_changes_no_number():
 def test_a_plan_is_kept_until_weights_are_elsewhere_and_holds_none():
     room, optimizer = Room(), made()
     (weights,) = (group["params"] for group in optimizer.param_groups)
-    first = room.plan(1, weights, 1 << 17, 16)
-    assert room.plan(1, weights, 1 << 17, 16) is first
-    assert room.plan(1, weights, 1000, 16).stride == 5  # 3084 elements
+    first = room.plan(1, weights, 1 << 17, 16, 8)
+    assert room.plan(1, weights, 1 << 17, 16, 8) is first
+    assert room.plan(1, weights, 1000, 16, 8).stride == 5  # 3084 elements
     elsewhere = weights[1].data = weights[1].data.clone()
-    other = room.plan(1, weights, 1 << 17, 16)
+    other = room.plan(1, weights, 1 << 17, 16, 8)
     assert other is not first
     assert other.whole.numbers[1] == elsewhere.data_ptr()
     weights[2].data = weights[2].data.view(7)
-    assert room.plan(1, weights, 1 << 17, 16).whole.shapes[2] == (7,)
+    assert room.plan(1, weights, 1 << 17, 16, 8).whole.shapes[2] == (7,)
     kept = weakref.ref(weights[0])
     del optimizer, weights
     assert kept() is None
@@ -140,6 +142,7 @@ def test_of_more_weights_every_kth_line_of_memory_tells_the_update(turn):
     for w, old in zip(weights, before, strict=True):
         lines = torch.arange(w.numel()) // line
         taken = lines % k == turn % min(k, int(lines[-1]) + 1)
+        taken |= int(lines[-1]) < 8  # of few lines, all
         square += float((w.detach().double() - old)[taken].square().mean()) * w.numel()
         seen += int(taken.sum())
     norm = float(torch.cat(before).norm())
@@ -147,6 +150,39 @@ def test_of_more_weights_every_kth_line_of_memory_tells_the_update(turn):
     assert found["param_norm"] == pytest.approx(norm, rel=1e-12)
     assert found["update_ratio"] == pytest.approx(square**0.5 / norm, rel=1e-12)
     assert movement.share == seen / sum(sizes)
+
+
+def ratio(weights, gradients, turn=0):
+    """The update's, as told, by what it is; of a gradient step."""
+    before = torch.cat([w.detach().double().flatten() for w in weights]).norm()
+    for w, gradient in zip(weights, gradients, strict=True):
+        w.grad = gradient
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    movement = Movement(turn=turn)
+    movement.before(optimizer)
+    optimizer.step()
+    movement.after(optimizer)
+    assert movement.share < 1
+    update = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+    return float(movement.scalars()["update_ratio"]) / float(update / before)
+
+
+@pytest.mark.parametrize("width", [1024, 768])
+def test_blocks_of_columns_that_move_are_not_missed_or_met_alone(width):
+    """A distance that divides a row's lines would meet the same columns in every row."""
+    weight = nn.Parameter(torch.randn(3 * WALKED // width // 2, width, generator=torch.Generator().manual_seed(0)))
+    gradient = torch.zeros_like(weight)
+    gradient.view(len(weight), -1, 16)[:, ::2] = 0.01
+    for turn in (0, 1):
+        assert ratio([weight], [gradient], turn) == pytest.approx(1, rel=0.02)
+
+
+def test_a_short_line_does_not_stand_for_a_whole_tensor():
+    frozen, bias = nn.Parameter(torch.ones(2 * WALKED)), nn.Parameter(torch.ones(17))
+    gradient = torch.zeros(17)
+    gradient[16] = 1
+    for turn in range(3):
+        assert ratio([frozen, bias], [torch.zeros(2 * WALKED), gradient], turn) == pytest.approx(1, rel=1e-6)
 
 
 def test_a_share_of_large_weights_tells_an_update_with_outliers_to_a_percent():

@@ -39,6 +39,7 @@ from narrowgauge.observe.stats.host_bits import (
     together,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_digest import digest as digest
+from narrowgauge.observe.stats.host_moved import FEW as FEW
 from narrowgauge.observe.stats.host_moved import LINE as LINE
 from narrowgauge.observe.stats.host_moved import copied as copied
 from narrowgauge.observe.stats.host_moved import moved as moved

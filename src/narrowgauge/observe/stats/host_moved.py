@@ -4,7 +4,8 @@
     moved     after     sum over tensors  (elements / copied) sum over the copied (x - copy)^2
 
 A line is what memory gives at once: of every k-th element all lines would be read. Where the first one is turns with
-the recorded steps. Copies lie one behind the other, a short last line of a tensor included.
+the recorded steps. Copies lie one behind the other, a short last line of a tensor included; tensors of FEW lines are
+copied whole, for there a short line would stand for too much.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from narrowgauge.observe.stats.host_bits import Array, Number, compiled, pointer
 
 LINE = 16  # elements
 BYTES = 4  # of one
+FEW = 8  # lines
 ROOM = 128 * LINE  # elements that are gathered before they are compared
 
 
@@ -61,11 +63,13 @@ def _gather(x_at: Number, size: int, first: int, count: int, stride: int, to: Nu
 
 
 @compiled
-def _lines(size: int, stride: int, turn: int) -> tuple[int, int]:
-    """The first line that is copied of a run, and how many are."""
+def _lines(size: int, stride: int, turn: int) -> tuple[int, int, int]:
+    """The first line that is copied of a run, how many are, and their distance."""
     lines = -(-size // LINE)
+    if lines <= FEW:
+        return 0, lines, 1
     first = turn % min(stride, lines)
-    return first, -(-(lines - first) // stride)
+    return first, -(-(lines - first) // stride), stride
 
 
 @compiled
@@ -77,8 +81,8 @@ def copied(x_ats: Array, copy_ats: Array, sizes: Array, held: Array, stride: int
         for j in range(sizes[i]):
             total += np.float64(x[j]) * np.float64(x[j])
         squares += total
-        first, count = _lines(sizes[i], stride, turn)
-        held[i] = _gather(x_ats[i], sizes[i], first, count, stride, copy_ats[i])
+        first, count, distance = _lines(sizes[i], stride, turn)
+        held[i] = _gather(x_ats[i], sizes[i], first, count, distance, copy_ats[i])
     return squares
 
 
@@ -87,11 +91,11 @@ def moved(x_ats: Array, copy_ats: Array, sizes: Array, held: Array, stride: int,
     """The sum of squares of the differences between runs and what was copied of them, scaled up to all of each."""
     squares, room = 0.0, np.empty(ROOM, np.float32)
     for i in range(sizes.size):
-        first, count = _lines(sizes[i], stride, turn)
+        first, count, distance = _lines(sizes[i], stride, turn)
         total = 0.0
         for done in range(0, count, ROOM // LINE):
             some = min(ROOM // LINE, count - done)
-            size = _gather(x_ats[i], sizes[i], first + done * stride, some, stride, room.ctypes.data)
+            size = _gather(x_ats[i], sizes[i], first + done * distance, some, distance, room.ctypes.data)
             copy = _run(copy_ats[i] + BYTES * LINE * done, size)
             for j in range(size):
                 by = np.float64(room[j]) - np.float64(copy[j])

@@ -35,7 +35,7 @@ from narrowgauge.session.tensors.shares import group_of
 BUDGET = 1 << 24  # elements: 64 MiB in float32
 WALKED = 1 << 17  # the same where a walk copies: half a MiB, which a cache has room for beside what is the program's
 SMALL = 1 << 20  # 4 MiB
-MOST = 4  # optimizers with small models
+MOST = 16  # optimizers with small models
 
 Array32 = npt.NDArray[np.float32]
 
@@ -69,12 +69,13 @@ class Room:
         made = np.empty(elements, np.float32)
         if elements <= SMALL:
             if len(self._kept) >= MOST:
-                self._kept.clear()
-                self._plans.clear()
+                oldest = next(iter(self._kept))
+                del self._kept[oldest]
+                self._plans.pop(oldest, None)
             self._kept[number] = made
         return made
 
-    def plan(self, number: int, weights: list[Tensor], budget: int, line: int) -> Plan | None:
+    def plan(self, number: int, weights: list[Tensor], budget: int, line: int, few: int) -> Plan | None:
         """How weights are copied that are nothing but memory, else None; the last plan, if these are where they were.
 
         To make one takes longer than to copy a small model.
@@ -84,14 +85,28 @@ class Room:
         if whole is None:
             return None
         if known is None or whole is not known.whole or budget != known.budget:
-            stride = next_prime(math.ceil(whole.elements / budget))
-            most = -(-whole.sizes // (line * stride)) * line  # of each, rounded up to whole lines
+            stride = _stride(whole, budget, line)
+            lines = -(-whole.sizes // line)
+            most = np.where(lines <= few, lines, -(-lines // stride)) * line  # of each, rounded up to whole lines
             copies = self.of(number, int(most.sum()))
             starts = copies.ctypes.data + 4 * (np.cumsum(most) - most)
             known = Plan(whole, budget, copies, starts, np.empty_like(most), stride)
             if self._kept.get(number) is copies:
                 self._plans[number] = known
         return known
+
+
+def _stride(whole: Runs, budget: int, line: int) -> int:
+    """The distance of the lines that are copied: the first prime that leaves no more than `budget` elements.
+
+    But none that divides the lines of a row, or of a column of rows would be copied again and again.
+    """
+    inner = {n for shape in whole.shapes if len(shape) > 1 for n in (shape[-1], math.prod(shape[1:]))}
+    lines = [n // line for n in inner if n and n % line == 0]
+    stride = next_prime(math.ceil(whole.elements / budget))
+    while stride > 1 and any(n % stride == 0 for n in lines):
+        stride = next_prime(stride + 1)
+    return stride
 
 
 class Walked(NamedTuple):
@@ -135,7 +150,7 @@ class Movement:
         alone = host.ready() and not any(map(group_of, weights))  # else some count once for several ranks
         walk = host.kernel() if alone else None
         number, budget = id(optimizer), min(self._budget, WALKED)
-        plan = None if walk is None else self._room.plan(number, weights, budget, walk.LINE)
+        plan = None if walk is None else self._room.plan(number, weights, budget, walk.LINE, walk.FEW)
         if walk is not None and plan is not None:
             held = Walked(weights, plan, self._turn, in_parts or any(map(cut_by_fsdp, weights)))
             self._weights = held.sum(walk.copied, plan.whole).and_also(self._weights)
