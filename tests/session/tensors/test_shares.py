@@ -51,14 +51,27 @@ def whole(rank_total):
 )
 def test_each_counts_as_often_as_it_is_there(parameters, square):
     assert whole(Parts(parameters).squares()) == pytest.approx(square)
-    one_by_one = [Parts([p]).squares() for p in parameters if not shares.is_experts(p)]
-    if len(one_by_one) == len(parameters):  # as in optimizers of their own
-        assert whole(one_by_one[0].and_also(one_by_one[1])) == pytest.approx(square)
-        assert whole(one_by_one[1].and_also(one_by_one[0])) == pytest.approx(square)
+    one_by_one = [Parts([p]).squares() for p in parameters]  # as in optimizers of their own
+    assert whole(one_by_one[0].and_also(one_by_one[1])) == pytest.approx(square)
+    assert whole(one_by_one[1].and_also(one_by_one[0])) == pytest.approx(square)
 
 
-def test_weights_and_their_update_over_optimizers_of_their_own():
-    optimizers = [torch.optim.SGD([p], lr=0.5) for p in (cut(), weight())]
+@pytest.mark.parametrize("mark", [{"in_parts": True}, {}])
+def test_parts_of_which_nobody_says_whose_the_others_are_count_as_they_are(mark):
+    """ZeRO's and FSDP1's flat parameters, next to what Megatron-Core has cut."""
+    flat = torch.ones(8)
+    if not mark:
+        flat._fsdp_flattened = True
+    found, beside = Parts([flat], **mark).squares(), Parts([cut()]).squares()
+    for both in (found.and_also(beside), beside.and_also(found)):
+        assert (both.total.item(), both.partial, both.ranks) == (pytest.approx(16.0), True, 2)
+    if not mark:
+        assert Parts([flat, cut()]).squares().total.item() == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize(("other", "square"), [(weight, 16 + 8), (lambda: weight(allreduce=False), 16 + 16)])
+def test_weights_and_their_update_over_optimizers_of_their_own(other, square):
+    optimizers = [torch.optim.SGD([p], lr=0.5) for p in (cut(), other())]
     seen = Movement()
     for optimizer in optimizers:
         seen.before(optimizer)
@@ -67,8 +80,8 @@ def test_weights_and_their_update_over_optimizers_of_their_own():
         optimizer.step()
         seen.after(optimizer)
     found = seen.scalars()
-    assert 2 * found["param_square_local"].item() == pytest.approx(16 + 8)
-    assert 2 * found["update_square_local"].item() == pytest.approx((16 + 8) / 4)
+    assert 2 * found["param_square_local"].item() == pytest.approx(square)
+    assert 2 * found["update_square_local"].item() == pytest.approx(square / 4)
     trained = Trained()
     for optimizer in optimizers:
         trained.add(optimizer, optimizer.param_groups[0]["params"])

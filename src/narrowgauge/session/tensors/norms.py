@@ -30,7 +30,8 @@ class Squares(NamedTuple):
     Args:
         total: of what is here, [] float64.
         partial: whether other ranks hold more.
-        ranks: over how many ranks their totals are to be added up for the whole; 1 if all is here, or nobody says.
+        ranks: over how many ranks their totals are to be added up for the whole; 1 if all is here, or, of what is
+            partial, if nobody says.
     """
 
     total: Tensor
@@ -46,7 +47,8 @@ class Squares(NamedTuple):
         return Squares(total, self.partial or other.partial, ranks)
 
     def _over(self, ranks: int) -> Tensor:
-        return self.total if self.ranks == ranks else self.total * (self.ranks / ranks)
+        alone = self.partial and self.ranks == 1  # nobody else has this, on however many ranks the rest lies
+        return self.total if alone or self.ranks == ranks else self.total * (self.ranks / ranks)
 
 
 class Parts:
@@ -69,7 +71,8 @@ class Parts:
         sizes = [mesh_size(x) if is_distributed(x) else len(group_of(owner)) or 1 for x, owner in owned]
         self.ranks = max(sizes, default=1)
         for (x, owner), size in zip(owned, sizes, strict=True):
-            mesh = self.ranks if is_experts(owner) else size
+            alone = in_parts or is_experts(owner) or cut_by_fsdp(owner)
+            mesh = self.ranks if alone else size
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue

@@ -1,7 +1,7 @@
 """Parameters that Megatron-Core has cut, a share for each rank of a group; it marks them, and all others are copies.
 
     p.tensor_model_parallel     True: this rank's share, of the group's; else the same on all of its ranks
-    p.allreduce                 False: an expert's, of which each rank has its own
+    p.allreduce                 False: an expert's, of which each rank of the group has its own, cut or whole
 
 Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_parallel_duplicate`), `parallel_state.py`.
 """
@@ -18,9 +18,9 @@ PLACE = "megatron.core.parallel_state"
 
 
 def group_of(p: Tensor) -> list[int]:
-    """The ranks that have a share of `p` each; none if it is not cut so, or nobody says over which."""
+    """The ranks that have each its own part of `p`; none if all have the same, or nobody says which they are."""
     state = sys.modules.get(PLACE)
-    if state is None or not getattr(p, "tensor_model_parallel", False) or not getattr(p, "allreduce", True):
+    if state is None or not (getattr(p, "tensor_model_parallel", False) or is_experts(p)):
         return []
     ask = getattr(state, "get_tensor_model_parallel_group", None)
     try:
