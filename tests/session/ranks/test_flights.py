@@ -36,6 +36,12 @@ def numel(folder, rank=0):
     return [(step, numel) for step, whose, numel in rows if whose == rank]
 
 
+def tokens(folder):
+    """Of each rank, by step."""
+    tables = [open_run(folder / "run").scalars("tokens", rank=rank) for rank in range(2)]
+    return [dict(zip(table["step"].tolist(), table["tokens"].tolist(), strict=True)) for table in tables]
+
+
 def trained(tmp_path, steps=STEPS):
     program = made(tmp_path)
     began = time.monotonic()
@@ -101,6 +107,31 @@ def test_rows_of_a_gather_that_cannot_be_launched_are_this_ranks_own(tmp_path, m
     for rank in range(2):
         assert numel(tmp_path, rank) == [(step, 256.0) for step in range(1, STEPS + 2)]
     assert [each.ranks.facts()["ranks"]["apart_steps"] for each in program] == [STEPS + 1] * 2
+
+
+@pytest.mark.parametrize("whose", [(0, 1), (1,)])
+def test_scalars_of_a_gather_that_cannot_be_launched_are_in_a_row(tmp_path, meet, monkeypatch, whose):
+    meet.set()
+    program, gather = made(tmp_path), group.Group.gather
+    train(program, STEPS, lambda rank, step: {"a:input": batch(rank, step)})
+    failing = lambda self, table: 1 / 0 if self._rank in whose else gather(self, table)  # noqa: E731
+    monkeypatch.setattr(group.Group, "gather", failing)
+    train(program, 3, lambda rank, step: {"a:input": batch(rank, step)})
+    finished(program, tmp_path)
+    mine, others = tokens(tmp_path)
+    for step in range(1, STEPS + 4):  # in two, if one rank saw a gather end and the other did not
+        assert mine[step] == 20.0 or (mine[step], others.get(step)) == (10.0, 10.0), step
+
+
+def test_scalars_of_gathers_that_never_end_are_their_ranks_own(tmp_path, meet, monkeypatch):
+    meet.set()
+    monkeypatch.setattr(group.Gather, "done", lambda self: False)
+    program = trained(tmp_path)
+    finished(program, tmp_path)
+    assert all(each.ranks.facts()["ranks"]["merged_steps"] == 0 for each in program)
+    mine, others = tokens(tmp_path)
+    for step in range(1, STEPS + 1):
+        assert mine[step] == 20.0 or (mine[step], others.get(step)) == (10.0, 10.0), step
 
 
 def test_gathers_that_wait_are_not_joined_once_a_rank_has_given_up(tmp_path, meet, monkeypatch):

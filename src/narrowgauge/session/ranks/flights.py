@@ -23,6 +23,7 @@ from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.last_words import POLL
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.open_step import OpenStep
+from narrowgauge.session.ranks.scalars import Rows, Waiting, rows_of
 
 WAITING_BYTES = 256 << 20  # of tables; with more, meeting is waited for on a CPU as well
 
@@ -36,11 +37,12 @@ class Agreed(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step, and what came of its table; the layouts of all ranks' tables are known to rank 0."""
+    """A step, what came of its table, and the scalars in it; the layouts of all ranks' tables are known to rank 0."""
 
     mine: OpenStep
     gather: Gather
     layouts: Sequence[Layout]
+    scalars: Rows
 
 
 class Flights:
@@ -50,7 +52,7 @@ class Flights:
         group: of all ranks.
         landing: receives what a gather brought; None on all ranks but 0.
         account: is told the time that a step took, where nothing lands.
-        scalars: those [rows, columns] that ride with a step.
+        waiting: rows of scalars, of which the oldest ride with a step.
         given_up: whether any rank joins no further gather.
 
     Attributes:
@@ -62,16 +64,17 @@ class Flights:
         group: Group,
         landing: Landing | None,
         account: Callable[[Marks], None],
-        scalars: Callable[[OpenStep], torch.Tensor],
+        waiting: Waiting,
         given_up: Callable[[], bool],
     ) -> None:
         self.group = group
         self.merged = 0
         self._landing, self._account = landing, account
-        self._scalars, self._given_up = scalars, given_up
+        self._waiting, self._given_up = waiting, given_up
         self._agreed: deque[Agreed] = deque()
         self._flying: deque[Flight] = deque()
         self._lost = ""  # why those that are under way will not end
+        self._aborted = False
 
     def __bool__(self) -> bool:
         """Whether there is any that is not done."""
@@ -92,9 +95,18 @@ class Flights:
             if self._given_up():
                 raise RuntimeError("another rank has given up merging")
             mine, size, layouts = self._agreed[0]
-            table = mine.with_scalars(self._scalars(mine), size)
-            self._flying.append(Flight(mine, self.group.gather(table), layouts))
+            self._flying.append(self._launched(mine, size, layouts))
             self._agreed.popleft()  # not before: what could not be launched is still a step of ours
+
+    def _launched(self, mine: OpenStep, size: int, layouts: Sequence[Layout]) -> Flight:
+        table = self._waiting.take(mine.layout.scalars, mine.layout.rows)
+        scalars = rows_of(table, mine.layout.scalars)
+        try:
+            gather = self.group.gather(mine.with_scalars(torch.from_numpy(table), size))
+        except Exception:  # nobody has them then
+            self._waiting.give_back(scalars)
+            raise
+        return Flight(mine, gather, layouts, scalars)
 
     def _bytes(self) -> int:
         return sum(mine.table.nbytes for mine, _, _ in self._agreed)
@@ -108,7 +120,7 @@ class Flights:
         self.miss()
         while self._flying and self._flying[0].gather.done():
             self.miss()  # what was aborted is done as well
-            mine, gather, layouts = self._flying[0]
+            mine, gather, layouts, _ = self._flying[0]
             if self._landing is not None:
                 self._landing.receive(mine.step, layouts, gather, mine.marks)
             else:
@@ -129,8 +141,12 @@ class Flights:
             time.sleep(POLL if self._agreed else 0.0)
         if self._agreed:
             raise RuntimeError(f"the ranks had not met when the program ended, nor in {meeting:g} s more")
+        self.arrive(patience)
+
+    def arrive(self, patience: float) -> None:
+        """Take in what is done within so many seconds, see `land`; nothing once some were lost, for they look done."""
         deadline = time.monotonic() + patience
-        while self._flying and time.monotonic() < deadline:
+        while self._flying and not self._aborted and time.monotonic() < deadline:
             self.land()
             time.sleep(POLL if self._flying else 0.0)
 
@@ -143,7 +159,7 @@ class Flights:
 
     def lose(self, why: str) -> None:
         """Those that are under way will not end; told by another thread, and seen to when the program comes by."""
-        self._lost = why
+        self._lost, self._aborted = why, True
         self.group.abort()
 
     def miss(self) -> None:
@@ -154,10 +170,11 @@ class Flights:
 
     def steps(self) -> Iterator[OpenStep]:
         """The steps of all that are not done, the oldest first."""
-        yield from (mine for mine, _, _ in self._flying)
+        yield from (flight.mine for flight in self._flying)
         yield from (mine for mine, _, _ in self._agreed)
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget them; their scalars wait again."""
+        self._waiting.give_back([row for flight in self._flying for row in flight.scalars])
         self._flying.clear()
         self._agreed.clear()

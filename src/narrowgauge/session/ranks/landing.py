@@ -56,8 +56,9 @@ class Landing:
             gather.check()
             merger = self._merger(layouts, gather)
             operands, results, look = merger(gather.rows)
+            copy = HostCopy.start(look)
             self._keep(merger.packed(step, operands, results, marks))
-            self._looks.append((step, HostCopy.start(look), merger))
+            self._looks.append((step, copy, merger))
 
     def look(self, *, wait: bool = False) -> None:
         """Look at what has reached the host."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from narrowgauge.session.ranks.scalars import Waiting
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
 LATE = 12.0  # the same for ranks that have agreed to merge and still meet; together less than launchers wait
+ARRIVE = 0.1  # seconds for what others have sent, before this rank gives up merging
 HURRY = 1.0  # all of these where an error ends it: others may be waiting in a collective for this process to be gone
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
@@ -127,7 +129,7 @@ class Ranks:
             group = Group(self._all.store("gather"), self._all.rank, self._all.world, device)
             assert self._agreement is not None
             self._flights = Flights(
-                group, self._landing, self._collector.account, self._riding, self._agreement.given_up
+                group, self._landing, self._collector.account, self._waiting, self._agreement.given_up
             )
         if self._pulse is None:
             store, flights = self._all.store("agreement"), self._flights
@@ -266,9 +268,6 @@ class Ranks:
         self._flights.add(Agreed(mine, size, layouts), patience)
         self._apart.end()
 
-    def _riding(self, mine: OpenStep) -> torch.Tensor:
-        return torch.from_numpy(self._waiting.take(mine.layout.scalars, mine.layout.rows))
-
     def _land(self) -> None:
         """Take in the gathers that are done, and what has reached the host."""
         if self._flights is not None:
@@ -300,6 +299,9 @@ class Ranks:
         """Give up merging: everything that is open is written by its own rank."""
         if not self._off:
             self._off = True
+            if self._flights is not None:
+                with suppress(Exception):  # the error's own, again
+                    self._flights.arrive(ARRIVE)
             cause = in_words(error, self._writer.path, self._all.rank, self._all.world)
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
             first = next((mine.step for mine in self._unmerged()), 0)

@@ -56,6 +56,10 @@ class Waiting:
                 line[place[name]] = value
         return table
 
+    def give_back(self, rows: Rows) -> None:
+        """What was taken goes with a later collective: this one could not begin."""
+        self._rows.extendleft(reversed(rows))
+
     def rest(self) -> Rows:
         """All that wait; none are left."""
         rest = list(self._rows)
