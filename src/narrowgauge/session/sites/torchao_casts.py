@@ -146,14 +146,15 @@ class Casts:
         self._waiting = []
         found = False
         for each in waiting:
-            x = each.tensor()
-            if x is not None and place and _place(x) == place:
-                each.then(local_of(x), cast.own)
-                found = True
-            elif x is not None:
-                self._waiting.append(each)
-            else:
-                _unheard(each.then)
+            with suppress(Exception):  # of this one: the others wait on
+                x = each.tensor()
+                if x is not None and place and _place(x) == place:
+                    each.then(local_of(x), cast.own)
+                    found = True
+                elif x is not None:
+                    self._waiting.append(each)
+                else:
+                    _unheard(each.then)
         if not found:
             (self._weights if role == "weight" else self._latest).append(cast)
 
