@@ -56,9 +56,11 @@ def share_of(share: int) -> Iterator[None]:
     before = plan.SHARE, plan.COMPARED
     plan.SHARE, plan.COMPARED = share, 1 << 30
     plan.Plan.of.cache_clear()
-    yield
-    plan.SHARE, plan.COMPARED = before
-    plan.Plan.of.cache_clear()
+    try:
+        yield
+    finally:
+        plan.SHARE, plan.COMPARED = before
+        plan.Plan.of.cache_clear()
 
 
 def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:

@@ -29,8 +29,8 @@ import narrowgauge as ng
 from narrowgauge.compute.kernels.fused import blocks, launch, rows, tensorwise
 from narrowgauge.compute.kernels.fused.backend import Fused
 from narrowgauge.compute.kernels.fused.watched import blocks as counting_blocks
-from narrowgauge.compute.kernels.fused.watched import later_errors as counting_errors
 from narrowgauge.compute.kernels.fused.watched import rows as counting_rows
+from narrowgauge.compute.kernels.fused.watched import square_errors as counting_errors
 from narrowgauge.compute.kernels.fused.watched import tensorwise as counting_tensorwise
 from narrowgauge.compute.kernels.fused.watched import whole_rows as counting_whole_rows
 from narrowgauge.compute.kernels.fused.watched.looks import Looks

@@ -1,5 +1,6 @@
 """`make bench` measures what the tables of the docs come from, or says in one line of each that it did not."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,24 @@ import torch
 from benchmarks import bench
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+IMPORT = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:  # peers that are not installed
+        if error.name.split(".")[0] in ("narrowgauge", "benchmarks", "tests"):
+            raise
+"""
+
+
+def test_every_benchmark_still_finds_what_it_measures():
+    names = sorted(path.stem for path in (REPOSITORY / "benchmarks").glob("*.py"))
+    command = [sys.executable, "-c", IMPORT, *names]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_peer_stands_beside_every_subject_but_the_map_and_graphs_watched():
