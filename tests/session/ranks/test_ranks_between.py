@@ -20,8 +20,8 @@ ranks.BEAT, ranks.GONE = 0.05, 0.5
 launch = ranks.Ranks._launch
 def leaves(self, mine, *rest):
     if mine.step == 3 and rank == 1:
-        for _, gather, _ in self._flights._flying:
-            gather.check()  # the second step's has ended: what is sent of it does not depend on this process any more
+        for flight in self._flights._flying:
+            flight.gather.check()  # the second step's has ended: what is sent of it does not depend on this process any more
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     launch(self, mine, *rest)
 ranks.Ranks._launch = leaves

@@ -203,7 +203,7 @@ class Movement:
     @torch.no_grad()
     def _pass_again(self, weights: list[Tensor], before: Parts, stride: int, copies: list[Tensor]) -> None:
         """As `_look`, by passes of torch's."""
-        parts = Parts(weights, in_parts=before.partial)
+        parts = Parts(weights, in_parts=before.in_parts)
         alike = [_kind(x) for x in parts.here] == [_kind(x) for x in before.here]
         if not alike or any(map(_freed, parts.here)):
             self._lost = True

@@ -67,7 +67,7 @@ class Parts:
         owned = list(zip(tensors, tensors if owners is None else owners, strict=True))
         self.here: list[Tensor] = []
         self.copies: list[int] = []
-        self.partial = in_parts
+        self.in_parts = self.partial = in_parts
         sizes = [mesh_size(x) if is_distributed(x) else len(group_of(owner)) or 1 for x, owner in owned]
         self.ranks = max(sizes, default=1)
         for (x, owner), size in zip(owned, sizes, strict=True):
