@@ -21,7 +21,7 @@ launch = ranks.Ranks._launch
 def leaves(self, mine, *rest):
     if mine.step == 3 and rank == 1:
         for flight in self._flights._flying:
-            flight.gather.check()  # the second step's has ended: what is sent of it does not depend on this process any more
+            flight.gather.check()  # the second step's has ended: nothing of it depends on this process any more
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     launch(self, mine, *rest)
 ranks.Ranks._launch = leaves
