@@ -16,10 +16,9 @@ converted, whose operators look themselves. So do those of a converted run, whic
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,15 +36,8 @@ from narrowgauge.session.sites.known import kind_of, weight_shape
 from narrowgauge.session.sites.layer import Layer
 from narrowgauge.session.sites.part import Part, is_plain
 from narrowgauge.session.sites.products import Products
+from narrowgauge.session.sites.running import Running
 from narrowgauge.session.sites.showing import Showing
-
-
-@dataclass(eq=False)
-class Running:
-    """A known module's call that has not returned."""
-
-    layer: Layer
-    heard: bool = False  # a product inside of it was shown in its name
 
 
 class PlainSites:
@@ -95,13 +87,13 @@ class PlainSites:
         self._layers: list[Layer] = []
         self._beside: dict[Callable[[], AbstractContextManager[None]], None] = {}  # what kinds of layers have to hear
         self._census = Census()
-        self._products = Products(self._heard, self.shown.failed, self._told)
+        self._products = Products(self._heard, self.shown.failed, lambda: self._running.tells())
         self._steps = 0
         self.uncompiled = self._graphs = False
         self._deaf = False  # products were not listened to
         self._open = ExitStack()
         self._listening = False  # in a recorded step, of which not all has been seen
-        self._running = threading.local()
+        self._running = Running()
 
     def add(self, model: nn.Module, observer: Observer) -> int:
         """Take in the layers of a model; how many of them are of a known kind, and no model's that was taken before."""
@@ -153,7 +145,7 @@ class PlainSites:
         if self.shown.recipe is None:
             return
         self._steps += 1
-        self._running = threading.local()
+        self._running = Running()
         self._open.callback(self._unhook)
         compiles = self._compiles()
         eager = self._eager and self._followed()
@@ -192,16 +184,10 @@ class PlainSites:
         for layer in self._layers:
             layer.unhook()
 
-    def _calls(self) -> list[Running]:
-        calls: list[Running] | None = getattr(self._running, "calls", None)
-        if calls is None:
-            calls = self._running.calls = []
-        return calls
-
     def begins(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> None:
         """As `HearsLayers` says; so are the next ones."""
         if not torch.compiler.is_compiling():
-            self._calls().append(Running(layer))
+            self._running.begins(layer)
 
     def ended(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -209,15 +195,8 @@ class PlainSites:
         """Show what it multiplied, unless a product inside of it was heard."""
         if torch.compiler.is_compiling():
             return
-        calls = self._calls()
-        at = len(calls) - 1
-        while at >= 0 and calls[at].layer is not layer:
-            at -= 1
-        if at < 0:  # a model that is one layer is followed from its second call on, and heard in its first
-            return
-        running = calls[at]
-        del calls[at:]
-        if output is not None and not running.heard:
+        running = self._running.ended(layer)
+        if running is not None and output is not None and not running.heard:
             self.called(layer, module, args, kwargs, output)
 
     def called(
@@ -275,21 +254,11 @@ class PlainSites:
         self._census.saw(module, *part.holds)
         return self._census.kept(module, name or "")
 
-    def _told(self) -> bool:
-        """Whether a layer runs that tells of all that it multiplies."""
-        calls: list[Running] | None = getattr(self._running, "calls", None)
-        if calls:
-            for call in calls:  # a generator would take longer than all calls that there are
-                if call.layer.kind.whole:
-                    return True
-        return False
-
     def _heard(self, part: Part, known: bool) -> None:
         """A product outside of layers that tell of themselves."""
-        calls = self._calls()
         if part.w is None:
             return
-        inside = calls[-1] if calls else None
+        inside = self._running.innermost()
         owner = self._census.owner(part.w) if known else None
         module = None if inside is None else inside.layer.module
         if self.uncompiled and (inside or owner) is not None:

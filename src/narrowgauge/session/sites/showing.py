@@ -1,4 +1,4 @@
-"""What becomes of a product that was heard: each of its tensors is quantized as a rule says, counted, and thrown away.
+"""What becomes of a product that was heard: each of its tensors is shown to the layer's observer.
 
 input, weight    in the first forward; a weight once a step
 grad_output      in the backward pass, by a hook on the result
@@ -7,27 +7,23 @@ grad_output      in the backward pass, by a hook on the result
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels import choose
-from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.conversion.eligible import DTYPES
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer, selects
-from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
+from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
-from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.compute.quant import PerTensor
 from narrowgauge.compute.recipes import Recipe
-from narrowgauge.session.sites.experts import quantize_experts
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
-from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn, rows
+from narrowgauge.session.sites.judging import judge
+from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Turn, rows
 from narrowgauge.session.sites.tensor_parallel import NONE
 from narrowgauge.session.tensors.sharded import PLAIN, Held, is_distributed, local_of, used_of
 
@@ -170,7 +166,7 @@ class Showing:
             self.heard.add((id(state.observer), state.name, role))
             if selects(state.observer, state.name, role):
                 x = x.detach() if x.requires_grad or type(x) is not Tensor else x
-                self._look(state, role, turn(x), None)
+                self._noted(judge(state, role, turn(x), None))
         except Exception as error:
             self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
@@ -223,9 +219,13 @@ class Showing:
             if first is not None or held.mesh is not None:
                 self._told_of_ranks(getattr(state.observer, "name", str)(state.name), role, first, held.mesh)
             if wanted:
-                self._look(state, role, turn(x), own)
+                self._noted(judge(state, role, turn(x), own))
         except Exception as error:
             self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
+
+    def _noted(self, note: str) -> None:
+        if note:
+            self.say(note)
 
     def _told_of_ranks(self, name: str, role: OperandRole, first: int | None, mesh: int | None) -> None:
         site = f"{name}:{role}"
@@ -233,29 +233,6 @@ class Showing:
             self.copies[site] = first
         if mesh is not None and role == "weight":
             self.meshes[site] = mesh
-
-    def _look(self, state: LayerState, role: OperandRole, x: Tensor, own: Own | None) -> None:
-        rule: Rule | str = Rule(state.recipe.uses(role)[0]) if own is None else own(role, x)
-        if isinstance(rule, str):
-            self.say(rule)
-            return
-        product = getattr(state.observer, "product", None) if own is None and x.is_cpu and x.dim() == 2 else None
-        if product is not None and product(state.name, role, x, rule.operand):
-            return
-        judge = getattr(state.observer, "judge", None) if product is None and x.dim() == 2 else None
-        if judge is not None and judge(state.name, role, x, rule.operand, rule.given):
-            pass  # it was counted, and nothing had to be quantized for it
-        elif x.numel():
-            with torch.no_grad(), torch.cuda.device_of(x), _plain_math(x.device.type):
-                if own is not None:
-                    _look_by(state, role, x, rule)
-                elif x.dim() == 2:
-                    quantize_operand(Call.begin(state, x.dtype, "write"), role, x, True, False)
-                elif state.observer is not None:
-                    state.observer.operand(state.name, role, x, quantize_experts(x, rule.operand))
-        ask = getattr(state.observer, "unconverted", None) if own is None else None
-        if ask is not None:
-            ask(state.name, role, x)
 
 
 def _usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:
@@ -271,37 +248,6 @@ def _is_matrix(x: Tensor) -> bool:
     """Whether it is plain numbers on the CPU, some, of a type that quantizers take."""
     plain = type(x) in PLAIN and x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
     return plain and x.numel() > 0
-
-
-@contextmanager
-def _plain_math(device_type: str) -> Iterator[None]:
-    """Without autocast; `torch.autocast` would cost as much as counting a small tensor does."""
-    was = torch.is_autocast_enabled(device_type)
-    if was:
-        torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        if was:
-            torch.set_autocast_enabled(device_type, True)
-
-
-def _look_by(state: LayerState, role: OperandRole, x_MK: Tensor, rule: Rule) -> None:
-    """Quantize as the layer does, and have it counted."""
-    observer, (operand, given) = state.observer, rule
-    if observer is None:
-        return
-    look = observer.look(state.name, role, x_MK, operand, turned=False) if state.backend.watches else None
-    whole = operand.granularity == PerTensor()
-    try:
-        q, _, amax = state.backend.quantize_both(x_MK, operand, None, shared=whole, given=given, look=look)
-    except Exception:
-        if look is not None:
-            look.failed = True  # it holds another step's numbers
-        raise
-    if look is None and q is not None:
-        ratio = None if given is None or amax is None else amax_ratio(amax, given.scale, operand)
-        observer.operand(state.name, role, x_MK, q, amax_ratio=ratio)
 
 
 def _pieces(x: Tensor) -> Tensor | None:
