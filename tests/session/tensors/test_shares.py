@@ -88,6 +88,53 @@ def test_weights_and_their_update_over_optimizers_of_their_own(other, square):
     assert trained.mesh() == GROUP[0]
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+def test_optimizers_may_come_in_any_order(order):
+    flat = Parts([torch.full([8], 2.0)], in_parts=True).squares()  # others have more, and nobody says who
+    found = [flat, Parts([weight()]).squares(), Parts([cut()]).squares()]
+    first, second, third = (found[i] for i in order)
+    assert whole(first.and_also(second).and_also(third)) == pytest.approx(2 * 32 + 8 + 16)
+
+
+def test_what_an_optimizer_holds_in_parts_counts_once_over_a_group_that_has_it_all(megatron):
+    """Megatron-Core's distributed optimizer: shards of what is cut carry its mark, both ranks have a norm's."""
+    norms = torch.full([8], 3.0)
+    assert whole(Parts([cut(), norms], in_parts=True).squares()) == pytest.approx(16 + 72)
+
+
+STAGE = {  # world, tensor, expert and expert-tensor parallel ranks: how many ranks hold the same part of an expert
+    (2, 2, 2, 1): 1,
+    (4, 4, 2, 1): 2,
+    (4, 2, 4, 1): 1,
+    (4, 2, 2, 2): 1,
+    (4, 1, 2, 1): 2,
+}
+
+
+@pytest.mark.parametrize("sizes", STAGE, ids=str)
+def test_experts_count_once_however_they_lie_beside_what_is_dense(monkeypatch, sizes):
+    world, tp, ep, etp = sizes
+    groups = {"stage": list(range(world)), "tp": list(range(tp)), "experts": list(range(STAGE[sizes]))}
+    state = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: "tp",
+        get_tensor_and_data_parallel_group=lambda with_context_parallel: "stage",
+        get_expert_data_parallel_group=lambda: "experts",
+    )
+    monkeypatch.setitem(sys.modules, shares.PLACE, state)
+    monkeypatch.setattr(shares, "members", lambda group: groups.get(group, []))
+    dense, norm, expert = weight(tensor_model_parallel=True), weight(), weight(allreduce=False)
+    parts = [dense, norm, expert]
+    square = 8 * tp + 8 + 8 * ep * etp  # of ones: each distinct part once
+    found = Parts(parts).squares()
+    assert found.ranks == world
+    assert whole(found) == pytest.approx(square)
+    one_by_one = [Parts([p]).squares() for p in parts]
+    assert whole(one_by_one[0].and_also(one_by_one[1]).and_also(one_by_one[2])) == pytest.approx(square)
+    trained, optimizer = Trained(), torch.optim.SGD(parts, lr=0.1)
+    trained.add(optimizer, parts)
+    assert trained.mesh() == 0
+
+
 def test_without_a_group_everything_is_here(megatron):
     def none():
         raise AssertionError("tensor model parallel group is not initialized")

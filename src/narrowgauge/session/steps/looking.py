@@ -45,7 +45,7 @@ def _gradients(line: Line, optimizer: Optimizer, in_parts: bool) -> None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
         if isinstance(scale, Tensor):
-            found = found._replace(total=found.total / scale.to(found.total.device).double().square())
+            found = found.over(scale.to(found.total.device).double().square())
         line.gradients = found.and_also(line.gradients)
         line.scalars.update(named("grad", line.gradients))
 

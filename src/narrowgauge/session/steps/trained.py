@@ -88,7 +88,8 @@ class Trained:
         largest = max(filter(is_distributed, every), key=mesh_size, default=None)
         if largest is not None:
             return lowest(largest.device_mesh)  # type: ignore[attr-defined]
-        return min(next(filter(None, map(group_of, every)), ()), default=None)
+        groups = sorted(map(group_of, every), key=len)
+        return min(groups[-1], default=None) if groups else None
 
     def in_parts(self, optimizer: Optimizer) -> bool:
         """Whether what it holds now seems to be this rank's part of what it was made with, laid flat."""

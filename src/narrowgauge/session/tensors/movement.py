@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.metrics.primes import next_prime
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.memory import Array, Runs, runs
-from narrowgauge.session.tensors.norms import Parts, Squares, cut_by_fsdp, named, squares
+from narrowgauge.session.tensors.norms import Parts, Squares, Term, cut_by_fsdp, named, squares
 from narrowgauge.session.tensors.shares import group_of
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
@@ -121,7 +121,8 @@ class Walked(NamedTuple):
         """What a walk says of the weights and the copies."""
         plan = self.plan
         total = walk(now.ats, plan.starts, now.sizes, plan.held, plan.stride, self.turn)
-        return Squares(torch.from_numpy(np.array(total)), self.partial)  # `torch.tensor` takes ten times as long
+        square = torch.from_numpy(np.array(total))  # `torch.tensor` takes ten times as long
+        return Squares(Term(square, None if self.partial else 1))
 
 
 class Movement:
@@ -211,7 +212,7 @@ class Movement:
         views = [_every(x, stride, self._turn) for x in parts.here]
         torch._foreach_sub_(copies, views)
         factors = [x.numel() / v.numel() for x, v in zip(parts.here, views, strict=True)]
-        moved = squares(copies, parts.copies, parts.partial, factors, parts.ranks)
+        moved = squares(copies, parts.copies, factors, parts.ranks)
         self._moved = self._moved if moved is None else moved.and_also(self._moved)
 
     def scalars(self) -> dict[str, Tensor]:

@@ -19,36 +19,53 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.tensors.sharded import is_distributed, local_of, mesh_size
-from narrowgauge.session.tensors.shares import group_of, is_experts
+from narrowgauge.session.tensors.shares import copies_in_group, group_of, is_experts
 
 PIECE = 1 << 16  # elements
 
 
-class Squares(NamedTuple):
-    """A sum of squares.
+class Term(NamedTuple):
+    """A sum of squares of what is here, [] float64.
 
     Args:
-        total: of what is here, [] float64.
-        partial: whether other ranks hold more.
-        ranks: over how many ranks their totals are to be added up for the whole; 1 if all is here, or, of what is
-            partial, if nobody says.
+        ranks: over how many ranks such sums are to be added up for the whole; 1: all of it is here, and on every other
+            rank; None: other ranks have more, and nobody says how many.
     """
 
     total: Tensor
-    partial: bool
-    ranks: int = 1
+    ranks: int | None = 1
+
+
+class Squares:
+    """The sum of several."""
+
+    def __init__(self, *terms: Term) -> None:
+        self._terms = terms
 
     def and_also(self, other: Squares | None) -> Squares:
-        """Of both; over the more ranks of the two, of which each has the other's."""
-        if other is None:
-            return self
-        ranks = max(self.ranks, other.ranks)
-        total = self._over(ranks) + other._over(ranks).to(self.total.device)
-        return Squares(total, self.partial or other.partial, ranks)
+        """Of both."""
+        return self if other is None else Squares(*self._terms, *other._terms)
 
-    def _over(self, ranks: int) -> Tensor:
-        alone = self.partial and self.ranks == 1  # nobody else has this, on however many ranks the rest lies
-        return self.total if alone or self.ranks == ranks else self.total * (self.ranks / ranks)
+    def over(self, square: Tensor) -> Squares:
+        """Of what all of it was, before it was multiplied by the root of `square`."""
+        return Squares(*(Term(each / square, ranks) for each, ranks in self._terms))
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks hold more."""
+        return any(term.ranks != 1 for term in self._terms)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks totals are to be added up for the whole; 1 also if nobody says."""
+        return max(term.ranks or 1 for term in self._terms)
+
+    @property
+    def total(self) -> Tensor:
+        """Of what is here; what several of those `ranks` ranks have alike counts on each of them as much less."""
+        home, ranks = self._terms[0].total.device, self.ranks
+        here = [t.total if t.ranks in (None, ranks) else t.total * (t.ranks / ranks) for t in self._terms]
+        return here[0] if len(here) == 1 else torch.stack([each.to(home) for each in here]).sum()
 
 
 class Parts:
@@ -68,23 +85,31 @@ class Parts:
         self.here: list[Tensor] = []
         self.copies: list[int] = []
         self.in_parts = self.partial = in_parts
-        sizes = [mesh_size(x) if is_distributed(x) else len(group_of(owner)) or 1 for x, owner in owned]
-        self.ranks = max(sizes, default=1)
-        for (x, owner), size in zip(owned, sizes, strict=True):
-            alone = in_parts or is_experts(owner) or cut_by_fsdp(owner)
-            mesh = self.ranks if alone else size
+        spread = [self._spread(x, owner) for x, owner in owned]
+        ranks = max((size for size, _ in spread), default=1)
+        for (x, owner), (size, copies) in zip(owned, spread, strict=True):
             held = local_of(x)
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
                 continue
+            alone = cut_by_fsdp(owner) or (in_parts and is_experts(owner))  # whatever the others lie on
+            copies *= held.copies
             self.here.append(_real(held.tensor))
-            self.copies.append(held.copies * (self.ranks // mesh))
-            self.partial |= held.copies < mesh or cut_by_fsdp(owner)
+            self.copies.append(1 if alone else copies * (ranks // size))
+            self.partial |= alone or copies < size
+        self.ranks = (ranks if ranks > 1 else None) if self.partial else 1
         if not self.partial:
-            self.copies, self.ranks = [1] * len(self.here), 1
+            self.copies = [1] * len(self.here)
+
+    def _spread(self, x: Tensor, owner: Tensor) -> tuple[int, int]:
+        """How many ranks' parts make the whole of x, and how many of them have the same, where x does not say so."""
+        if is_distributed(x):
+            return mesh_size(x), 1
+        group = [] if self.in_parts and is_experts(owner) else group_of(owner)
+        return (len(group), copies_in_group(owner)) if group else (1, 1)
 
     def squares(self, weights: Iterable[float] | None = None) -> Squares | None:
         """Their sum of squares, each weighed by its weight (1 if none are given); None if there is nothing here."""
-        return squares(self.here, self.copies, self.partial, weights, self.ranks)
+        return squares(self.here, self.copies, weights, self.ranks)
 
 
 def cut_by_fsdp(x: Tensor) -> bool:
@@ -95,11 +120,10 @@ def cut_by_fsdp(x: Tensor) -> bool:
 def squares(
     tensors: list[Tensor],
     copies: list[int],
-    partial: bool,
     weights: Iterable[float] | None = None,
-    ranks: int = 1,
+    ranks: int | None = 1,
 ) -> Squares | None:
-    """Σ weight ‖x‖² / copies over plain tensors."""
+    """Σ weight ‖x‖² / copies over plain tensors; `ranks` as of a `Term`."""
     if not tensors:
         return None
     home = tensors[0].device
@@ -113,7 +137,7 @@ def squares(
     norms = torch._foreach_norm(pieces, 2, dtype)
     if any(factor != 1.0 for factor in factors):
         norms = torch._foreach_mul(norms, factors)
-    return Squares(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), partial, ranks)
+    return Squares(Term(torch.stack([norm.to(home) for norm in norms]).double().square().sum(), ranks))
 
 
 def _real(x: Tensor) -> Tensor:
@@ -133,12 +157,12 @@ def of_norm(norm: Tensor) -> Squares:
     """The square of a norm that the program took itself; of a DTensor's, which is only reduced when used, our part."""
     norm = norm.detach()
     if not is_distributed(norm):
-        return Squares(norm.double().square(), False)
+        return Squares(Term(norm.double().square()))
     mesh, placements = norm.device_mesh, norm.placements  # type: ignore[attr-defined]
     copies = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
-    partial = copies < mesh.size()
     here: Tensor = norm.to_local()  # type: ignore[attr-defined]
-    return Squares(here.double().square() / (copies if partial else 1), partial, mesh.size() if partial else 1)
+    square = here.double().square()
+    return Squares(Term(square / copies, mesh.size()) if copies < mesh.size() else Term(square))
 
 
 def named(what: str, found: Squares) -> dict[str, Tensor]:

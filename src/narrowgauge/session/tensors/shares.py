@@ -1,7 +1,8 @@
 """Parameters that Megatron-Core has cut, a share for each rank of a group; it marks them, and all others are copies.
 
-    p.tensor_model_parallel     True: this rank's share, of the group's; else the same on all of its ranks
-    p.allreduce                 False: an expert's, of which each rank of the group has its own, cut or whole
+    p.tensor_model_parallel     True: this rank's share, of the tensor-parallel group's; else the same on all its ranks
+    p.allreduce                 False: an expert's. Each rank of a pipeline stage has some, cut or whole, and those of
+                                its expert-data-parallel group have the same
 
 Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_parallel_duplicate`), `parallel_state.py`.
 """
@@ -18,18 +19,29 @@ PLACE = "megatron.core.parallel_state"
 
 
 def group_of(p: Tensor) -> list[int]:
-    """The ranks that have each its own part of `p`; none if all have the same, or nobody says which they are."""
-    state = sys.modules.get(PLACE)
-    if state is None or not (getattr(p, "tensor_model_parallel", False) or is_experts(p)):
-        return []
-    ask = getattr(state, "get_tensor_model_parallel_group", None)
-    try:
-        ranks = members(None if ask is None else ask())
-    except (AssertionError, RuntimeError, ValueError):  # it was never set up, or is no more
-        return []
+    """The ranks whose parts of `p` make the whole, copies among them; none if all is here, or nobody says."""
+    ranks: list[int] = []
+    if is_experts(p):
+        ranks = _asked("get_tensor_and_data_parallel_group", with_context_parallel=True)
+    if not ranks and (is_experts(p) or getattr(p, "tensor_model_parallel", False)):
+        ranks = _asked("get_tensor_model_parallel_group")
     return ranks if len(ranks) > 1 else []
 
 
+def copies_in_group(p: Tensor) -> int:
+    """How many ranks of the group have the same part of `p`, which is marked."""
+    return len(_asked("get_expert_data_parallel_group")) or 1 if is_experts(p) else 1
+
+
 def is_experts(p: Tensor) -> bool:
-    """Whether it is an expert's, which no other rank of the group has, cut or whole."""
+    """Whether it is an expert's."""
     return PLACE in sys.modules and not getattr(p, "allreduce", True)
+
+
+def _asked(what: str, **how: bool) -> list[int]:
+    """The ranks of one of Megatron-Core's groups."""
+    ask = getattr(sys.modules.get(PLACE), what, None)
+    try:
+        return members(None if ask is None else ask(**how))
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it was never set up, or is no more
+        return []
