@@ -123,6 +123,42 @@ def test_scalars_of_a_gather_that_cannot_be_launched_are_in_a_row(tmp_path, meet
         assert mine[step] == 20.0 or (mine[step], others.get(step)) == (10.0, 10.0), step
 
 
+def test_what_others_told_is_merged_though_rank_0_gives_up_as_the_program_ends(tmp_path, meet, monkeypatch):
+    meet.set()
+    program, gather = made(tmp_path), group.Group.gather
+    train(program, STEPS, lambda rank, step: {"a:input": batch(rank, step)})
+    failing = lambda self, table: gather(self, table) if self._rank else 1 / 0  # noqa: E731
+    monkeypatch.setattr(group.Group, "gather", failing)
+    finished(program, tmp_path)
+    mine, others = tokens(tmp_path)
+    for step in range(1, STEPS + 1):
+        assert mine[step] == 20.0 or (mine[step], others.get(step)) == (10.0, 10.0), step
+
+
+def test_a_scalar_that_only_another_rank_has_is_written_though_rank_0_gives_up(tmp_path, meet, monkeypatch):
+    meet.set()
+    first, second = program = made(tmp_path)
+    late = []
+    for step in range(1, STEPS + 1):
+        for r, rank in enumerate(program):
+            if rank.begin():
+                rank.see("a:input", batch(r, step))
+            rank.end()
+        second.ranks.add_scalars(step, loss=float(step), tokens=10.0)
+        late.append(step)
+        if len(late) > 3:
+            first.ranks.add_scalars(late.pop(0), tokens=10.0)
+    monkeypatch.setattr(first.ranks._agreement, "post", lambda *args: 1 / 0)
+    train(program, 3, lambda rank, step: {"a:input": batch(rank, step)})
+    for step in late:
+        first.ranks.add_scalars(step, tokens=10.0)
+    finished(program, tmp_path)
+    told = set()
+    for rank in range(2):
+        told |= set(open_run(tmp_path / "run").scalars("loss", rank=rank)["step"].tolist())
+    assert told >= set(range(1, STEPS + 1))
+
+
 def test_scalars_of_gathers_that_never_end_are_their_ranks_own(tmp_path, meet, monkeypatch):
     meet.set()
     monkeypatch.setattr(group.Gather, "done", lambda self: False)

@@ -74,7 +74,6 @@ class Flights:
         self._agreed: deque[Agreed] = deque()
         self._flying: deque[Flight] = deque()
         self._lost = ""  # why those that are under way will not end
-        self._aborted = False
 
     def __bool__(self) -> bool:
         """Whether there is any that is not done."""
@@ -144,9 +143,9 @@ class Flights:
         self.arrive(patience)
 
     def arrive(self, patience: float) -> None:
-        """Take in what is done within so many seconds, see `land`; nothing once some were lost, for they look done."""
+        """Take in what is done within so many seconds, see `land`."""
         deadline = time.monotonic() + patience
-        while self._flying and not self._aborted and time.monotonic() < deadline:
+        while self._flying and not self.group.aborted and time.monotonic() < deadline:
             self.land()
             time.sleep(POLL if self._flying else 0.0)
 
@@ -159,7 +158,7 @@ class Flights:
 
     def lose(self, why: str) -> None:
         """Those that are under way will not end; told by another thread, and seen to when the program comes by."""
-        self._lost, self._aborted = why, True
+        self._lost = why
         self.group.abort()
 
     def miss(self) -> None:

@@ -67,7 +67,7 @@ class Group:
         self._stream: Any = None
         self._group: Any = None
         self._error: Exception | None = None
-        self._aborted = False
+        self.aborted = False  # whether gathers look done that are not
         self._meeting = threading.Thread(target=self._meet, args=(store, device), name="narrowgauge-ranks", daemon=True)
         self._meeting.start()
 
@@ -131,9 +131,12 @@ class Group:
         return Gather(work, mine, rows, self._stream)
 
     def abort(self) -> None:
-        """End a gather that a rank will never join; from any thread. The group is of no more use."""
-        if self._group is not None and self._stream is not None and not self._aborted:
-            self._aborted = True
+        """End a gather that a rank will never join; from any thread. The group is of no more use.
+
+        On a CPU nothing waits for such a gather, and nothing is done.
+        """
+        if self._group is not None and self._stream is not None and not self.aborted:
+            self.aborted = True
             self._group.abort()
 
     def close(self, *, broken: bool) -> None:
@@ -149,7 +152,7 @@ class Group:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if self._stream is None:
             return
-        if self._aborted:
+        if self.aborted:
             return
         leaving = threading.Thread(target=group.abort if broken else group.shutdown, daemon=True)
         leaving.start()

@@ -45,6 +45,7 @@ class Landing:
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
         self.told: set[str] = set()
+        self._mine: set[str] = set()  # those of rank 0
         self._models: Sequence[int] = ()  # of each rank, at the last step
         self._alike: set[str] = set()  # undeclared weights that were the same on all ranks
         self._apart: set[str] = set()  # sites and scalars that are told to disagree
@@ -74,8 +75,7 @@ class Landing:
 
     def join(self, rank: int, rows: Rows) -> None:
         """Take a rank's scalars; what is complete is merged and written."""
-        if rank:
-            self.told.update(*(row for _, row in rows))
+        (self.told if rank else self._mine).update(*(row for _, row in rows))
         self._joined.add(rank, rows)
         self._write(anyway=False)
 
@@ -87,6 +87,7 @@ class Landing:
     def _write(self, *, anyway: bool) -> None:
         for step, rows in self._joined.complete(anyway=anyway):
             if len(rows) < 2:
+                self._write_alone(step, *rows.items())
                 continue
             ranks = sorted(rows)
             kinds, meshes = [self._kinds[rank] for rank in ranks], [self._meshes[rank] for rank in ranks]
@@ -95,6 +96,12 @@ class Landing:
             found = disagreements(rows, self._kinds)
             for name in laws.COMPARED:
                 self._tell(step, name, None, found.get(name))
+
+    def _write_alone(self, step: int, told: tuple[int, dict[str, float]]) -> None:
+        """Of a step that one rank told of, the end: what rank 0 has none of, such as the loss of a last stage."""
+        _, row = told
+        found = {name: v for name, v in row.items() if name not in self._mine and not name.endswith(laws.PART)}
+        self._writer.add_scalars(step, **found)
 
     def _merger(self, layouts: Sequence[Layout], gather: Gather) -> Merger:
         key = tuple(one.digest for one in layouts)

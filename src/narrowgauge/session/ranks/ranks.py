@@ -288,9 +288,13 @@ class Ranks:
         self._land()
 
     def _last_words(self, patience: float) -> None:
-        if not self._met() or self._off or self._agreement is None:
+        if not self._met() or self._agreement is None:
             return
-        if self._landing is None:
+        if self._off:
+            if self._landing is not None:  # what others have told until then
+                self._landing.join(0, self._waiting.rest())
+                self._landing.finish()
+        elif self._landing is None:
             leave(self._agreement, self._waiting, self._writer, patience)
         else:
             fetch(self._agreement, self._waiting, self._landing, self._all.world, patience)
@@ -302,6 +306,8 @@ class Ranks:
             if self._flights is not None:
                 with suppress(Exception):  # the error's own, again
                     self._flights.arrive(ARRIVE)
+                if self._flights:  # nobody else will end them, once the pulse has stopped
+                    self._flights.group.abort()
             cause = in_words(error, self._writer.path, self._all.rank, self._all.world)
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
             first = next((mine.step for mine in self._unmerged()), 0)
