@@ -6,6 +6,7 @@ A stride that such a number divides would meet but one of them, in every step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
 
 
@@ -31,3 +32,16 @@ def next_prime(least: int) -> int:
     while any(least % d == 0 for d in range(2, math.isqrt(least) + 1)):
         least += 1
     return least
+
+
+def stride_over(widths: Iterable[int], least: int, run: int = 1) -> int:
+    """The smallest prime from `least` on, 1 for 1, such that of rows of these widths, one behind the other, every
+    stride-th run of so many elements meets all columns in the end, and not always the same.
+
+    >>> stride_over([4096, 14336], 2), stride_over([1000], 5, run=16)
+    (3, 7)
+    """
+    stride, widths = next_prime(least), set(widths)
+    while stride > 1 and any(math.gcd(run * stride, width) > run for width in widths):
+        stride = next_prime(stride + 1)
+    return stride

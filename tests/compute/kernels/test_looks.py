@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from tests.compute.kernels.hard import DTYPES
@@ -41,7 +42,7 @@ import triton.language as tl
 
 from narrowgauge.compute.kernels.fused import amax, blocks, quantize, rows, tensorwise
 from narrowgauge.compute.kernels.fused.watched import blocks as watched_blocks
-from narrowgauge.compute.kernels.fused.watched import looks, plan
+from narrowgauge.compute.kernels.fused.watched import grains, looks, plan
 from narrowgauge.compute.kernels.fused.watched import moments as own
 from narrowgauge.compute.kernels.fused.watched import rows as watched_rows
 from narrowgauge.compute.kernels.fused.watched import tensorwise as watched_tensorwise
@@ -254,6 +255,15 @@ def test_errors_are_summed_whatever_the_first_rows_are(first, kind, shape):
     x = x.bfloat16()
     packed, codes, _ = look_at_grains(x, kind)
     assert_packed(packed, moments(x, codes))
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 8, 32, 112])
+@pytest.mark.parametrize("bands", [1, 128, 256, 1000])
+def test_the_unit_of_squares_comes_from_all_bands_and_columns(bands, segments):
+    places = (np.arange(plan.UNIT_ROWS.value, dtype=np.float32) * np.float32(grains.GOLDEN.value)) % 1
+    squares = np.minimum((places * bands * segments).astype(int), bands * segments - 1)
+    assert len({*(squares % segments)}) > 0.6 * segments
+    assert len({*(4 * (squares // segments) // bands)}) == min(bands, 4)
 
 
 @pytest.mark.parametrize("mean", [0.5, 1.0, 2.0, 3.0, 5.0])

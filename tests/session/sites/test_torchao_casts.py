@@ -66,6 +66,23 @@ def test_what_is_never_cast_is_told_when_the_step_ends(part):
     assert [rule for _, rule in told] == [torchao_casts.UNHEARD]
 
 
+def test_what_fails_as_it_is_shown_is_told_and_hides_no_other(part):
+    casts, told = Casts(), []
+
+    def failing(held, own):
+        if own("input", held.tensor) != torchao_casts.UNHEARD:
+            raise RuntimeError("a quantizer's")
+        told.append("not heard")
+
+    with casts.heard():
+        assert casts.show(part, None, failing)
+        others = shown(casts, part)
+        cast(part, 5.0)
+        assert told == ["not heard"]
+    (only,) = others
+    rule_is(only, part, 5.0)
+
+
 def test_what_nobody_heard_is_told_without_a_rule(part):
     codes, casts = cast(part), Casts()
     with casts.heard():

@@ -125,6 +125,40 @@ def test_empty_weights_and_many_of_one_optimizer_are_measured_as_in_float64():
     assert found["update_ratio"] == pytest.approx(0.5 * before.numel() ** 0.5 / float(before.norm()), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "columns"), [((600, 1000), slice(0, 16)), ((400, 1536), slice(0, None, 2))])
+def test_a_few_columns_that_move_are_seen_in_every_turn(shape, columns, dtype):
+    seen = []
+    for turn in range(5):
+        weight = nn.Parameter(torch.ones(shape, dtype=dtype))
+        weight.grad = torch.zeros(shape, dtype=dtype)
+        weight.grad[:, columns] = 1.0
+        optimizer, movement = torch.optim.SGD([weight], lr=0.5), Movement(turn, budget=weight.numel() // 2 + 1)
+        movement.before(optimizer)
+        optimizer.step()
+        movement.after(optimizer)
+        seen.append(movement.scalars()["update_ratio"].item())
+    true = 0.5 * (len(range(*columns.indices(shape[1]))) / shape[1]) ** 0.5
+    assert seen == pytest.approx([true] * 5, rel=0.02)
+
+
+def test_a_short_last_line_counts_as_one_of_many():
+    """Beside a large weight only one line of a bias is copied, which may be that of one number."""
+    sizes, seen = (1 << 20, 129), []
+    for turn in range(9):
+        weights = [nn.Parameter(torch.ones(n)) for n in sizes]
+        for w in weights:
+            w.grad = torch.zeros_like(w)
+        weights[1].grad[-1] = 1.0
+        optimizer, movement = torch.optim.SGD(weights, lr=1.0), Movement(turn)
+        movement.before(optimizer)
+        optimizer.step()
+        movement.after(optimizer)
+        seen.append(movement.scalars()["update_ratio"].item() ** 2 * sum(sizes))
+    assert sum(seen) / 9 == pytest.approx(1.0, rel=1e-3)
+    assert max(seen) <= 9.001  # its lines
+
+
 @pytest.mark.parametrize("turn", [0, 1, 7])
 def test_of_more_weights_every_kth_line_of_memory_tells_the_update(turn):
     sizes, budget, line = (1, 15, 16, 17, 4099, 20_000, 33), 5000, 16
@@ -143,7 +177,8 @@ def test_of_more_weights_every_kth_line_of_memory_tells_the_update(turn):
         lines = torch.arange(w.numel()) // line
         taken = lines % k == turn % min(k, int(lines[-1]) + 1)
         taken |= int(lines[-1]) < 8  # of few lines, all
-        square += float((w.detach().double() - old)[taken].square().mean()) * w.numel()
+        factor = lines.unique().numel() / lines[taken].unique().numel()
+        square += float((w.detach().double() - old)[taken].square().sum()) * factor
         seen += int(taken.sum())
     norm = float(torch.cat(before).norm())
     found = {name: float(value) for name, value in movement.scalars().items()}

@@ -43,8 +43,8 @@ def call_all(walk: ModuleType) -> None:
         np.zeros((2, 2)),
     )  # fmt: skip
     walk.result(at, *ints, at, at, 4, places, places, vector)
-    runs = np.array((at,)), np.array((at,)), np.array((4,)), np.array((4,)), 1, 0
-    walk.copied(*runs)
+    runs = np.array((at,)), np.array((at,)), np.array((4,)), 1, 0
+    walk.copied(*runs, np.array((4,)))
     walk.moved(*runs)
     walk.digest(at, 4, 4)
 

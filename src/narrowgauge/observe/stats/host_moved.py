@@ -1,11 +1,11 @@
 """How far float32 weights on the CPU are moved by a step (`session.tensors.movement`), in two walks of their memory.
 
     copied    before    sum x^2 over all of each; every k-th line of it is copied
-    moved     after     sum over tensors  (elements / copied) sum over the copied (x - copy)^2
+    moved     after     sum over tensors  (lines / copied lines) sum over the copied (x - copy)^2
 
 A line is what memory gives at once: of every k-th element all lines would be read. Where the first one is turns with
-the recorded steps. Copies lie one behind the other, a short last line of a tensor included; tensors of FEW lines are
-copied whole, for there a short line would stand for too much.
+the recorded steps. Copies lie one behind the other, a short last line of a tensor included; one line counts
+like another. Tensors of FEW lines are copied whole, for there each would stand for too much.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _lines(size: int, stride: int, turn: int) -> tuple[int, int, int]:
 
 
 @compiled
-def copied(x_ats: Array, copy_ats: Array, sizes: Array, held: Array, stride: int, turn: int) -> float:
+def copied(x_ats: Array, copy_ats: Array, sizes: Array, stride: int, turn: int, held: Array) -> float:
     """Copy lines of runs of float32 numbers, and say in `held` how many numbers of each; the sum of squares of all."""
     squares = 0.0
     for i in range(sizes.size):
@@ -87,7 +87,7 @@ def copied(x_ats: Array, copy_ats: Array, sizes: Array, held: Array, stride: int
 
 
 @compiled
-def moved(x_ats: Array, copy_ats: Array, sizes: Array, held: Array, stride: int, turn: int) -> float:
+def moved(x_ats: Array, copy_ats: Array, sizes: Array, stride: int, turn: int) -> float:
     """The sum of squares of the differences between runs and what was copied of them, scaled up to all of each."""
     squares, room = 0.0, np.empty(ROOM, np.float32)
     for i in range(sizes.size):
@@ -100,5 +100,6 @@ def moved(x_ats: Array, copy_ats: Array, sizes: Array, held: Array, stride: int,
             for j in range(size):
                 by = np.float64(room[j]) - np.float64(copy[j])
                 total += by * by
-        squares += total * (np.float64(sizes[i]) / np.float64(held[i]))
+        if count:
+            squares += total * (np.float64(-(-sizes[i] // LINE)) / np.float64(count))
     return squares

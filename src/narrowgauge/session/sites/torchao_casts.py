@@ -146,15 +146,15 @@ class Casts:
         self._waiting = []
         found = False
         for each in waiting:
-            with suppress(Exception):  # of this one: the others wait on
-                x = each.tensor()
-                if x is not None and place and _place(x) == place:
-                    each.then(local_of(x), cast.own)
-                    found = True
-                elif x is not None:
-                    self._waiting.append(each)
-                else:
-                    _unheard(each.then)
+            x = each.tensor()
+            if x is not None and (not place or _place(x) != place):
+                self._waiting.append(each)
+                continue
+            try:  # of this one: the others wait on
+                then, found = each.then, found or x is not None
+                _unheard(then) if x is None else then(local_of(x), cast.own)
+            except Exception:
+                _unheard(each.then)
         if not found:
             (self._weights if role == "weight" else self._latest).append(cast)
 

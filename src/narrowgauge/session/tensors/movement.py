@@ -3,7 +3,7 @@
     before the optimizer's step    ‖w‖, and a copy of w: of all of it up to BUDGET elements, else of every k-th
     after it                       ‖w' - w‖² = Σ over tensors (elements / elements copied) Σ over the copied (w' - w)²
 
-    k   a prime, lest it walk down a column of a matrix; where it begins changes from one recorded step to the next
+    k   a prime that meets all columns of every matrix; where it begins changes from one recorded step to the next
 
 So no more than BUDGET elements are held, and only while the optimizer steps; copies of a small model keep their memory
 from one recorded step to the next, because asking for it anew takes as long as filling it. w is what the optimizer was
@@ -17,7 +17,7 @@ There memory is what costs, and it comes in lines of 64 bytes, so of more it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.metrics.primes import next_prime
+from narrowgauge.metrics.primes import stride_over
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.memory import Array, Runs, runs
 from narrowgauge.session.tensors.norms import Parts, Squares, Term, cut_by_fsdp, named, squares
@@ -85,7 +85,7 @@ class Room:
         if whole is None:
             return None
         if known is None or whole is not known.whole or budget != known.budget:
-            stride = _stride(whole, budget, line)
+            stride = stride_over(_widths(whole.shapes), math.ceil(whole.elements / budget), line)
             lines = -(-whole.sizes // line)
             most = np.where(lines <= few, lines, -(-lines // stride)) * line  # of each, rounded up to whole lines
             copies = self.of(number, int(most.sum()))
@@ -96,17 +96,9 @@ class Room:
         return known
 
 
-def _stride(whole: Runs, budget: int, line: int) -> int:
-    """The distance of the lines that are copied: the first prime that leaves no more than `budget` elements.
-
-    But none that divides the lines of a row, or of a column of rows would be copied again and again.
-    """
-    inner = {n for shape in whole.shapes if len(shape) > 1 for n in (shape[-1], math.prod(shape[1:]))}
-    lines = [n // line for n in inner if n and n % line == 0]
-    stride = next_prime(math.ceil(whole.elements / budget))
-    while stride > 1 and any(n % stride == 0 for n in lines):
-        stride = next_prime(stride + 1)
-    return stride
+def _widths(shapes: Iterable[tuple[int, ...]]) -> set[int]:
+    """Of the rows that tensors consist of, and those of their outermost dimension."""
+    return {n for shape in shapes if len(shape) > 1 for n in (shape[-1], math.prod(shape[1:])) if n}
 
 
 class Walked(NamedTuple):
@@ -117,10 +109,10 @@ class Walked(NamedTuple):
     turn: int
     partial: bool
 
-    def sum(self, walk: Callable[[Array, Array, Array, Array, int, int], float], now: Runs) -> Squares:
+    def sum(self, walk: Callable[..., float], now: Runs, *more: Array) -> Squares:
         """What a walk says of the weights and the copies."""
         plan = self.plan
-        total = walk(now.ats, plan.starts, now.sizes, plan.held, plan.stride, self.turn)
+        total = walk(now.ats, plan.starts, now.sizes, plan.stride, self.turn, *more)
         square = torch.from_numpy(np.array(total))  # `torch.tensor` takes ten times as long
         return Squares(Term(square, None if self.partial else 1))
 
@@ -154,7 +146,7 @@ class Movement:
         plan = None if walk is None else self._room.plan(number, weights, budget, walk.LINE, walk.FEW)
         if walk is not None and plan is not None:
             held = Walked(weights, plan, self._turn, in_parts or any(map(cut_by_fsdp, weights)))
-            self._weights = held.sum(walk.copied, plan.whole).and_also(self._weights)
+            self._weights = held.sum(walk.copied, plan.whole, plan.held).and_also(self._weights)
             if plan.stride > 1:
                 self.share = min(self.share, float(plan.held.sum()) / plan.whole.elements)
             self._walked[number] = held
@@ -170,7 +162,7 @@ class Movement:
         if total is None:
             return
         self._weights = total.and_also(self._weights)
-        stride = next_prime(math.ceil(elements / self._budget))
+        stride = stride_over(_widths(x.shape for x in parts.here), math.ceil(elements / self._budget))
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
         self._held[id(optimizer)] = weights, parts, stride, [v.clone() for v in views]

@@ -32,6 +32,9 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
 from narrowgauge.compute.kernels.fused.watched.sums import join_own, rows_of_own
 
 WHOLE, TILES, SQUARES, LINES, HELD = (Constant(i) for i in range(5))  # WHOLE: one scale for all
+GOLDEN = Constant(
+    0.6180339887498949
+)  # the fractions of its multiples lie evenly between 0 and 1, however many there are
 
 
 @triton.jit
@@ -58,7 +61,8 @@ def common_inverse(
     Args:
         ptr: for LINES, the bits of the amaxes of M rows, or of whatever has some. Else rows' first WORDS words tell.
     """
-    m = tl.arange(0, ROWS) * tl.maximum(M // ROWS, 1)
+    turns = tl.arange(0, ROWS).to(tl.float32) * GOLDEN
+    m = tl.minimum(((turns - tl.floor(turns)) * M).to(tl.int32), M - 1)
     if GRAIN == LINES:
         bits = tl.load(ptr + m, mask=m < M, other=0)
     else:
