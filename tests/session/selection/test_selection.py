@@ -41,13 +41,13 @@ def test_what_is_recorded_is_the_same_with_and_without_a_selection(tmp_path):
 
 def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypatch):
     looked = []
-    original = showing.Showing._look
+    original = showing.judge
 
-    def look(self, state, role, *rest):
+    def judge(state, role, *rest):
         looked.append(f"{state.name}:{role}")
-        return original(self, state, role, *rest)
+        return original(state, role, *rest)
 
-    monkeypatch.setattr(showing.Showing, "_look", look)
+    monkeypatch.setattr(showing, "judge", judge)
     follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
     assert looked == ["2:input"] * 2  # microbatches
 
