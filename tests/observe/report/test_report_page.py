@@ -143,6 +143,15 @@ def test_strings_are_text(tmp_path: Path):
     assert "home/ada" not in text
 
 
+@pytest.mark.parametrize("ranks", [{}, {"ranks": {"world": 2, "merged_steps": 0, "apart_steps": 0}}])
+def test_what_was_not_found_of_a_program_is_among_the_notes(tmp_path: Path, ranks: dict[str, object]):
+    missing = "No model was found: no module was called."
+    facts = {"steps": 3, "layers": 1, "not_found": [missing], **ranks}
+    path = synthetic.write_run(tmp_path / "current", "current", **facts)
+    shown = Page(html(None, {"current": open_run(path)}, tmp_path / "report.html").read_text())
+    assert (missing in shown.text) == (not ranks)
+
+
 def test_json_in_a_script_cannot_end_it():
     assert "<" not in script_json({"a": "</script><!--", "b": "\u2028"})
 

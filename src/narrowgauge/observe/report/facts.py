@@ -108,10 +108,15 @@ def notes_of(runs: Mapping[str, Run], said: tuple[str, ...]) -> list[str]:
     """The verdict's notes, and those of runs that it does not already repeat; no paths."""
     notes = list(said)
     for name, run in runs.items():
-        for note in (*(run.meta.get("notes") or ()), *_apart(run)):
+        for note in (*_not_found(run), *(run.meta.get("notes") or ()), *_apart(run)):
             if str(note) not in notes and f"{name}: {note}" not in notes:
                 notes.append(f"{name}: {note}" if len(runs) > 1 else str(note))
     return [words.scrub(note) for note in notes]
+
+
+def _not_found(run: Run) -> list[str]:
+    """What a program that trains has and this one was not seen to have; of one of several ranks, others may have it."""
+    return [] if run.meta.get("ranks") else list(run.meta.get("not_found") or ())
 
 
 def _apart(run: Run) -> list[str]:
