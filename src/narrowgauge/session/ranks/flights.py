@@ -23,7 +23,7 @@ from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.last_words import POLL
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.open_step import OpenStep
-from narrowgauge.session.ranks.scalars import Rows, Waiting, rows_of
+from narrowgauge.session.ranks.scalars import Table, Waiting, rows_of
 
 WAITING_BYTES = 256 << 20  # of tables; with more, meeting is waited for on a CPU as well
 
@@ -42,7 +42,7 @@ class Flight(NamedTuple):
     mine: OpenStep
     gather: Gather
     layouts: Sequence[Layout]
-    scalars: Rows
+    scalars: Table
 
 
 class Flights:
@@ -98,12 +98,11 @@ class Flights:
             self._agreed.popleft()  # not before: what could not be launched is still a step of ours
 
     def _launched(self, mine: OpenStep, size: int, layouts: Sequence[Layout]) -> Flight:
-        table = self._waiting.take(mine.layout.scalars, mine.layout.rows)
-        scalars = rows_of(table, mine.layout.scalars)
+        scalars = self._waiting.take(mine.layout.scalars, mine.layout.rows)
         try:
-            gather = self.group.gather(mine.with_scalars(torch.from_numpy(table), size))
+            gather = self.group.gather(mine.with_scalars(torch.from_numpy(scalars), size))
         except Exception:  # nobody has them then
-            self._waiting.give_back(scalars)
+            self._waiting.give_back(rows_of(scalars, mine.layout.scalars))
             raise
         return Flight(mine, gather, layouts, scalars)
 
@@ -174,6 +173,7 @@ class Flights:
 
     def clear(self) -> None:
         """Forget them; their scalars wait again."""
-        self._waiting.give_back([row for flight in self._flying for row in flight.scalars])
+        taken = (rows_of(flight.scalars, flight.mine.layout.scalars) for flight in self._flying)
+        self._waiting.give_back([row for rows in taken for row in rows])
         self._flying.clear()
         self._agreed.clear()

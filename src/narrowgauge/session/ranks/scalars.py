@@ -20,6 +20,7 @@ NONE = -(2.0**1000)  # no number that anybody records, NaN among them, and exact
 MOST = 4096  # rows that wait on a rank, and steps that wait on rank 0
 
 Rows = list[tuple[int, dict[str, float]]]
+Table = npt.NDArray[np.float64]
 
 
 class Waiting:
@@ -40,7 +41,7 @@ class Waiting:
         self._rows.append((step, row))
         return self._rows.popleft() if len(self._rows) > MOST else None
 
-    def take(self, names: Sequence[str], rows: int) -> npt.NDArray[np.float64]:
+    def take(self, names: Sequence[str], rows: int) -> Table:
         """The oldest, as a table [rows, 1 + N] of a step and its numbers, `NONE` where there is none.
 
         Those that have a name which is not among `names` go with a later collective.
@@ -67,7 +68,7 @@ class Waiting:
         return rest
 
 
-def rows_of(table: npt.NDArray[np.float64], names: Sequence[str]) -> Rows:
+def rows_of(table: Table, names: Sequence[str]) -> Rows:
     """The inverse of `take`."""
     return [
         (int(line[0]), {name: float(v) for name, v in zip(names, line[1:], strict=True) if v != NONE})
