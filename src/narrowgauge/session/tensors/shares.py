@@ -20,10 +20,12 @@ PLACE = "megatron.core.parallel_state"
 
 def group_of(p: Tensor) -> list[int]:
     """The ranks whose parts of `p` make the whole, copies among them; none if all is here, or nobody says."""
-    ranks: list[int] = []
-    if is_experts(p):
+    if PLACE not in sys.modules:  # asked of every parameter in every step
+        return []
+    experts, ranks = is_experts(p), []
+    if experts:
         ranks = _asked("get_tensor_and_data_parallel_group", with_context_parallel=True)
-    if not ranks and (is_experts(p) or getattr(p, "tensor_model_parallel", False)):
+    if not ranks and (experts or getattr(p, "tensor_model_parallel", False)):
         ranks = _asked("get_tensor_model_parallel_group")
     return ranks if len(ranks) > 1 else []
 
