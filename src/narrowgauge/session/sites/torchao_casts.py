@@ -150,10 +150,13 @@ class Casts:
             if x is not None and (not place or _place(x) != place):
                 self._waiting.append(each)
                 continue
-            try:  # of this one: the others wait on
-                then, found = each.then, found or x is not None
-                _unheard(then) if x is None else then(local_of(x), cast.own)
-            except Exception:
+            if x is None:
+                _unheard(each.then)
+                continue
+            found = True
+            try:
+                each.then(local_of(x), cast.own)
+            except Exception:  # of this one: the others wait on
                 _unheard(each.then)
         if not found:
             (self._weights if role == "weight" else self._latest).append(cast)
