@@ -32,9 +32,7 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
 from narrowgauge.compute.kernels.fused.watched.sums import join_own, rows_of_own
 
 WHOLE, TILES, SQUARES, LINES, HELD = (Constant(i) for i in range(5))  # WHOLE: one scale for all
-GOLDEN = Constant(
-    0.6180339887498949
-)  # the fractions of its multiples lie evenly between 0 and 1, however many there are
+GOLDEN = Constant(0.6180339887498949)  # fractions of its multiples lie evenly between 0 and 1, however many they are
 
 
 @triton.jit
@@ -64,7 +62,7 @@ def common_inverse(
     turns = tl.arange(0, ROWS).to(tl.float32) * GOLDEN
     m = tl.minimum(((turns - tl.floor(turns)) * M).to(tl.int32), M - 1)
     if GRAIN == LINES:
-        bits = tl.load(ptr + m, mask=m < M, other=0)
+        bits = tl.load(ptr + m)
     else:
         a, b = load(x_ptr, m.to(tl.int64), tl.arange(0, WORDS).to(tl.int64), M, K, W, stride_m, stride_w, KIND)
         bits = row_amaxes(a, b, KIND, INTERPRET)
