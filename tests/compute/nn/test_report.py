@@ -84,4 +84,6 @@ def test_it_survives_json():
         "calls": None,
         "aliases": [],
         "shared_with": ["embed"],
+        "block": None,
+        "blocks": 0,
     }

@@ -88,6 +88,11 @@ def test_speed_is_never_judged_where_it_was_emulated():
     )
     slow = synthetic.variant("current", worth_it="no", speedup=0.9)
     assert speed_line(synthetic.verdict(emulated=False, variants=(slow,))).startswith("None is worth it here")
+    unsafe = synthetic.variant("delayed", worth_it="no")
+    assert speed_line(synthetic.verdict(variants=(unsafe,))) == (
+        "None is worth it here: none is safe. FP8 products were emulated on this machine, so their speed says nothing."
+    )
+    assert "is not known" in speed_line(synthetic.verdict(variants=(unsafe, synthetic.variant("current"))))
     cells = [
         row.cells[-1] for block in summary(synthetic.verdict()).blocks for row in block.rows if row.label == "Step time"
     ]

@@ -165,6 +165,17 @@ def test_speed_is_not_judged_where_it_was_emulated():
     assert "emulated" in variant.sentence
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_what_is_not_safe_is_not_worth_it_and_the_sentence_says_the_same(native):
+    facts = {"meta": {"emulated": not native}, "step_seconds": [0.1] * 40}
+    _, variant = judge_one(evidence("current", shifted(3.0), **facts), baseline=evidence("baseline", FLAT, **facts))
+    assert (variant.safe, variant.worth_it) == ("no", "no")
+    assert "not known" not in variant.sentence
+    told = "It runs at 1.00x the baseline's speed, which" if native else "Not worth it, however fast"
+    assert f"{told}" in variant.sentence
+    assert "while it is not safe." in variant.sentence
+
+
 @pytest.mark.parametrize(("seconds", "worth"), [(0.5, "yes"), (0.99, "no"), (0.97, "unknown"), (2.0, "no")])
 def test_speed_on_real_hardware(seconds, worth):
     native = {"emulated": False}

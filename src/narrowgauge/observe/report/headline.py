@@ -43,6 +43,12 @@ def headline(verdict: Verdict) -> list[tuple[str, str]]:
 
 def speed_line(verdict: Verdict) -> str:
     """Who is worth it, or why that cannot be said."""
+    none = bool(verdict.variants) and all(v.worth_it == "no" for v in verdict.variants)
+    if verdict.emulated and none:
+        return (
+            "None is worth it here: none is safe. FP8 products were emulated on this machine, so their speed says "
+            "nothing."
+        )
     if verdict.emulated:
         return (
             "FP8 products were emulated on this machine, so their speed says nothing: whether FP8 is worth it is not "
@@ -52,6 +58,6 @@ def speed_line(verdict: Verdict) -> str:
     if worth:
         fast = [f"{v.name} ({v.speedup:.2f}× the baseline's speed)" if v.speedup else v.name for v in worth]
         return f"Worth it: {words.listing(fast)}."
-    if verdict.variants and all(v.worth_it == "no" for v in verdict.variants):
+    if none:
         return "None is worth it here: no variant is both safe and clearly faster."
     return "Whether FP8 is worth it is not known yet."

@@ -155,7 +155,8 @@ def _judge_variant(
         worst=worst,
         conversion=tuple(meta.get("conversion", ())),
     )
-    return replace(facts, sentence=why_not or words.sentence(facts), next_step=words.next_step(facts, why_not))
+    next_step = words.next_step(facts, why_not, int(meta.get("models", 1)))
+    return replace(facts, sentence=why_not or words.sentence(facts), next_step=next_step)
 
 
 def _outcome(

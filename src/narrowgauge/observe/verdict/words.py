@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from narrowgauge.observe.verdict.gap import FEWEST_STEPS
+from narrowgauge.observe.verdict.keeping import keep_high
 from narrowgauge.observe.verdict.types import VariantVerdict
 from narrowgauge.observe.verdict.worst import NOTHING
 
@@ -100,18 +101,22 @@ def _same(v: VariantVerdict) -> str:
 def _worth(v: VariantVerdict) -> str:
     if v.exit_code:
         return ""
+    if v.speedup is None and v.safe == "no":
+        return "Not worth it, however fast, while it is not safe."
     if v.speedup is None:
         return "Its speed was emulated here, so whether it is worth it is not known."
     faster = f"{v.speedup:.2f}x the baseline's speed"
     if v.worth_it == "yes":
         return f"Worth it: {faster}."
-    if v.worth_it == "no" and v.safe != "no":
+    if v.safe == "no":
+        return f"It runs at {faster}, which is worth nothing while it is not safe."
+    if v.worth_it == "no":
         return f"Not worth it: {faster}."
     return f"It runs at {faster}."
 
 
-def next_step(v: VariantVerdict, why_not: str) -> str:
-    """What to try next."""
+def next_step(v: VariantVerdict, why_not: str, models: int = 1) -> str:
+    """What to try next; `models` is how many the program has."""
     if why_not:
         return "Make the runs comparable, then compare again."
     if v.outcome == "unjudged":
@@ -119,9 +124,7 @@ def next_step(v: VariantVerdict, why_not: str) -> str:
     if v.exit_code:
         return "Read the end of this run's output.log."
     remedy = next((w for w in v.worst if w.remedy != NOTHING), None)
-    help_worst = (
-        f"For {remedy.site}: {remedy.remedy}." if remedy else "Keep the last blocks in high precision (last = 2)."
-    )
+    help_worst = f"For {remedy.site}: {remedy.remedy}." if remedy else keep_high(v.conversion, v.recipe, models)
     if v.nan_steps or v.outcome == "fail":
         return help_worst
     if v.outcome == "watch":

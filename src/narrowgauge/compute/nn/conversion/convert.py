@@ -211,6 +211,8 @@ def _row(plan: Plan, state: LayerState | None) -> Row:
         shared_with=(*layer.shared_with, *(name for name in layer.tied if name not in layer.shared_with)),
         state=state,
         fp8_gemms=3 if plan.recipe is None or plan.recipe.fake else plan.recipe.fp8_gemms,
+        block=layer.block,
+        blocks=layer.blocks,
     )
 
 

@@ -38,6 +38,8 @@ class Row:
     shared_with: tuple[str, ...] = ()  # other modules that own the same weight
     state: Counts | None = field(default=None, repr=False, compare=False)
     fp8_gemms: int = 3  # of a converted layer's three products
+    block: int | None = None  # index of the repeated block that holds it
+    blocks: int = 0  # how many repeated blocks the model has
 
     @property
     def flops_per_token(self) -> int:
@@ -97,6 +99,8 @@ class ConversionReport:
                     "calls": row.calls,
                     "aliases": list(row.aliases),
                     "shared_with": list(row.shared_with),
+                    "block": row.block,
+                    "blocks": row.blocks,
                 }
                 for row in self.rows
             ],
