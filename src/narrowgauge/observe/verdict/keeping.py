@@ -1,8 +1,8 @@
 """What to keep in high precision next: a setting that this very model takes, and that leaves something in FP8.
 
-    last     where converted layers lie in more than one repeated block, and blocks stay in FP8 before those
-    skip     else the last converted layers by name, where others remain
-    recipe   else one with finer scales
+last     where converted layers lie in more than one repeated block, and blocks stay in FP8 before those
+skip     else the last converted layers by name, where others remain
+recipe   else one with finer scales
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def keep_high(rows: Sequence[Mapping[str, Any]], recipe: str, models: int = 1) -
     """
     converted = [row for row in rows if row.get("recipe")]
     if models == 1:
-        held = [row for row in converted if row.get("block") is not None]
-        lowest, highest = min((row["block"] for row in held), default=0), max((row["block"] for row in held), default=0)
-        if highest > lowest:
-            last = held[0]["blocks"] - 1 - highest + min(MOST, highest - lowest)
+        held = sorted({row["block"] for row in converted if row.get("block") is not None})
+        if len(held) > 1:  # what lies behind them stays high already
+            blocks = next(row["blocks"] for row in converted if row.get("block") == held[-1])
+            last = blocks - 1 - held[-1] + min(MOST, held[-1] - held[0])
             many = "block" if last == 1 else f"{last} blocks"
             return f"Keep the last {many} in high precision: last = {last} {WHERE}."
         if len(converted) > 1:
