@@ -148,7 +148,7 @@ class Session:
 
     def module_registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """A module got a submodule."""
-        self.roots.family.registered(parent, child)
+        self.roots.registered(parent, child)
         if len(sys.modules) != self._loaded:  # asked for every module, and for every cut of a list of them
             self._open_doors()
 
@@ -208,8 +208,12 @@ class Session:
             line = self.ledger.line
             self._writer.add_event(self.ledger.steps if line is None else line.step, "watch_failed", what)
 
-    def _model_taken(self) -> None:
+    def _model_taken(self, added: str) -> None:
         self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
+        if added:
+            line = self.ledger.line
+            step = self.ledger.steps + 1 if line is None or self.steps.made else line.step
+            self._writer.add_event(step, "model_changed", f"The program added to its model: {added}.")
 
     def _copies(self, site: str) -> int | None:
         first = self.plain.shown.copies.get(site)
@@ -265,6 +269,7 @@ class Session:
                 *conversions.unmet,
                 *steps.notes,
                 *steps.batches.notes,
+                *steps.evals.notes,
                 *self._loader_notes(),
                 *self.plain.notes,
                 *self.ranks.notes,

@@ -136,3 +136,91 @@ def test_evaluations_are_of_the_steps_that_were_made(tmp_path):
                 evaluate(6.0)
     assert writer.column("eval_loss") == {0: 1.0, 1: (16 + 25) / 2, 2: 36.0}
     assert writer.column("microbatches") == {1: 3, 2: 3}
+
+
+def evaluated(model, *data, criterion=nn.MSELoss()):  # noqa: B008  # has no state
+    with torch.no_grad():
+        for x in data:
+            criterion(model(x), torch.zeros(()).expand_as(x))
+
+
+def trained_beside_a_copy(tmp_path, evaluate):
+    """What a session wrote as `eval_loss` of a program that keeps an averaged copy, and its notes."""
+    with followed(tmp_path) as (session, writer):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        copy = torch.optim.swa_utils.AveragedModel(model)
+        with torch.no_grad():
+            for p in copy.parameters():
+                p.mul_(3.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            wanted = evaluate(model, copy)
+    return writer.column("eval_loss").get(2), wanted, session.steps.evals.notes
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_averaged_copys_losses_are_not_mixed_with_the_models(tmp_path, order):
+    data = [torch.randn(3, 4), torch.randn(3, 4)]
+
+    def evaluate(model, copy):
+        for each in (model, copy)[::order]:
+            evaluated(each, *data)
+        with torch.no_grad():
+            return sum(float(model(x).square().mean()) for x in data) / 2
+
+    found, wanted, notes = trained_beside_a_copy(tmp_path, evaluate)
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    assert notes == [
+        "4 losses were computed without gradients of models that do not train (an averaged copy, say); eval_loss "
+        "leaves them out."
+    ]
+
+
+def test_of_an_evaluation_of_the_copy_alone_it_is_told(tmp_path):
+    x = torch.randn(3, 4)
+
+    def evaluate(model, copy):
+        evaluated(copy, x)
+        with torch.no_grad():
+            return float(copy(x).square().mean())
+
+    found, wanted, (note,) = trained_beside_a_copy(tmp_path, evaluate)
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    assert note.startswith(
+        "2 losses of models that do not train (an averaged copy, say) are eval_loss where no others "
+    )
+
+
+def test_a_loss_of_the_model_against_a_teacher_is_the_models(tmp_path):
+    x = torch.randn(3, 4)
+
+    def evaluate(model, copy):
+        with torch.no_grad():
+            wanted = float(F.mse_loss(model(x), copy(x)))
+            F.mse_loss(copy(x), model(x))
+            return wanted
+
+    found, wanted, notes = trained_beside_a_copy(tmp_path, evaluate)
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    assert notes == []
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_several_passes_over_data_are_told(tmp_path, passes):
+    x = torch.randn(6, 4)
+
+    def evaluate(model, _copy):
+        for _ in range(passes):
+            evaluated(model, *torch.utils.data.DataLoader(x, batch_size=2))
+        with torch.no_grad():
+            return float(model(x).square().mean())
+
+    found, wanted, notes = trained_beside_a_copy(tmp_path, evaluate)
+    assert float(found) == pytest.approx(wanted, rel=1e-5)
+    told = (
+        "Evaluations took up to 3 passes over data loaders between two steps: eval_loss is the mean over all of them."
+    )
+    assert notes == ([told] if passes > 1 else [])

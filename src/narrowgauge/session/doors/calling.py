@@ -30,8 +30,8 @@ class HearsCalls(Protocol):
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint's first forward begins, or has ended."""
 
-    def batch_loaded(self, seconds: float) -> None:
-        """A data loader gave a batch (or had no more) after so long."""
+    def batch_loaded(self, seconds: float, *, last: bool = False) -> None:
+        """A data loader gave a batch after so long, or had no more: the one before was the `last`."""
 
 
 def follow(seams: Seams, calls: HearsCalls) -> Callable[[bool], None]:
@@ -68,11 +68,14 @@ def follow(seams: Seams, calls: HearsCalls) -> Callable[[bool], None]:
         def run(self: Any) -> Any:
             if not seams.telling:
                 return original(self)
-            began = time.perf_counter()
+            began, last = time.perf_counter(), False
             try:
                 return original(self)
+            except StopIteration:
+                last = True
+                raise
             finally:
-                calls.batch_loaded(time.perf_counter() - began)
+                calls.batch_loaded(time.perf_counter() - began, last=last)
 
         return run
 

@@ -55,7 +55,7 @@ class Calls:
     Args:
         roots, steps, probe, hearing, same: the session's.
         optimizers: those that the program made and still holds.
-        taken: told whenever another model was taken.
+        taken: told whenever another model was taken, and what the program has added to one.
         deaf: called with True where calls of modules need not be heard, because a model is called that they are parts
             of, and with False where they do again.
     """
@@ -68,7 +68,7 @@ class Calls:
         hearing: Hearing,
         same: SameTraining,
         optimizers: Trained,
-        taken: Callable[[], None],
+        taken: Callable[[str], None],
         deaf: Callable[[bool], None] = lambda deaf: None,
     ) -> None:
         self._roots, self._steps, self._probe = roots, steps, probe
@@ -90,14 +90,24 @@ class Calls:
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
-        if self._depth or module in self._roots or not self._optimizers:
+        if self._depth or module in self._roots or not self._optimizers or inside_backward():
             return
-        if inside_backward() or not self.learns() or not unseen_by_modes(self._optimizers.owns, module):
+        if not self.learns():
+            self._evaluated(module)
+            return
+        if not unseen_by_modes(self._optimizers.owns, module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
             return
         self._followed(module, args)
+
+    def _evaluated(self, module: nn.Module) -> None:
+        evals = self._steps.evals
+        if evals.knows_of_others or not self.hearing.perhaps_mine() or next(module.parameters(), None) is None:
+            return
+        if not unseen_by_modes(self._optimizers.owns, module):
+            evals.other_begins()
 
     @heard_if(lambda self, module, args: self._same.module(module))
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -117,11 +127,13 @@ class Calls:
         """Whether what is called now is called with gradients, or will be when a checkpoint runs it again."""
         return torch.is_grad_enabled() or self._thread.checkpoint
 
-    def batch_loaded(self, seconds: float) -> None:
-        """A data loader's iterator gave a batch, or its end, after so long."""
+    def batch_loaded(self, seconds: float, *, last: bool = False) -> None:
+        """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
         self._thread.waited += seconds
         if self.hearing.perhaps_mine():
             self.loaders_seen = True
+            if last:
+                self._steps.evals.data_ended()
 
     def of_training(self) -> bool:
         """Whether what the calling thread multiplies is of the training: its own, or a part of its running forward.
@@ -149,6 +161,8 @@ class Calls:
         self._outermost, self._running = _call(), root
         root.heard_in = self.hearing.turn
         self._deaf(True)
+        if self._roots.changed and self.learns():
+            self._renew()
         if not self.learns():
             self._thread.waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
@@ -299,8 +313,13 @@ class Calls:
     def _take(self, module: nn.Module) -> Root:
         self._steps.another_model()
         root = self._roots.take(module, self._optimizers, self.hearing.stage)
-        self._taken()
+        self._taken("")
         return root
+
+    def _renew(self) -> None:
+        self._steps.another_model()
+        if what := self._roots.renew():
+            self._taken(what)
 
 
 def _nothing() -> None:

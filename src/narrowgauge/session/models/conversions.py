@@ -1,6 +1,7 @@
 """What becomes of the layers of a program's models, as the plan says.
 
 convert     to FP8; a comparison's baseline does it in a rehearsal, and back again
+added       the same for what the program adds to a model, or exchanges in it, once it trains
 hear        those that the program itself has converted
 switch      products of other packages' layers that shall stay high
 """
@@ -73,6 +74,28 @@ class Conversions:
         if self._plan.recipe is not None:
             self._observe(model, prefix)
 
+    def added(self, model: nn.Module, prefix: str) -> str:
+        """Convert, or hear, what the program has added to a model since; in words what was done, "" if nothing."""
+        if self._plan.recipe is None:
+            self._hear(model, prefix)
+            return ""
+        before = self._reports.get(prefix)
+        known = {(row.name, row.recipe is None) for row in before.rows} if before else set()
+        try:
+            report = self._converted(model, beside=True, strict=False)
+        except (ConversionError, RecipeError) as refusal:
+            self.notes.append(f"What the script added to its model stays in the baseline's precision: {refusal}")
+            return ""
+        self._reports[prefix] = before.joined(report) if before else report
+        self._observe(model, prefix)
+        told = [f"{named(prefix, row.name)} was converted to {row.recipe}" for row in report.converted]
+        told += [
+            f"{named(prefix, row.name)} stays high ({row.reason})"
+            for row in report.rows
+            if row.recipe is None and (row.name, True) not in known
+        ]
+        return "; ".join(told)
+
     def switch(self, model: nn.Module, called: nn.Module, prefix: str) -> None:
         """Have products of other packages' layers stay high, where the settings name them."""
         high = self._plan.convert.get("high", ())
@@ -119,11 +142,12 @@ class Conversions:
                 self.observed = True
                 self._layers[observer.name(state.name)] = state
 
-    def _converted(self, model: nn.Module, *, beside: bool) -> ConversionReport:
+    def _converted(self, model: nn.Module, *, beside: bool, strict: bool = True) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
         if self._plan.recipe is not None:
             left = {"high": self._kept[-1].tables} if self._kept else {}  # those that speak of others are met
-            return convert(model, by_name(self._plan.recipe), **{**self._plan.convert, **left}, beside=beside)[1]
+            rules = {**self._plan.convert, **left, "beside": beside, "strict": strict}
+            return convert(model, by_name(self._plan.recipe), **rules)[1]
         refusals: dict[str, ConversionError] = {}
         for name in self._plan.rehearse:
             try:

@@ -22,10 +22,16 @@ class Model:
     ) -> None:
         self.kind, self.prefix, self.stage = class_name(model), "", stage
         self.holder, self.own = ref(holder), plain_name(f"{own}.") if own else ""
+        self.elements = 0  # of its parameters, as far as they were counted as its own
+        self.look(model)
+        self.module = ref(model, lambda _: gone(self))
+
+    def look(self, model: nn.Module) -> None:
+        """See what it has by now."""
         owners = (name for name, m in model.named_modules() if m._parameters)
         self.layers = frozenset(map(plain_name, owners))
         self.parts = {id(m) for m in model.modules()}
-        self.module = ref(model, lambda _: gone(self))
+        self.changed = False  # a part of it got another part since
 
     def beside(self, other: Model) -> bool:
         """Whether their names differ anyhow: both are parts of one module, or stages that share none."""

@@ -8,6 +8,9 @@ class in front. Stages of a pipeline that are on one rank and have layers of one
 several ranks are told apart as ranks merge. A model that cannot be converted is left as it is and told, unless there is
 no other.
 
+A program may add to a model that it trains, or exchange a part of it: a new head, adapters. At its next call the model
+is looked at once more.
+
 Models are held weakly: a program that trains one after the other keeps none for our sake, and the next one has the
 names of the last.
 """
@@ -69,6 +72,31 @@ class Roots:
     def called_in(self, turn: int) -> list[nn.Module]:
         """Those that were called with gradients in this turn of the threads."""
         return [root.module for root in self._roots.values() if root.alive and root.heard_in == turn]
+
+    def registered(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """`child` became a part of `parent`, which may be one of a model."""
+        self.family.registered(parent, child)
+        for known in self._models:
+            known.changed |= child is not None and id(parent) in known.parts
+
+    @property
+    def changed(self) -> bool:
+        """Whether a model may have parts that it had not when it was looked at."""
+        return any(known.changed for known in self._models)
+
+    def renew(self) -> str:
+        """Take in what the program has added to its models since they were taken; in words what, "" if nothing."""
+        told = []
+        for known in [known for known in self._models if known.changed]:
+            model = known.module()
+            if model is None:
+                continue
+            known.look(model)
+            self._count(known)
+            what = self.conversions.added(model, known.prefix)
+            new = self._plain.add(model, self._recorder.under(known.prefix, model))
+            told += [what] if what else [f"{new} more layers are watched"] if new else []
+        return "; ".join(told)
 
     def whole(self, optimizers: Trained) -> nn.Module | None:
         """The outermost module that holds most of what is trained, found without anybody calling it."""
@@ -136,12 +164,20 @@ class Roots:
         """Keep a model in mind; whether it shares parts with one that is known: two towers, actor and critic."""
         new = Model(model, self._models.remove, holder, own, stage)
         known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
-        counted = self._parameters_seen()
-        self._parameters += sum(math.prod(shape_of(p)) for at, p in new.parameters().items() if at not in counted)
-        self._unmade += [ref(p) for at, p in new.parameters().items() if at not in counted and is_lazy(p)]
         self._models.append(new)
+        self._count(new)
         self._taken += 1
         return known
+
+    def _count(self, model: Model) -> None:
+        """Count the parameters that are no other model's."""
+        counted = {at for known in self._models if known is not model for at in known.parameters()}
+        unmade = {id(known()) for known in self._unmade}  # counted when the program has made them
+        own = [p for at, p in model.parameters().items() if at not in counted | unmade]
+        elements = sum(math.prod(shape_of(p)) for p in own)
+        self._parameters += elements - model.elements
+        model.elements = elements
+        self._unmade += [ref(p) for p in own if is_lazy(p)]
 
     def _parameters_seen(self) -> set[int]:
         return {at for known in self._models for at in known.parameters()}

@@ -3,6 +3,9 @@
 Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`),
 and what torch's own loss functions return. All losses between two optimizer steps are one evaluation, of the weights
 that the first of the two made; its value is their mean.
+
+A loss is of the models that were called since the loss before. One of other models alone (an averaged copy of the
+weights, say) counts only where the evaluation has no others.
 """
 
 from __future__ import annotations
@@ -53,8 +56,13 @@ class EvalLosses:
     def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
         self._mine: Callable[[], bool] = lambda: True
         self._steps = steps
-        self._losses: list[tuple[int, Tensor]] = []
+        self._losses: list[tuple[int, Tensor, bool]] = []  # steps made before it, itself, and whether it is of ours
         self._mark: int | None = None
+        self._called: set[bool] = set()  # since the last loss: models that train (True), and others
+        self._ours = True  # the last loss was of a model that trains
+        self._passes = self._most_passes = 1  # over data, in one evaluation
+        self._ended = False  # a pass has ended since the last loss
+        self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
@@ -76,24 +84,77 @@ class EvalLosses:
 
     def _add(self, loss: Any) -> None:
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
-            self._losses.append((self._steps(), here(loss).detach().reshape(()).float()))
+            if self._called:
+                self._ours = True in self._called
+                self._called.clear()
+            if self._ours:
+                self._passes += self._ended and bool(self._losses)
+                self._ended = False
+            self._losses.append((self._steps(), here(loss).detach().reshape(()).float(), self._ours))
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
         self._mark = len(self._losses)
+        self._called.add(True)
+
+    @property
+    def knows_of_others(self) -> bool:
+        """Whether `other_begins` would tell nothing new."""
+        return False in self._called
+
+    def other_begins(self) -> None:
+        """A model that does not train is called without gradients."""
+        self._called.add(False)
+
+    def data_ended(self) -> None:
+        """A pass over data came to its end."""
+        self._ended = bool(self._losses)
 
     def model_ended(self, output: Any) -> None:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None:
             del self._losses[self._mark :]
+            self._called.add(True)
             self._add(loss)
         self._mark = None
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
-        found: dict[int, list[Tensor]] = {}
-        for steps, loss in self._losses:
-            found.setdefault(steps, []).append(loss)
+        found: dict[int, dict[bool, list[Tensor]]] = {}
+        for steps, loss, ours in self._losses:
+            found.setdefault(steps, {}).setdefault(ours, []).append(loss)
         self._losses.clear()
-        return {steps: torch.stack([x.to(x_s[-1].device) for x in x_s]).mean() for steps, x_s in found.items()}
+        self._called.clear()
+        self._most_passes, self._passes, self._ended = max(self._most_passes, self._passes), 1, False
+        means = {}
+        for steps, kinds in found.items():
+            others = len(kinds.get(False, ()))
+            if True in kinds:
+                self._aside += others
+            else:
+                self._alone += others
+            losses = kinds.get(True) or kinds[False]
+            means[steps] = torch.stack([x.to(losses[-1].device) for x in losses]).mean()
+        return means
+
+    @property
+    def notes(self) -> list[str]:
+        """What an evaluation's mean has, or lacks, that nobody would think of."""
+        notes = []
+        if self._aside:
+            notes.append(
+                f"{self._aside} losses were computed without gradients of models that do not train (an averaged copy, "
+                "say); eval_loss leaves them out."
+            )
+        if self._alone:
+            notes.append(
+                f"{self._alone} losses of models that do not train (an averaged copy, say) are eval_loss where no "
+                "others were computed without gradients."
+            )
+        if self._most_passes > 1:
+            notes.append(
+                f"Evaluations took up to {self._most_passes} passes over data loaders between two steps: eval_loss is "
+                "the mean over all of them."
+            )
+        return notes

@@ -52,6 +52,7 @@ def convert(
     high: Sequence[Switch | Mapping[str, Any]] = (),
     reduce_amax: bool | Any = True,
     beside: bool = False,
+    strict: bool = True,
 ) -> tuple[Model, ConversionReport]:
     """Convert the linear layers of `model` to FP8 in place; return the same model and what was done.
 
@@ -77,7 +78,8 @@ def convert(
     all its ranks must step together.
 
     `beside` is for a model that shares layers with one that was converted before (two towers, actor and critic): those
-    stay as they are, and are not in the report.
+    stay as they are, and are not in the report; rules and globs may name them. With `strict=False` a model without an
+    eligible layer is no error: its report says why each one stays high.
 
     Raises ConversionError when a rule, `skip`, `only` or `high` matches nothing, when no layer is eligible, and when
     the model is already converted (call `revert` first: converting over it would drop its scaling state; or see
@@ -103,14 +105,13 @@ def convert(
         )
     slow = SlowLayers(skip_slow, tokens) if skip_slow else None
     layers = survey(model)
-    if beside:
-        layers = [layer for layer in layers if not isinstance(layer.module, Fp8Linear)]
-    _refuse_converted(layers)
+    if not beside:
+        _refuse_converted(layers)
     wrapped = is_wrapper(model)
     modules = [clean(name, wrapped=wrapped) for name, _ in model.named_modules(remove_duplicate=False)]
     request.check(layers, modules)
-    plans = make_plans(request, layers, slow)
-    if not any(plan.recipe for plan in plans):
+    plans = make_plans(request, [layer for layer in layers if not isinstance(layer.module, Fp8Linear)], slow)
+    if strict and not any(plan.recipe for plan in plans):
         raise nothing_to_convert(model, plans)
     rows = _adopt(model, plans, CODES if save_codes else REMADE, reduce_amax)
     backends = {plan.recipe.name: plan for plan in reversed(plans) if plan.recipe}
@@ -160,7 +161,10 @@ def _refuse_converted(layers: Sequence[Layer]) -> None:
 
 
 def _adopt(model: nn.Module, plans: Sequence[Plan], saves: int, reduce_amax: Any) -> list[Row]:
-    table, clock = ScaleTable(next(p.layer.weight.device for p in plans if p.recipe), reduce_amax), StepClock()
+    device = next((plan.layer.weight.device for plan in plans if plan.recipe), None)
+    if device is None:
+        return [_row(plan, None) for plan in plans]
+    table, clock = ScaleTable(device, reduce_amax), StepClock()
     try:
         states = [_adopt_one(plan, table, clock) for plan in plans]
         for plan in plans:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -76,6 +76,16 @@ class ConversionReport:
     def never_called(self) -> tuple[str, ...]:
         """Names of converted layers whose forward has not run (all of them before the model first runs)."""
         return tuple(row.name for row in self.converted if not row.calls)
+
+    def joined(self, later: ConversionReport) -> ConversionReport:
+        """This report with what a later conversion of the same model did: of one layer, the later row counts."""
+        rows = {row.name: row for row in (*self.rows, *later.rows)}
+        return replace(
+            self,
+            rows=tuple(rows.values()),
+            backends=tuple(sorted({*self.backends, *later.backends})),
+            notes=tuple(dict.fromkeys((*self.notes, *later.notes))),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings."""

@@ -1,0 +1,141 @@
+"""A program adds to a model that it trains, or exchanges a part of it: its new layers are watched and converted."""
+
+import torch
+from tests.session.inline import followed
+from torch import nn
+
+from narrowgauge.compute.nn.linear import Fp8Linear
+
+
+class Body(nn.Module):
+    """A body with a part that the test exchanges."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.top = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.top(self.body(x))
+
+
+def train(model, steps, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def sites(writer, step):
+    return {site for at, names, _ in writer.tensors for site in names if at == step}
+
+
+def operands(*layers):
+    return {f"{layer}:{role}" for layer in layers for role in ("input", "weight", "grad_output")}
+
+
+def rows(facts):
+    return {row["name"]: (row["recipe"], tuple(row["shape"])) for row in facts["conversion"]}
+
+
+def test_a_layer_that_takes_anothers_place_is_converted(tmp_path):
+    with followed(tmp_path, recipe="rowwise", every=1) as (session, writer):
+        model = Body()
+        train(model, 2)
+        model.top = nn.Linear(32, 64)
+        train(model, 2)
+        assert isinstance(model.top, Fp8Linear)
+    facts = session.facts()
+    assert rows(facts) == {"body": ("rowwise", (32, 32)), "top": ("rowwise", (64, 32))}
+    assert facts["conversion_summary"][0]["coverage"] == 1.0
+    assert facts["models"] == 1
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert writer.events == [
+        (3, "model_changed", "The program added to its model: top was converted to rowwise."),
+    ]
+    assert "top:weight" in sites(writer, 3)
+    numels = [
+        columns["numel"][names.index("top:weight")] for _, names, columns in writer.tensors if "top:weight" in names
+    ]
+    assert numels == [1024, 1024, 2048, 2048]
+
+
+def test_one_that_cannot_be_converted_counts_against_the_coverage(tmp_path):
+    with followed(tmp_path, recipe="rowwise", every=1) as (session, writer):
+        model = Body()
+        train(model, 1)
+        model.top = nn.Linear(32, 10)
+        train(model, 1)
+    facts = session.facts()
+    assert rows(facts) == {"body": ("rowwise", (32, 32)), "top": (None, (10, 32))}
+    assert facts["conversion_summary"][0]["coverage"] == 1024 / (1024 + 320)
+    ((step, kind, what),) = writer.events
+    assert (step, kind) == (2, "model_changed")
+    assert what.startswith("The program added to its model: top stays high (")
+    assert type(model.top) is nn.Linear
+
+
+def test_what_rules_say_of_layers_that_are_converted_already_is_no_refusal(tmp_path):
+    with followed(tmp_path, recipe="current", every=1, convert={"only": ["body", "top"]}) as (session, writer):
+        model = Body()
+        train(model, 1)
+        model.body = nn.Sequential(model.body, nn.Linear(32, 32))
+        train(model, 1)
+    assert session.roots.conversions.notes == []
+    assert isinstance(model.body[1], Fp8Linear)
+    assert "body.1 was converted to current" in writer.events[0][2]
+
+
+def test_what_was_refused_at_first_can_be_converted_later(tmp_path):
+    with followed(tmp_path, recipe="current", compiling=True) as (session, _):
+        first, second = Body(), nn.Linear(32, 10)
+        train(first, 1)
+        train(nn.Sequential(second), 1)
+        holder = nn.Sequential(second)
+        train(holder, 1)
+        holder.append(nn.Linear(10, 10))
+        holder.append(nn.Linear(10, 32))
+        holder.append(nn.Linear(32, 32))
+        train(holder, 1)
+        assert isinstance(holder[3], Fp8Linear)
+    assert session.facts()["refusal"] == ""
+
+
+def test_nothing_is_told_of_parts_that_are_put_back(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (_, writer):
+        model = Body()
+        optimizer = train(model, 1)
+        model.top = model.top  # registers it again
+        model.extra = nn.Dropout()
+        train(model, 1, optimizer)
+    assert writer.events == []
+
+
+def test_it_is_watched_where_nothing_is_converted(tmp_path):
+    with followed(tmp_path, judge="current", every=1) as (session, writer):
+        model = Body()
+        train(model, 1)
+        del model.top  # the new one may lie where the old one lay
+        model.top = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+        train(model, 2)
+    assert sites(writer, 1) == {
+        f"{name}:{role}" for name in ("body", "top") for role in ("input", "weight", "grad_output")
+    }
+    for step in (2, 3):
+        wanted = {f"{n}:{role}" for n in ("body", "top.0", "top.1") for role in ("input", "weight", "grad_output")}
+        assert sites(writer, step) == wanted
+    assert writer.events == [(2, "model_changed", "The program added to its model: 2 more layers are watched.")]
+    assert session.facts()["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_layers_that_a_compiled_model_gets_are_converted(tmp_path):
+    with followed(tmp_path, recipe="current", every=1, compiling=True) as (session, _):
+        model = Body()
+        compiled = torch.compile(model, backend="eager")
+        optimizer = train(compiled, 2)
+        model.top = nn.Linear(32, 32)
+        optimizer.add_param_group({"params": model.top.parameters()})
+        train(compiled, 2, optimizer)
+        assert isinstance(model.top, Fp8Linear)
+    assert session.facts()["conversion_summary"][0]["coverage"] == 1.0
