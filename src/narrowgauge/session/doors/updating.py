@@ -11,7 +11,8 @@ stepped   torch's global optimizer step hooks    the end of a step; a closure is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import GeneratorType
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +44,8 @@ class HearsUpdates(Protocol):
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """Those of an optimizer's or a module's parameters were set to zero, or to nothing."""
 
-    def gradients_clipped(self, norm: Any, order: float) -> None:
-        """Gradients were clipped; `norm`, of that order, is theirs from before."""
+    def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
+        """The gradients `of` these parameters were clipped; `norm`, of that order, is theirs from before."""
 
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
         """An optimizer is about to step; returns the closure to call instead of the one that it was given."""
@@ -62,7 +63,7 @@ class HearsCaptures(Protocol):
     def backward_captured(self, loss: Any) -> None:
         """`backward` was called."""
 
-    def clip_captured(self, norm: Any, order: float) -> None:
+    def clip_captured(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
         """Gradients were clipped."""
 
     def step_captured(self, optimizer: Optimizer) -> None:
@@ -143,8 +144,8 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 
 
 def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
-    def clipped(order: float, norm: Any) -> None:
-        (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order))
+    def clipped(order: float, norm: Any, of: frozenset[int] | None = None) -> None:
+        (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order), of)
 
     clips, forget = telling(lambda order, norms: clipped(order, norms[0]))
     seams.on_close(forget)
@@ -175,7 +176,8 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
             original(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
-                clipped(other[1] if norm is other[0] else 2.0, norm)
+                of = _ids_of(args[0] if args else kwargs["parameters"])
+                clipped(other[1] if norm is other[0] else 2.0, norm, of)
 
         return run
 
@@ -188,3 +190,12 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
     """The order of the norm that gradients are clipped by, which is given by name or at this place."""
     return float(kwargs.get("norm_type", args[place] if len(args) > place else 2.0))
+
+
+def _ids_of(parameters: object) -> frozenset[int] | None:
+    """Those of what a program asks torch to clip: a tensor, or several; None of a generator, which may run but once."""
+    if isinstance(parameters, torch.Tensor):
+        return frozenset((id(parameters),))
+    if isinstance(parameters, Iterable) and not isinstance(parameters, GeneratorType):
+        return frozenset(map(id, parameters))
+    return None

@@ -83,7 +83,7 @@ class Graphs:
         if self._open is not None:
             self._open.losses.append(loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None)
 
-    def clip_captured(self, norm: Any, order: float) -> None:
+    def clip_captured(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
         """Gradients were clipped in a capture."""
         if self._open is not None and isinstance(norm, Tensor) and order == 2.0:
             self._open.norms.append(norm.detach())

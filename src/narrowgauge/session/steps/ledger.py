@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.pace import Pace
 from narrowgauge.session.tensors.deferred import Deferred
 from narrowgauge.session.tensors.movement import Movement
@@ -45,8 +46,8 @@ class Line:
     learned: int = 0  # tokens of those whose backward pass went through
     rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
     rated: set[int] = field(default_factory=set)  # ids of these groups
-    clipped: bool = False  # the gradient norm is the program's own
-    gradients: Squares | None = None  # of the optimizers that stepped so far
+    clips: Clips = field(default_factory=Clips)  # norms that are the program's own
+    gradients: Squares | None = None  # of the optimizers that stepped so far, as far as nobody clipped them
     movement: Movement | None = None
     stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
 
@@ -135,7 +136,8 @@ class Ledger:
         if line.loss is not None:
             scalars["loss"] = line.loss
         scalars["microbatches"] = line.microbatches
-        scalars["tokens"] = line.tokens
+        if line.tokens:  # or none were found, which is no number of tokens
+            scalars["tokens"] = line.tokens
         scalars["clean"] = float(not (line.disturbed or line.recorded))
         step, alone, recorded, on_device = line.step, not line.disturbed, line.recorded, self._clock.events()
         if alone:
@@ -157,7 +159,7 @@ class Ledger:
         return row
 
     def _write(self, step: int, row: dict[str, float]) -> None:
-        if row["tokens"] and row.get("step_seconds", 0.0) > 0.0:
+        if row.get("tokens") and row.get("step_seconds", 0.0) > 0.0:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
             del row["skipped"]  # a fused optimizer's own word, which says that it did step

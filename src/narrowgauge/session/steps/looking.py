@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.ledger import Line
-from narrowgauge.session.tensors.norms import Parts, named, of_clips
+from narrowgauge.session.tensors.norms import Parts, named
 
 MOST_RATES = 16  # parameter groups whose learning rates are told apart
 
 
-def look(line: Line, optimizer: Optimizer, clips: list[Tensor], in_parts: Callable[[Optimizer], bool]) -> None:
+def look(
+    line: Line,
+    optimizer: Optimizer,
+    clips: Clips,
+    in_parts: Callable[[Optimizer], bool],
+    trained: Callable[[], Iterable[Tensor]],
+) -> None:
     """Write it into the step's line.
 
     Args:
         clips: the norms of each clip since the last step, which are then the step's.
         in_parts: whether other ranks hold more of what an optimizer trains.
+        trained: the parameters of all optimizers.
     """
     learning_rates(line, optimizer)
     found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
     if isinstance(found, Tensor):
         line.scalars["skipped"] = found.detach().clone()
-    if clips:
-        line.clipped = True
-        line.scalars.update(of_clips(clips))
-    elif not line.clipped:
-        _gradients(line, optimizer, in_parts(optimizer))
+    line.clips.join(clips)
+    owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if line.clips:
+        owners = line.clips.left_out(owners, trained)
+    if owners:
+        _gradients(line, optimizer, owners, in_parts(optimizer))
+    if line.clips:
+        line.scalars.update(line.clips.norms(line.gradients))
+    elif line.gradients is not None:
+        line.scalars.update(named("grad", line.gradients))
     if line.movement is not None:
         line.movement.before(optimizer, in_parts=in_parts(optimizer))
 
 
-def _gradients(line: Line, optimizer: Optimizer, in_parts: bool) -> None:
+def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts: bool) -> None:
     if inside_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
         return
-    owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     with torch.no_grad():
-        found = Parts([p.grad for p in owners], owners, in_parts=in_parts).squares()
+        found = Parts([p.grad for p in owners if p.grad is not None], owners, in_parts=in_parts).squares()
         if found is None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
         if isinstance(scale, Tensor):
             found = found.over(scale.to(found.total.device).double().square())
         line.gradients = found.and_also(line.gradients)
-        line.scalars.update(named("grad", line.gradients))
 
 
 def learning_rates(line: Line, optimizer: Optimizer) -> None:

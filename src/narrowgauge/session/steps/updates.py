@@ -30,11 +30,11 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.looking import learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
-from narrowgauge.session.tensors.norms import of_clips
 
 
 class Updates:
@@ -59,7 +59,7 @@ class Updates:
     ) -> None:
         self._steps, self._probe, self.hearing, self.same, self._follows = steps, probe, hearing, same, follows
         self._in_parts, self._trained = in_parts, trained
-        self._clips: list[Tensor] = []  # norms, of each clip since the last step
+        self._clips = Clips()  # since the last step
         self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
         self._stepping: ReferenceType[Optimizer] | None = None
         self._in_closure = 0
@@ -187,13 +187,13 @@ class Updates:
             return
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
         if all(p.grad is None or id(p) in zeroed for p in self._trained()):
-            self._clips, self._steps.zeroed = [], True
+            self._clips, self._steps.zeroed = Clips(), True
 
     @heard
-    def gradients_clipped(self, norm: Any, order: float) -> None:
-        """The program clipped; its own norm is the one before clipping."""
+    def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
+        """The program clipped the gradients `of` these parameters; its own norm is the one before clipping."""
         if isinstance(norm, Tensor) and order == 2.0:
-            self._clips.append(norm.detach().clone())
+            self._clips.add(norm.detach().clone(), of)
 
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
         """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
@@ -266,7 +266,7 @@ class Updates:
     def replayed(self) -> None:
         """A whole step was replayed."""
         if self._steps.line is not None:
-            self._steps.line.scalars.update(of_clips(self._clips))
+            self._steps.line.scalars.update(self._clips.norms())
         self._made()
 
     @property
@@ -277,11 +277,11 @@ class Updates:
     def hand_over(self) -> None:
         """Another thread is followed from now on."""
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
-        self._clips, self._scaled = [], {}
+        self._clips, self._scaled = Clips(), {}
 
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
-        self._clips = []
+        self._clips = Clips()
         self._steps.end()
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
@@ -303,7 +303,7 @@ class Updates:
 
     def _look(self, optimizer: Optimizer) -> None:
         if self._steps.line is not None:
-            look(self._steps.line, optimizer, self._clips, self._in_parts)
+            look(self._steps.line, optimizer, self._clips, self._in_parts, self._trained)
 
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:

@@ -170,11 +170,10 @@ def named(what: str, found: Squares) -> dict[str, Tensor]:
     return {f"{what}_square_local": found.total} if found.partial else {f"{what}_norm": found.total.sqrt()}
 
 
-def of_clips(norms: list[Tensor]) -> dict[str, Tensor]:
-    """The same of the gradients, from norms that the program took itself, each over others of them."""
-    if len(norms) == 1 and type(norms[0]) is Tensor:
+def of_clips(norms: list[Tensor], found: Squares | None = None) -> dict[str, Tensor]:
+    """The same of the gradients, from norms that the program took itself, each over others of them, and `found`."""
+    if len(norms) == 1 and type(norms[0]) is Tensor and found is None:
         return {"grad_norm": norms[0]}
-    found: Squares | None = None
     for norm in norms:
         found = of_norm(norm).and_also(found)
     return {} if found is None else named("grad", found)
