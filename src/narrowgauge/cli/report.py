@@ -74,8 +74,11 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
 
 def _how_far(run: Run) -> str:
     """So many steps, and the loss at the first and the last of those that have one."""
+    from narrowgauge.observe.report.steps import made
+
     table = run.scalars()
-    steps = f"{table.rows} step{'' if table.rows == 1 else 's'}"
+    number = int(made(table).sum())
+    steps = f"{number} step{'' if number == 1 else 's'}"
     losses = [loss for loss in table["loss"].tolist() if math.isfinite(loss)] if "loss" in table.columns else []
     return f"{steps}, loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else steps
 

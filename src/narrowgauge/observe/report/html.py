@@ -22,6 +22,7 @@ from narrowgauge.metrics import OPERAND_ROLES
 from narrowgauge.observe.figures import DARK, METRICS, variant_colors
 from narrowgauge.observe.report import conversion, facts, gather, headline, pictures, readiness, ruler, summary, words
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
+from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict.types import VariantVerdict, Verdict
 from narrowgauge.observe.verdict.worst import worst_tensors
@@ -180,7 +181,8 @@ def _single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         def column(key: str, scalars: Any = scalars) -> Any:
             return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
 
-        losses = column("loss")
+        trained = made(scalars)
+        losses = column("loss")[trained] if "loss" in scalars else np.zeros(0)
         tail = losses[-max(len(losses) // 4, 1) :]
         finite = tail[np.isfinite(tail)]
         clock = column("step_seconds")
@@ -188,7 +190,7 @@ def _single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": name,
-                "steps": f"{scalars.rows:,}",
+                "steps": f"{int(trained.sum()):,}",
                 "loss": words.loss(float(finite.mean()) if len(finite) else None),
                 "step": words.seconds(float(np.nanmedian(clock)) if np.isfinite(clock).any() else None),
                 "memory": words.memory(float(np.nanmax(memory)) if np.isfinite(memory).any() else None),

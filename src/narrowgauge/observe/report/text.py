@@ -19,6 +19,7 @@ import numpy as np
 
 from narrowgauge.metrics import CATALOG
 from narrowgauge.observe.report import words
+from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
 
 # Read in pieces, so that a long run's text can be streamed without holding its tensors in memory.
@@ -45,6 +46,7 @@ def lines(run: Run) -> Iterator[str]:
         yield "versions " + ", ".join(f"{name} {version}" for name, version in versions.items())
     scalars = run.scalars()
     scalar_rows = {int(step): index for index, step in enumerate(scalars["step"])}
+    trained = made(scalars)
     events: dict[int, list[dict[str, Any]]] = {}
     table = run.events()
     for index in range(table.rows):
@@ -65,7 +67,8 @@ def lines(run: Run) -> Iterator[str]:
                     value = scalars[name][scalar_rows[step]]
                     if shown := number(value):
                         yield f"  {name} {shown}"
-                    elif name == "loss":  # the store keeps a NaN as null: a step without a loss must be seen
+                    elif name == "loss" and trained[scalar_rows[step]]:
+                        # the store keeps a NaN as null: a step without a loss must be seen
                         yield "  loss nan"
             if step in tensors:
                 yield "  tensors"
