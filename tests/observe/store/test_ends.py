@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from narrowgauge.cli.run import unended
+from narrowgauge.cli.outcome import unended
 from narrowgauge.observe.report import facts
 from narrowgauge.observe.report.text import lines
 from narrowgauge.observe.store import RunWriter, ends, open_run

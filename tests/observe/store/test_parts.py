@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.cli.main import main
-from narrowgauge.cli.run import not_found, unended, unrecorded, what_came_of_it
+from narrowgauge.cli.outcome import not_found, unended, unrecorded, what_came_of_it
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import RunWriter, compact, open_run
 

@@ -7,7 +7,7 @@ import pytest
 from tests.session.ranks.pairs import started
 from tests.session.test_watch import PLAIN, run
 
-from narrowgauge.cli.run import unended
+from narrowgauge.cli.outcome import unended
 from narrowgauge.observe.store import open_run
 
 PROGRAM = """

@@ -2,7 +2,7 @@
 
 import json
 
-from narrowgauge.cli.run import not_found, unrecorded, what_came_of_it
+from narrowgauge.cli.outcome import not_found, unrecorded, what_came_of_it
 
 
 def test_what_was_not_found_is_told_as_the_run_says_it(tmp_path):
