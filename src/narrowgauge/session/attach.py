@@ -277,6 +277,7 @@ class Session:
                 *filter(None, [few, pace, host.why_not()]),
             ],
             "judged_by": self.plan.judge,
+            **({"judged": sorted(self.plain.shown.judged)} if self.plan.recipe else {}),
             "unrecorded": few or "",
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],

@@ -53,3 +53,19 @@ def test_results_without_sqnr_are_left_out_unless_something_is_wrong():
 
 def test_a_run_without_tensors_has_no_worst():
     assert worst_tensors(FakeRun({}, {}, {})) == ()
+
+
+def test_what_stays_high_is_not_among_the_worst_in_fp8():
+    sites = {
+        "body:input": HEALTHY,
+        "head:input": {**HEALTHY, "sqnr_db": 3.0},
+        "conv.left:weight": {**HEALTHY, "gain": 2},
+    }
+    ended = FakeRun({"recipe": "rowwise", "judged": ["head", "conv"]}, {}, sites)
+    assert [w.site for w in worst_tensors(ended)] == ["body:input"]
+    killed = FakeRun(
+        {"recipe": "rowwise", "conversion": [{"name": "head"}, {"name": "body", "recipe": "x"}]}, {}, sites
+    )
+    assert [w.site for w in worst_tensors(killed)] == ["conv.left:weight", "body:input"]
+    plain = FakeRun({"judged": ["head", "conv"]}, {}, sites)
+    assert len(worst_tensors(plain)) == 3

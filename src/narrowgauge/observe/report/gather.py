@@ -21,6 +21,7 @@ from narrowgauge.metrics import OPERAND_ROLES, Site, exponent_of_bin
 from narrowgauge.observe.figures import METRICS, Trace
 from narrowgauge.observe.report.words import natural
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.high import stays_high
 
 CELLS = 420_000  # of all grids together: keeps the page near 3 MB
 MOST_COLUMNS = 240
@@ -65,17 +66,22 @@ def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
 
 
 def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
-    """The common grid of all runs that recorded operands. `order`: module names in forward order, as far as known."""
+    """The common grid of all runs that recorded operands; of one that converted, of those in FP8.
+
+    `order`: module names in forward order, as far as known.
+    """
     found: dict[tuple[str, str, str], tuple[list[str], Array, Array]] = {}
     for name, run in runs.items():
-        metrics = set(run.metrics)
+        metrics, high = set(run.metrics), stays_high(run.meta)
         for metric in METRICS:
             if metric.column not in metrics:
                 continue
             for role in OPERAND_ROLES:
                 sites, steps, values = run.heatmap(metric.column, role)
-                if len(steps):
-                    found[name, metric.column, role] = ([Site.parse(s).module for s in sites], steps, values)
+                shown = [row for row, site in enumerate(sites) if not high(str(site))]
+                if len(steps) and shown:
+                    modules = [Site.parse(sites[row]).module for row in shown]
+                    found[name, metric.column, role] = (modules, steps, values[shown])
     if not found:
         return Layers()
     seen = {module for modules, _, _ in found.values() for module in modules}

@@ -24,10 +24,12 @@ from narrowgauge.observe.report import conversion, facts, gather, headline, pict
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
 from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
-from narrowgauge.observe.verdict.types import VariantVerdict, Verdict
+from narrowgauge.observe.verdict.high import stays_high
+from narrowgauge.observe.verdict.types import VariantVerdict, Verdict, WorstTensor
 from narrowgauge.observe.verdict.worst import worst_tensors
 
 ROLE = "grad_output"  # shown first: gradients are where FP8 goes wrong first
+WORST_HIGH = 3  # tensors of layers that stayed high
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Inside:
     place: str  # safe in an HTML id
     worst: tuple[pictures.Tensor, ...]
     conversion: tuple[conversion.Line, ...]
-    judged_by: str  # the recipe that tensors were only put through; "" of a converted run
+    judged_by: str  # the recipe that tensors were only put through; "" where nothing was
+    converted: bool  # only those of layers that stayed high were, then
+    high: tuple[WorstTensor, ...] = ()  # the worst of these, by that recipe
 
 
 def html(verdict: Verdict | None, runs: Mapping[str, Run], out: Path) -> Path:
@@ -85,7 +89,9 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             f"v{i}",
             pictures.worst_tensors(drawn, f"v{i}", run, worst[n], colors[n]),
             conversion.lines(rows[n]),
-            "" if run.meta.get("recipe") or rows[n] else str(run.meta.get("judged_by") or ""),
+            str(run.meta.get("judged_by") or ""),
+            bool(run.meta.get("recipe") or rows[n]),
+            worst_tensors(run, WORST_HIGH, of=stays_high(run.meta)),
         )
         for i, (n, run) in enumerate(inside_runs.items())
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from rich.text import Text
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store import Run, open_run
 from narrowgauge.observe.verdict.choice import simplest
+from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import WorstTensor
 from narrowgauge.observe.verdict.worst import NOTHING, worst_tensors
 
@@ -78,11 +79,10 @@ def readiness(run: Run) -> Readiness | None:
     steps, sites = _together([part for part in runs.values() if part is not run])
     if not steps:  # it was killed before any of its rows were written
         return None
-    ranked = {
-        name: tuple(tensor for tensor in worst_tensors(part, EVERYTHING, steps) if tensor.site in sites)
-        for name, part in runs.items()
-    }
-    sqnr = {name: _sqnr(part, steps, sites) for name, part in runs.items()}
+    others = _of_another_recipe(run)  # the sites whose own rows are no rows of the run's recipe
+    known = {name: {site for site in sites if part is not run or not others(site)} for name, part in runs.items()}
+    ranked = {name: worst_tensors(part, EVERYTHING, steps, known[name].__contains__) for name, part in runs.items()}
+    sqnr = {name: _sqnr(part, steps, known[name]) for name, part in runs.items()}
     recipes = tuple(_asked(name, ranked[name], sqnr[name]) for name in runs)
     why = {name: {t.site: "" if t.remedy == NOTHING else t.why for t in tensors} for name, tensors in ranked.items()}
     order = dict.fromkeys(t.site for tensors in ranked.values() for t in tensors)
@@ -168,6 +168,12 @@ def _runs(run: Run) -> dict[str, Run]:
         except RunError:  # it was asked, and nothing was recorded
             continue
     return runs
+
+
+def _of_another_recipe(run: Run) -> Callable[[str], bool]:
+    """Whether a site stayed high, and was judged by another recipe than the one that the run was converted to."""
+    same = run.meta.get("judged_by") == run.meta.get("recipe")
+    return (lambda site: False) if same else stays_high(run.meta)
 
 
 def _folders(run: Run) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import WorstTensor
 
 WORST = 5
@@ -100,8 +101,22 @@ HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, the lowest
 NOTHING = "nothing to do"
 
 
-def worst_tensors(run: Run, count: int = WORST, steps: Sequence[int] | None = None) -> tuple[WorstTensor, ...]:
-    """The `count` worst sites of a run, worst first; fewer if it recorded fewer. `steps`: by all of these instead."""
+def worst_tensors(
+    run: Run,
+    count: int = WORST,
+    steps: Sequence[int] | None = None,
+    of: Callable[[str], bool] | None = None,
+) -> tuple[WorstTensor, ...]:
+    """The `count` worst sites of a run, worst first; fewer if it recorded fewer.
+
+    Args:
+        run: whose.
+        count: how many at most.
+        steps: by all of these, instead of the recorded steps of the last half.
+        of: which sites; None: all that were in FP8, or all if the run converted nothing (`high.stays_high`).
+    """
+    high = stays_high(run.meta)
+    of = of or (lambda site: not high(site))
     metrics = [sign.metric for sign in SIGNS if sign.metric in run.metrics]
     if not metrics:
         return ()
@@ -111,10 +126,10 @@ def worst_tensors(run: Run, count: int = WORST, steps: Sequence[int] | None = No
         return ()
     recent = made >= (np.median(np.unique(made)) if steps is None else 0)
     rows: list[tuple[float, WorstTensor]] = []
-    for site in np.unique(sites):
+    for site in filter(of, map(str, np.unique(sites))):
         chosen = recent & (sites == site)
         if chosen.any():
-            rows.append(_judge(str(site), {m: _median(table[m][chosen]) for m in metrics}))
+            rows.append(_judge(site, {m: _median(table[m][chosen]) for m in metrics}))
     rows = [row for row in rows if np.isfinite(row[0])]
     rows.sort(key=lambda row: (-row[0], row[1].site))
     return tuple(tensor for _, tensor in rows[:count])

@@ -72,8 +72,8 @@ class Watch(Table):
     what_if: list[RecipeName] | None = None
     """Recipes that tell what they would do: the first without state to layers that nobody converted, as the run's own
     rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty. Without it,
-    `current` gives the rows, and all others without state are asked in few of the recorded steps of a run that
-    converts nothing."""
+    `current` gives the rows, and all others without state are asked in few of the recorded steps; in a converted run
+    its own recipe does, if it has no state, and none is asked."""
     compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""
@@ -221,7 +221,9 @@ class Config(Table):
         asked = self.watch.what_if
         if asked is None:
             judge, *others = STATELESS
-            return {**self.for_plan(), "judge": judge, "what_if": () if recipe else tuple(others), "seldom": True}
+            if recipe:  # what stays high is put through the same, if it keeps no state
+                return {**self.for_plan(), "judge": recipe if recipe in STATELESS else judge, "seldom": True}
+            return {**self.for_plan(), "judge": judge, "what_if": tuple(others), "seldom": True}
         judge = _judge_of(asked)
         chosen = tuple(name for name in dict.fromkeys(asked) if name not in (judge, recipe))
         return {**self.for_plan(), "judge": judge, "what_if": chosen}

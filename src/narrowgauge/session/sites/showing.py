@@ -41,6 +41,7 @@ class Showing:
         copies: sites whose values other ranks hold as well, and the lowest that does.
         meshes: sites of weights on a mesh, and its lowest rank.
         heard: what came in the open step, wanted or not, by observer, name and role.
+        judged: layers that are put through the recipe, by their names in the run; others have rules of their own.
         dtype: of the first product's result.
     """
 
@@ -58,6 +59,7 @@ class Showing:
         self.copies: dict[str, int] = {}
         self.meshes: dict[str, int] = {}
         self.heard: set[tuple[int, str, str]] = set()
+        self.judged: set[str] = set()
         self.dtype = ""
         self._passed_over: Counter[str] = Counter()
         self._said: dict[str, None] = {}
@@ -97,7 +99,7 @@ class Showing:
         some = x if x is not None else w if w is not None else y
         if self.recipe is None or some is None or not self._mine():
             return
-        state = self._state(name, observer, self.recipe, some)
+        state = self._state(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
         own = part.own
@@ -173,7 +175,7 @@ class Showing:
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
         if self.recipe is not None:
-            state, same = self._state(name, observer, self.recipe, dy), part.copies.of("grad_output")
+            state, same = self._state(name, observer, self.recipe, dy, part), part.copies.of("grad_output")
             self._show(state, wanted, "grad_output", part.dy_rows, same, local_of(dy), part.own)
 
     def _bring(
@@ -186,10 +188,12 @@ class Showing:
         except Exception as error:
             self.failed(f"a {type(x).__name__}", error)
 
-    def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor) -> LayerState:
+    def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor, part: Part) -> LayerState:
         key = id(observer), name
         state = self._states.get(key)
         if state is None:
+            if part.own is None and part.by_cast is None:
+                self.judged.add(getattr(observer, "name", str)(name))
             backend, _ = choose(recipe, some.device)
             state = self._states[key] = LayerState(name, recipe, backend, self._clock, observer=observer)
         return state
