@@ -37,6 +37,7 @@ from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.handing import Handing
 from narrowgauge.session.models.roots import Roots
+from narrowgauge.session.not_found import not_found
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
@@ -259,7 +260,11 @@ class Session:
                 **self.recorder.facts(),
             },
             **self.ranks.facts(),
-            "not_found": not_found(self),
+            "not_found": not_found(
+                *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
+                converting=bool(self.plan.recipe),
+                elsewhere=self.ranks.others_have("loss"),
+            ),
             "notes": [
                 *self.notes,
                 *self.hearing.notes,
@@ -285,28 +290,6 @@ class Session:
             "refusal": conversions.refusal,
             "flops": None if probe is None else probe.flops,
         }
-
-
-def not_found(session: Session) -> list[str]:
-    """What a program that trains has, and this one was not seen to have; empty if everything was found."""
-    updates, steps = session.updates, session.ledger.steps
-    found: list[str] = []
-    if not session.optimizers_made:
-        found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
-    elif not steps:
-        found.append("No step was seen: no torch.optim optimizer stepped.")
-    if steps and not session.roots.taken:
-        why = "no module that owns what the optimizers train was called with gradients on."
-        if session.calls.scripted:
-            why = "what is trained is TorchScript, whose modules take no hooks."
-        found.append(f"No model was found: {why}{' Nothing was converted.' if session.plan.recipe else ''}")
-    if session.ranks.others_have("loss"):
-        return found
-    if steps and not updates.backwards:
-        found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")
-    elif steps and not updates.losses:
-        found.append("No loss was found: backward was called on no scalar.")
-    return found
 
 
 def _trains(parameters: Sequence[Tensor], model: nn.Module | None) -> bool:

@@ -15,7 +15,6 @@ on after it, so whether the outermost call still runs is looked up where that ma
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,14 +30,13 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.models.first_call import reroute
+from narrowgauge.session.models.frames import innermost_call, left_by_an_error, still_runs
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
-
-_CALLING = nn.Module._call_impl.__code__
 
 
 class _OfThread(threading.local):
@@ -158,7 +156,7 @@ class Calls:
         self._depth += 1
         if self._depth > 1:
             return
-        self._outermost, self._running = _call(), root
+        self._outermost, self._running = innermost_call(), root
         root.heard_in = self.hearing.turn
         self._deaf(True)
         if self._roots.changed and self.learns():
@@ -209,7 +207,7 @@ class Calls:
         self._depth -= 1
         if self._depth:
             return
-        raised = output is None and self._outermost is not None and _left_by_an_error(self._outermost)
+        raised = output is None and self._outermost is not None and left_by_an_error(self._outermost)
         self._left()
         if raised:
             self._take_back()
@@ -237,7 +235,7 @@ class Calls:
 
     def recover(self) -> None:
         """Forget a call that was left without a word."""
-        if not self._depth or self._outermost is None or not self.hearing.perhaps_mine() or _runs(self._outermost):
+        if not self._depth or self._outermost is None or not self.hearing.perhaps_mine() or still_runs(self._outermost):
             return
         if self._running is not None:
             self._running.exit_autocast()
@@ -324,26 +322,3 @@ class Calls:
 
 def _nothing() -> None:
     """Undo nothing."""
-
-
-def _call() -> FrameType | None:
-    """The nearest call of a module on this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALLING:
-        frame = frame.f_back
-    return frame
-
-
-def _left_by_an_error(call: FrameType) -> bool:
-    """Whether the error that is being handled came out of this call, not of one around it."""
-    error = sys.exception()
-    trace = None if error is None else error.__traceback__
-    return trace is not None and call in (trace.tb_frame, trace.tb_frame.f_back)
-
-
-def _runs(call: FrameType) -> bool:
-    """Whether a call on this thread has not returned."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call

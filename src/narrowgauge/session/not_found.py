@@ -1,0 +1,37 @@
+"""What a program that trains has, and one was not seen to have."""
+
+from __future__ import annotations
+
+from narrowgauge.session.models.calls import Calls
+from narrowgauge.session.models.roots import Roots
+from narrowgauge.session.steps.updates import Updates
+
+
+def not_found(
+    optimizers: int, steps: int, roots: Roots, calls: Calls, updates: Updates, *, converting: bool, elsewhere: bool
+) -> list[str]:
+    """One sentence for each; empty if everything was found.
+
+    Args:
+        optimizers, steps: how many were made.
+        roots, calls, updates: the session's.
+        converting: whether something was to be converted.
+        elsewhere: whether another rank has a loss.
+    """
+    found: list[str] = []
+    if not optimizers:
+        found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
+    elif not steps:
+        found.append("No step was seen: no torch.optim optimizer stepped.")
+    if steps and not roots.taken:
+        why = "no module that owns what the optimizers train was called with gradients on."
+        if calls.scripted:
+            why = "what is trained is TorchScript, whose modules take no hooks."
+        found.append(f"No model was found: {why}{' Nothing was converted.' if converting else ''}")
+    if elsewhere:
+        return found
+    if steps and not updates.backwards:
+        found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")
+    elif steps and not updates.losses:
+        found.append("No loss was found: backward was called on no scalar.")
+    return found
