@@ -2,7 +2,9 @@
 
 import json
 
-from narrowgauge.cli.outcome import not_found, unrecorded, what_came_of_it
+import pytest
+
+from narrowgauge.cli.outcome import converted, not_found, unrecorded, what_came_of_it
 
 
 def test_what_was_not_found_is_told_as_the_run_says_it(tmp_path):
@@ -41,3 +43,54 @@ def test_what_another_rank_found_is_not_told_as_missing(tmp_path):
     assert len(not_found(tmp_path)) == 2
     rank(1, "No model was found: none.")  # the last stage of a pipeline has the loss
     assert not_found(tmp_path) == ["No model was found: none."]
+
+
+def layer(name, recipe="rowwise", reason="O2: every linear not kept high"):
+    return {"name": name, "recipe": recipe, "reason": reason}
+
+
+HEAD = layer("lm_head", None, "output head: its name says so ('lm_head')")
+ODD = [layer(f"odd.{n}", None, "K=20 is not a multiple of 16, which FP8 gemms need") for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "emulated", "says"),
+    [
+        ([layer("up"), layer("down")], True, "2 of 2 linear layers in FP8 (rowwise, emulated)"),
+        ([layer("up")], False, "1 of 1 linear layer in FP8 (rowwise)"),
+        (
+            [layer("up"), layer("down", "current"), HEAD],
+            False,
+            "2 of 3 linear layers in FP8 (rowwise and current), 1 kept high: lm_head: output head: its name says so "
+            "('lm_head')",
+        ),
+        (
+            [layer("up"), *ODD, HEAD],
+            False,
+            "1 of 7 linear layers in FP8 (rowwise), 6 kept high: odd.0, odd.1 and 3 more: K=20 is not a multiple of "
+            "16, which FP8 gemms need; lm_head: output head: its name says so ('lm_head')",
+        ),
+        (
+            [layer("up"), HEAD, layer("a", None, "skip='a'"), layer("b", None, "skip='b'"), layer("c", None, "why")],
+            False,
+            "1 of 5 linear layers in FP8 (rowwise), 4 kept high: lm_head: output head: its name says so ('lm_head'); "
+            "a: skip='a'; b: skip='b'; and 1 more",
+        ),
+    ],
+)
+def test_what_was_converted_is_told_in_one_line(tmp_path, rows, emulated, says):
+    (tmp_path / "run.json").write_text(json.dumps({"meta": {"conversion": rows, "emulated": emulated}}))
+    assert converted(tmp_path) == [says]
+
+
+def test_layers_of_all_ranks_are_told_once(tmp_path):
+    for name, rows in (("run.json", [layer("0"), HEAD]), ("run.rank1.json", [layer("0"), layer("1")])):
+        (tmp_path / name).write_text(json.dumps({"meta": {"conversion": rows}}))
+    [line] = converted(tmp_path)
+    assert line.startswith("2 of 3 linear layers in FP8 (rowwise), 1 kept high: lm_head")
+
+
+@pytest.mark.parametrize("meta", [{}, {"conversion": []}, {"conversion": [HEAD]}])
+def test_where_nothing_was_converted_that_is_told_elsewhere(tmp_path, meta):
+    (tmp_path / "run.json").write_text(json.dumps({"meta": meta}))
+    assert converted(tmp_path) == []

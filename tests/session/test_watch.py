@@ -47,6 +47,16 @@ print("finished")
 dist.destroy_process_group()
 """
 
+EVALUATES = """
+import torch
+from torch import nn
+model = nn.Linear(30, 60)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.no_grad():
+    nn.functional.mse_loss(model(torch.ones(4, 30)), torch.ones(4, 60))
+model(torch.ones(4, 30)).square().mean().backward()
+"""
+
 WARNS = """
 import warnings, torch
 warnings.simplefilter("always")
@@ -282,14 +292,27 @@ def test_a_conversion_that_cannot_be_done_ends_it_in_words(warm_python, tmp_path
     script = programs.BASIC.replace("64", "60").replace("(32,", "(30,").replace("24, 32", "24, 30")
     done = run(tmp_path, "train.py", options=("--convert", "current"), script=script, warm=warm_python)
     assert (done.returncode, done.stdout) == (1, "")
-    first, steps, last = quiet(done.stderr).splitlines()
+    first, last = quiet(done.stderr).splitlines()
     said = "narrowgauge: --convert: none of the 3 linear layers of Sequential can be converted ('0', '2': N=60 is not"
     assert first.startswith(said)
     assert first.endswith("The program was ended; without --convert it is watched as it is.")
-    assert steps == "narrowgauge: No step was seen: no torch.optim optimizer stepped."
-    assert last == "narrowgauge: the run is in out"
-    found = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert (found["status"], found["meta"]["error"].partition(":")[0]) == ("failed", "ConversionError")
+    assert last == "narrowgauge: nothing was trained, so there is no run; out can be used again"
+    assert not (tmp_path / "out").exists()
+    again = run(tmp_path, "train.py", options=("--convert", "current"), script=programs.BASIC, warm=warm_python)
+    assert again.returncode == 0
+    assert quiet(again.stderr) == (
+        "narrowgauge: 3 of 3 linear layers in FP8 (current, emulated)\nnarrowgauge: the run is in out\n"
+    )
+
+
+def test_a_conversion_that_cannot_be_done_leaves_what_is_the_program_s(warm_python, tmp_path):
+    script = "open('out/mine.txt', 'w').close()\n" + EVALUATES
+    done = run(tmp_path, "train.py", options=("--convert", "current"), script=script, warm=warm_python)
+    assert done.returncode == 1
+    assert quiet(done.stderr).splitlines()[-1] == (
+        "narrowgauge: nothing was trained, so there is no run; other files are left in out"
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
 def test_a_program_that_works_elsewhere_is_recorded_where_it_was_asked_for(warm_python, tmp_path):
@@ -513,7 +536,7 @@ def test_what_is_compiled_stays_one_graph_watched_or_converted(warm_python, tmp_
     assert (done.returncode, done.stdout.endswith("0 breaks\n"), quiet(done.stderr)) == (
         0,
         True,
-        "narrowgauge: the run is in out\n",
+        "narrowgauge: 2 of 2 linear layers in FP8 (current, emulated)\nnarrowgauge: the run is in out\n",
     )
     found = open_run(tmp_path / "out")
     assert {2, 4, 6} == set(found.tensors()["step"].tolist())

@@ -11,6 +11,7 @@ from typing import Any
 from narrowgauge.errors import RunError
 
 INSIDE = ("process", "restart")  # what folders of further runs begin with
+MOST_REASONS, MOST_NAMES = 3, 2  # that are told of layers that stay high
 
 
 def not_found(folder: Path) -> list[str]:
@@ -28,6 +29,33 @@ def _what(missing: str) -> str:
 def unrecorded(folder: Path) -> list[str]:
     """That a program ended before its first recorded step, in one sentence; none if it did not."""
     return [str(facts["unrecorded"]) for facts in _of_ranks(folder)[:1] if facts.get("unrecorded")]
+
+
+def converted(folder: Path) -> list[str]:
+    """How many layers were converted, and which were not and why, in one line; none where there is nothing to tell."""
+    ranks = _of_ranks(folder)
+    rows = {row["name"]: row for facts in ranks for row in facts.get("conversion") or ()}
+    recipes = dict.fromkeys(str(row["recipe"]) for row in rows.values() if row["recipe"])
+    if not recipes:
+        return []
+    high: dict[str, list[str]] = {}
+    for row in rows.values():
+        if not row["recipe"]:
+            high.setdefault(row["reason"], []).append(row["name"])
+    many = sum(map(len, high.values()))
+    emulated = ", emulated" if any(facts.get("emulated") for facts in ranks) else ""
+    told = f"{len(rows) - many} of {len(rows)} linear layer{'' if len(rows) == 1 else 's'} in FP8"
+    told += f" ({' and '.join(recipes)}{emulated})"
+    commonest = sorted(high.items(), key=lambda item: -len(item[1]))
+    why = [f"{_some(names)}: {reason}" for reason, names in commonest[:MOST_REASONS]]
+    if left := sum(len(names) for _, names in commonest[MOST_REASONS:]):
+        why.append(f"and {left} more")
+    return [f"{told}, {many} kept high: {'; '.join(why)}" if many else told]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def unended(folder: Path, code: int) -> list[str]:
@@ -58,10 +86,10 @@ def _of_ranks(folder: Path) -> list[dict[str, Any]]:
     """What the session of each rank that has a part here learned."""
     from narrowgauge.observe.store import manifest as manifests
 
-    return [_facts(folder / manifests.name(rank)) for rank in manifests.ranks(folder)]
+    return [facts_of(folder / manifests.name(rank)) for rank in manifests.ranks(folder)]
 
 
-def _facts(manifest: Path) -> dict[str, Any]:
+def facts_of(manifest: Path) -> dict[str, Any]:
     """What one rank's session learned; nothing without."""
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
         return dict(json.loads(manifest.read_text())["meta"])
@@ -87,16 +115,3 @@ def what_came_of_it(folder: Path, code: int) -> str:
         f"{nothing}. A program that starts Python with -I, -E or -S, or in a container or on another machine, cannot "
         "be followed from here."
     )
-
-
-def discard(folder: Path) -> None:
-    """Leave nothing of a command that failed before anything was recorded: it is tried again, with the same --out."""
-    from narrowgauge.session.plan import PLAN_FILE
-    from narrowgauge.session.process.exporting import LOG, REPORT
-
-    with contextlib.suppress(OSError):
-        ours = list(folder.iterdir())
-        if {entry.name for entry in ours} <= {PLAN_FILE, LOG, REPORT}:
-            for entry in ours:
-                entry.unlink()
-            folder.rmdir()

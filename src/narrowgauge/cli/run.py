@@ -27,7 +27,8 @@ def run_command(
 ) -> None:
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
     from narrowgauge.cli.compare import default_folder
-    from narrowgauge.cli.outcome import discard, not_found, unended, unrecorded, what_came_of_it
+    from narrowgauge.cli.discarding import discard, take_back
+    from narrowgauge.cli.outcome import converted, not_found, unended, unrecorded, what_came_of_it
     from narrowgauge.observe.export import check
     from narrowgauge.session.config import load
     from narrowgauge.session.folder import prepare
@@ -59,11 +60,14 @@ def run_command(
     except UsageError:  # it could not be started
         discard(folder)
         raise
+    if code and (nothing := take_back(folder)):
+        click.echo(f"narrowgauge: {nothing}", err=True)
+        raise click.exceptions.Exit(code if code >= 0 else 128 - code)
     for told in unmet(folder):
         asked = "" if told.startswith("--") else f"{config or 'settings'}: "
         click.echo(f"narrowgauge: {asked}{told}", err=True)
-    for missing in (*not_found(folder), *unrecorded(folder), *unended(folder, code)):
-        click.echo(f"narrowgauge: {missing}", err=True)
+    for said in (*not_found(folder), *unrecorded(folder), *unended(folder, code), *converted(folder)):
+        click.echo(f"narrowgauge: {said}", err=True)
     click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)
     if code:
         from narrowgauge.session.process.exporting import note

@@ -238,7 +238,16 @@ def test_fused_encoder_layers_are_noted():
         ({"rules": (*O2, Rule.keep("blocks.0"))}, r"rule 'blocks.0' is never reached"),
         ({"first": 2, "last": 1}, r"first=2 and last=1 keep all 3 blocks high; keep fewer"),
         ({"first": -1}, r"first=-1, last=0: both count blocks that stay high, so 0 or more"),
-        ({"only": ["lm_head"]}, r"none of the 7 linear layers of Gpt can be converted .*Rule.to\(NAME\)"),
+        (
+            {"only": ["lm_head"]},
+            r"none of the 7 .* of Gpt can be converted .* keys of \[convert\] .* What a rule keeps .*Rule.to\(NAME\)",
+        ),
+        ({"skip": ["blocks"]}, r"can be converted .* keys of \[convert\] in narrowgauge.toml\. What a rule keeps"),
+        ({"skip": ["*"]}, r"can be converted .* keys of \[convert\] in narrowgauge.toml\.$"),
+        (
+            {"rules": (Rule.keep("*"),)},
+            r"can be converted [^[]*\. What a rule keeps .*: no file of settings has rules\.$",
+        ),
     ],
 )
 def test_refusals_say_what_was_found_and_leave_the_model_alone(gpt, how, message):

@@ -90,6 +90,7 @@ class Watched:
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.live.error = f"{kind.__name__}: {error}"
         if self.live.open and self.live.session.roots.conversions.refused(error):
+            self.live.refused = True
             print(  # a traceback would lead from the program into us, and say nothing more
                 f"narrowgauge: --convert: {error} The program was ended; without --convert it is watched as it is.",
                 file=sys.stderr,

@@ -56,6 +56,7 @@ class Live:
         self.folder = self.writer.path
         self.session = Session(replace(plan, out=str(self.folder)), self.writer, **session)
         self.error = ""
+        self.refused = False  # the program was ended, because what --convert asked cannot be done
         self.ending = ExitStack()  # what else has to be closed, after the run
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -86,6 +87,8 @@ class Live:
             except Exception as raised:
                 facts = {"notes": [f"closing the run failed: {raised!r}"]}
             self.session.abandon()  # whatever failed, the program has no hook of ours any more
+            if self.refused:  # whatever is missing, that is why
+                facts |= {"refused": True, "not_found": []}
             self.writer.update_meta(**facts, error=self.error)
             self.writer.close("failed" if self.error else "complete")
             # torch and the interpreter hold on to this object; duckdb's bindings complain of what outlives them.

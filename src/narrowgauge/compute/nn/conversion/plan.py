@@ -26,6 +26,8 @@ from narrowgauge.compute.nn.conversion.switches import Switch, apply, check_swit
 from narrowgauge.compute.recipes import Recipe, by_name
 from narrowgauge.errors import ConversionError
 
+FILTERED = ("skip=", "first=", "last=", "not in only=")  # what reasons of filters begin with
+
 
 @dataclass(frozen=True)
 class Request:
@@ -140,6 +142,13 @@ def nothing_to_convert(model: nn.Module, plans: Sequence[Plan]) -> ConversionErr
         f"{some(names, 3)}: {reason}" for reason, names in sorted(by_reason.items(), key=lambda x: -len(x[1]))
     )
     advice = ""
-    if any(plan.chosen for plan in plans):  # of what cannot run in FP8 no rule makes another
-        advice = " Change what keeps them high, or put rules.Rule.to(NAME) in front of the rules of ng.convert."
+    chosen = [plan.reason for plan in plans if plan.chosen]  # of what cannot run in FP8 nobody makes another
+    filtered = [reason for reason in chosen if reason.startswith(FILTERED)]
+    if filtered:
+        advice += " skip, only, first and last are arguments of ng.convert, and keys of [convert] in narrowgauge.toml."
+    if len(filtered) < len(chosen):
+        advice += (
+            " What a rule keeps high goes to FP8 by rules.Rule.to(NAME) in front of the rules of ng.convert, in the "
+            "program: no file of settings has rules."
+        )
     return ConversionError(f"none of the {len(plans)} linear layers of {name} can be converted ({found}).{advice}")
