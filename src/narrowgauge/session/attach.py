@@ -283,7 +283,7 @@ class Session:
             ],
             "judged_by": self.plan.judge,
             **({"judged": sorted(self.plain.shown.judged)} if self.plan.recipe else {}),
-            "unrecorded": few or "",
+            "unrecorded": few or ("" if conversions.observed else self.plain.shown.unrecorded),
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],
             "same_weights_notes": [] if probe is None else list(probe.notes),

@@ -27,6 +27,8 @@ from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Turn, rows
 from narrowgauge.session.sites.tensor_parallel import NONE
 from narrowgauge.session.tensors.sharded import PLAIN, Held, is_distributed, local_of, used_of
 
+NO_FLOAT64 = "Training in BF16 or FP8 holds no float64"
+
 
 class Showing:
     """Shows the tensors of products to their observers.
@@ -62,6 +64,7 @@ class Showing:
         self.judged: set[str] = set()
         self.dtype = ""
         self._passed_over: Counter[str] = Counter()
+        self._some = False  # operands were taken in earlier steps
         self._said: dict[str, None] = {}
 
     def begin(self) -> None:
@@ -69,6 +72,7 @@ class Showing:
         self._weights.clear()
         self.copies.clear()
         self.meshes.clear()
+        self._some |= bool(self.heard)
         self.heard.clear()
 
     @property
@@ -77,8 +81,18 @@ class Showing:
         notes = list(self._said)
         if self._passed_over:
             kinds = ", ".join(sorted(self._passed_over))
-            notes.append(f"Some operands of layers are not recorded, because no quantizer takes them: {kinds}.")
+            why = f" {NO_FLOAT64}." if "float64" in kinds else ""
+            notes.append(f"Some operands of layers are not recorded, because no quantizer takes them: {kinds}.{why}")
         return notes
+
+    @property
+    def unrecorded(self) -> str:
+        """Why no operand at all was recorded, in one sentence; "" if one was, or none came."""
+        if self._some or self.heard or not self._passed_over:
+            return ""
+        kinds = ", ".join(sorted({kind.partition(" ")[2] for kind in self._passed_over}))
+        instead = f" {NO_FLOAT64}: watch the program in float32, BF16 or FP16." if "float64" in kinds else ""
+        return f"No tensor was recorded: no quantizer takes what the layers multiply ({kinds}).{instead}"
 
     def say(self, note: str) -> None:
         """Leave a note, once."""
