@@ -39,6 +39,12 @@ def test_healthy_sites_are_ordered_by_sqnr_and_say_so():
     assert found[0].why.startswith("Healthy: 25.0 dB")
 
 
+def test_what_is_represented_exactly_comes_last_and_is_counted():
+    found = worst(a__input={"sqnr_db": float("inf")}, b__input={"sqnr_db": 150.0})
+    assert [w.site for w in found] == ["b:input", "a:input"]
+    assert (found[1].why, found[1].remedy) == ("Healthy: the recipe loses nothing of it.", "nothing to do")
+
+
 def test_a_sick_site_comes_before_every_healthy_one_and_there_are_at_most_five():
     sites = {f"l{i}__input": {"sqnr_db": 23.0 + i} for i in range(8)}
     found = worst(**sites, sick__input={"saturation_pct": 0.2})

@@ -21,6 +21,7 @@ from narrowgauge.errors import RunError
 from narrowgauge.metrics import OPERAND_ROLES
 from narrowgauge.observe.figures import DARK, METRICS, variant_colors
 from narrowgauge.observe.report import conversion, facts, gather, headline, pictures, readiness, ruler, summary, words
+from narrowgauge.observe.report.further import further
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
 from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
@@ -117,7 +118,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             facts=facts.common_facts(
                 runs, verdict.versions if verdict else {}, (verdict.started if verdict else "") or _started(runs)
             ),
-            notes=facts.notes_of(runs, verdict.notes if verdict else ()),
+            notes=facts.notes_of(runs, verdict.notes if verdict else ()) + _further(runs),
             events=_events(runs),
             pictures=drawn,
             inside=inside,
@@ -131,6 +132,12 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             data=Markup(drawn.to_json()),
         )
     )
+
+
+def _further(runs: Mapping[str, Run]) -> list[str]:
+    """What lies inside of these runs' folders and is on no page of theirs."""
+    told = {name: said for name, run in runs.items() if (said := further(run.path))}
+    return [f"{name}: {said}" if len(runs) > 1 else said for name, said in told.items()]
 
 
 def _named(verdict: Verdict | None) -> list[str]:

@@ -59,7 +59,8 @@ class Asked:
         if not self.worst:
             return "-"
         worst = self.worst[0]
-        return f"{worst.site}: {f'{db(worst.value)} dB' if worst.remedy == NOTHING else worst.why}"
+        healthy = "exact" if worst.value == math.inf else f"{db(worst.value)} dB"
+        return f"{worst.site}: {healthy if worst.remedy == NOTHING else worst.why}"
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ def when(found: Readiness) -> str:
 
 
 def db(value: float) -> str:
-    """Decibels with one decimal; "-" of none."""
-    return "-" if math.isnan(value) else f"{value:.1f}"
+    """Decibels with one decimal; "-" of none, "exact" where nothing is lost."""
+    return "-" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _runs(run: Run) -> dict[str, Run]:

@@ -19,6 +19,7 @@ from narrowgauge.observe.verdict.types import WorstTensor
 
 WORST = 5
 DB_PER_BIT = 6.02
+LOSSLESS_DB = 1e6  # where no noise is left: in the order of tensors, behind all others
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ SIGNS = (
     ),
 )
 HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, the lowest of those without a sign of trouble."
+EXACT = "Healthy: the recipe loses nothing of it."
 NOTHING = "nothing to do"
 
 
@@ -147,8 +149,9 @@ def _judge(site: str, values: dict[str, float]) -> tuple[float, WorstTensor]:
         return worst, WorstTensor(site, sign.metric, value, sign.why.format(value=value), sign.remedy)
     sqnr = values.get("sqnr_db", float("nan"))
     # Below every sign of trouble (badness < 1), ordered by SQNR; results have none and are left out.
-    healthy = WorstTensor(site, "sqnr_db", sqnr, HEALTHY.format(value=sqnr), NOTHING)
-    return (-sqnr / 1000.0 if np.isfinite(sqnr) else -np.inf), healthy
+    said = EXACT if sqnr == np.inf else HEALTHY.format(value=sqnr)
+    healthy = WorstTensor(site, "sqnr_db", sqnr, said, NOTHING)
+    return (-np.inf if np.isnan(sqnr) else -min(sqnr, LOSSLESS_DB) / 1000.0), healthy
 
 
 def _median(values: np.ndarray) -> float:
