@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels.fused.launch import launch
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, magnitude_bits, widen
-from narrowgauge.compute.kernels.fused.tile import ANY, high, larger_halves, low
+from narrowgauge.compute.kernels.fused.tile import ANY, high, in_pairs, larger_halves, low
 
 BLOCK, WARPS = 8192, 8  # numbers or pairs of numbers per program and round
 PER_SM, REGISTERS = 4, 64  # programs of that many warps that run at once on a multiprocessor
@@ -40,17 +40,17 @@ def _amax(
             largest = tl.maximum(largest, magnitude_bits(widen(tl.load(x_ptr + at, mask=at < n, other=0.0))))
         else:
             both = tl.load(x_ptr + at, mask=at < n, other=0)
-            if INTERPRET:
+            if in_pairs(KIND, INTERPRET):
+                largest = larger_halves(largest, both & 0x7FFF7FFF)
+            else:
                 found = tl.maximum(magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND)))
                 largest = tl.maximum(largest, found)
-            else:
-                largest = larger_halves(largest, both & 0x7FFF7FFF)
         first += tl.num_programs(0).to(tl.int64) * BLOCK
-    if KIND == ANY or INTERPRET:
-        bits = tl.max(largest, 0)
-    else:
+    if in_pairs(KIND, INTERPRET):
         both = tl.reduce(largest, 0, larger_halves)
         bits = tl.maximum(magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND)))
+    else:
+        bits = tl.max(largest, 0)
     bits_ptr = bits_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if LAST:
         tl.atomic_max(scratch_ptr, bits, sem="relaxed")

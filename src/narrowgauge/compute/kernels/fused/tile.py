@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime.jit import constexpr_function
 
 from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.compute.kernels.fused.rules import magnitude_bits, to_code_pairs, to_codes, widen
@@ -126,6 +128,12 @@ def high(b, KIND: tl.constexpr):
         return b
 
 
+@constexpr_function
+def in_pairs(KIND, INTERPRET):
+    """Whether 16-bit numbers are worked on two to a word: compute capability 9.0 brought the instructions for it."""
+    return BF16.value <= KIND and not INTERPRET and cuda_capability_geq(9)
+
+
 @triton.jit
 def larger_halves(a, b):
     """The larger of both lower and of both upper halves, unsigned."""
@@ -155,7 +163,7 @@ def column_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr, LOOSE: tl.c
     LOOSE: gathered once more, in the order they have. The compiler would else make whatever is computed with them lie
     in the registers as they do, and turn codes by the byte.
     """
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         both = tl.reduce(a & 0x7FFF7FFF, 0, larger_halves)
         if LOOSE:
             both = tl.gather(both, tl.arange(0, both.shape[0]), 0)
@@ -170,7 +178,7 @@ def column_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr, LOOSE: tl.c
 @triton.jit
 def row_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """Bits of the largest magnitudes of the tile's rows, [tile_M]."""
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         both = tl.reduce(a & 0x7FFF7FFF, 1, larger_halves)
         return tl.maximum(magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND)))
     return tl.max(tl.maximum(magnitude_bits(low(a, KIND)), magnitude_bits(high(b, KIND))), 1)
@@ -179,7 +187,7 @@ def row_amaxes(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def tile_amax(a, b, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """Bits of the tile's largest magnitude, a scalar."""
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         both = tl.reduce(tl.reduce(a & 0x7FFF7FFF, 1, larger_halves), 0, larger_halves)
         return tl.maximum(magnitude_bits(low(both, KIND)), magnitude_bits(high(both, KIND)))
     return tl.max(row_amaxes(a, b, KIND, INTERPRET), 0)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from narrowgauge.compute.kernels.fused.constant import Constant
 from narrowgauge.compute.kernels.fused.rules import magnitude_bits
-from narrowgauge.compute.kernels.fused.tile import BF16, larger_halves
+from narrowgauge.compute.kernels.fused.tile import BF16, in_pairs, larger_halves
 from narrowgauge.compute.kernels.fused.tile import high as widen_high
 from narrowgauge.compute.kernels.fused.tile import low as widen_low
 from narrowgauge.compute.kernels.fused.watched.tensor_cores import (
@@ -45,7 +45,7 @@ def packed_limit(limit, KIND: tl.constexpr, INTERPRET: tl.constexpr):
 
     u of a number that is flushed is below them, or, as a 16-bit number, at most one less, in both halves of a word.
     """
-    if KIND < BF16 or INTERPRET:
+    if not in_pairs(KIND, INTERPRET):
         return limit.to(tl.uint32)
     elif KIND == BF16:
         return (((limit >> 16) - 1) & 0xFFFF) * 0x10001
@@ -72,7 +72,7 @@ def _smaller_halves(a, b):
 def nothing_yet(R: tl.constexpr, T: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """What `add_own` adds to, at first: s, q, the least u and how many were flushed."""
     J: tl.constexpr = T // W
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         none = tl.zeros((R, T), tl.float32)
         return none, none, tl.full((R, J), -1, tl.int32), 0  # s counts
     else:
@@ -87,7 +87,7 @@ def add_own(s, q, low, flushed, a, b, limit, W: tl.constexpr, KIND: tl.constexpr
     Args:
         limit: as `packed_limit` gives it, one for all or [R, 1].
     """
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         u = _less_one(a & 0x7FFF7FFF)
         low = _smaller_halves(low, tl.reduce(in_runs(u, W), 2, _smaller_halves))
         ADD: tl.constexpr = ADD_BF16 if KIND == BF16 else ADD_FP16
@@ -108,7 +108,7 @@ def add_own(s, q, low, flushed, a, b, limit, W: tl.constexpr, KIND: tl.constexpr
 @triton.jit
 def rows_of_own(s, q, low, flushed, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """What was gathered, by rows [R]: only their totals mean something."""
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         FOUND: tl.constexpr = (tl.float32, tl.float32, tl.float32)
         q, s, count = tl.inline_asm_elementwise(READ, READ_OPERANDS, [q, s], dtype=FOUND, is_pure=True, pack=EACH)
         s, q, flushed = tl.sum(in_runs(s, W), 2), tl.sum(in_runs(q, W), 2), tl.sum(in_runs(count, W), 2).to(tl.int32)
@@ -125,7 +125,7 @@ def join_own(s, q, low, flushed, s_, q_, low_, flushed_):
 @triton.jit
 def least_of(low, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """The least magnitude that is not zero, of the least u: float32, Inf if there is none or none is finite."""
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         some, bits = low != 0xFFFF, (low + 1).to(tl.int32)
         bits = widen_low(bits, KIND).to(tl.int32, bitcast=True)
     else:
@@ -136,7 +136,7 @@ def least_of(low, KIND: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def add_amax(top, a, b, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """The larger magnitudes of the runs' and of a tile's pairs, as bits; of 16-bit numbers in both halves of a word."""
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         return larger_halves(top, tl.reduce(in_runs(a & 0x7FFF7FFF, W), 2, larger_halves))
     else:
         bits = tl.maximum(magnitude_bits(widen_low(a, KIND)), magnitude_bits(widen_high(b, KIND)))
@@ -146,6 +146,6 @@ def add_amax(top, a, b, W: tl.constexpr, KIND: tl.constexpr, INTERPRET: tl.const
 @triton.jit
 def close_amax(top, KIND: tl.constexpr, INTERPRET: tl.constexpr):
     """The bits of the amax that `add_amax` found, as a float32's."""
-    if KIND >= BF16 and not INTERPRET:
+    if in_pairs(KIND, INTERPRET):
         top = tl.maximum(magnitude_bits(widen_low(top, KIND)), magnitude_bits(widen_high(top, KIND)))
     return tl.max(tl.max(top, 1), 0)

@@ -1,9 +1,10 @@
-"""Compiles every kernel for a Hopper GPU, on a machine that has none, and prints what each of them takes there.
+"""Compiles every kernel for a GPU, on a machine that has none, and prints what each of them takes there.
 
 Triton's interpreter knows neither its compiler nor the PTX that the kernels hold. Here all their callers run with
 tensors on the CPU, and each launch is compiled, assembled by the `ptxas` that Triton brings, and not made.
 
-    python -m tests.compute.kernels.for_hopper [all]      prints a JSON line per kernel; `all`: in every dtype
+    python -m tests.compute.kernels.for_gpus [89] [all]   prints a JSON line per kernel; 89: for Ada, not Hopper (90);
+                                                          `all`: in every dtype
 """
 
 import json
@@ -43,9 +44,9 @@ class Unlaunched:
         pass
 
 
-def only_compile():
+def only_compile(capability):
     """A GPU for Triton to compile for; whatever is launched is kept, and does nothing."""
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", capability, 32)
     nothing = {"get_current_device": lambda: 0, "get_current_stream": lambda device=None: 0}
     driver.set_active(SimpleNamespace(**nothing, get_current_target=lambda: target))
     torch._C._cuda_getDevice = lambda: 0
@@ -149,12 +150,14 @@ def resources(binary):
 
 def main():
     assert not launch.INTERPRETED
-    only_compile()
+    words = sys.argv[1:]
+    only_compile(capability := 89 if "89" in words else 90)
     casts(torch.bfloat16, RECIPES)
-    if sys.argv[1:] == ["all"]:
+    if "all" in words:
         casts(torch.float32, RECIPES)
         casts(torch.float16, RECIPES)
-    producers()
+    if capability == 90:  # they are for measurements
+        producers()
     histories()
     for name, warps, binary, lies in _COMPILED.values():
         print(json.dumps({"kernel": name, "warps": warps, "fed": lies, **resources(binary)}))
