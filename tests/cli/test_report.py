@@ -1,6 +1,7 @@
 """`narrowgauge report` on what is damaged or newer: one message and exit code 2, or a page without the lost rows."""
 
 import json
+from html import unescape
 
 import numpy as np
 import pytest
@@ -95,3 +96,87 @@ def test_of_a_run_without_tensors_it_is_said_how_far_it_came(folder, tmp_path, c
     main(["report", str(tmp_path / "empty")])
     said = capsys.readouterr().out.splitlines()
     assert said[::2] == ["baseline: 4 steps, loss 2 to 0.5, no tensor to judge", "empty: 0 steps, no tensor to judge"]
+
+
+def told(capsys, *argv):
+    main(["report", *map(str, argv)])
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize(
+    ("status", "meta", "says"),
+    [
+        (None, {}, "run: killed, after 2 steps, loss 3 to 1.5"),
+        (
+            "failed",
+            {"error": "ValueError: boom"},
+            "run: ended with an error: ValueError: boom, after 2 steps, loss 3 to 1.5",
+        ),
+        ("stopped", {}, "run: the watch stopped early, after 2 steps, loss 3 to 1.5"),
+        ("complete", {}, ""),
+    ],
+)
+def test_how_a_run_ended_is_told_unless_all_went_well(tmp_path, capsys, monkeypatch, status, meta, says, tensors):
+    writer = RunWriter(tmp_path / "run", {"judged_by": "current", **meta})
+    for step in (1, 2):
+        writer.add_scalars(step, loss=3.0 / step)
+        if tensors:
+            writer.add_tensors(step, ["up:input"], {"sqnr_db": np.array([31.0])})
+    if status:
+        writer.close(status)
+    else:
+        writer.flush()
+        monkeypatch.setattr("narrowgauge.observe.store.manifest.is_alive", lambda manifest: False)
+    first, *rest = told(capsys, tmp_path / "run")
+    assert (first == says) == bool(says)
+    assert len(rest) == (2 if says else 1)
+    assert ("no tensor to judge" in " ".join((first, *rest))) == (not tensors)
+    if not status:
+        monkeypatch.undo()
+        writer.close()
+
+
+def test_a_rank_that_recorded_nothing_is_named(tmp_path, capsys):
+    RunWriter(
+        tmp_path / "run", {"ranks": {"world": 2}, "not_found": ["No loss was found: the other may have it."]}
+    ).close()
+    assert told(capsys, tmp_path / "run")[:-1] == [
+        "run: rank 1 of 2 recorded nothing here",
+        "run: 0 steps, no tensor to judge",
+    ]
+
+
+def test_why_there_is_no_tensor_to_judge(tmp_path, capsys):
+    why = {"unrecorded": "No tensor was recorded: why.", "not_found": ["No model was found: none."]}
+    RunWriter(tmp_path / "run", why).close()
+    assert told(capsys, tmp_path / "run")[:-1] == [
+        "run: 0 steps, no tensor to judge",
+        "run: No tensor was recorded: why.",
+        "run: No model was found: none.",
+    ]
+
+
+def test_runs_inside_of_a_run_are_named_with_how_to_open_them(tmp_path, capsys):
+    run = tmp_path / "run"
+    for folder in (run, run / "process-20", run / "process-3", run / "restart-1", run / "what_if" / "rowwise"):
+        RunWriter(folder, {}).close()
+    for empty in ("process-4", "process-old"):  # nothing was recorded there
+        (run / empty).mkdir()
+    assert told(capsys, run)[1:] == [
+        "run: 3 further runs are inside of this run's folder: process-3, process-20 and restart-1. To open them: "
+        f"narrowgauge report {run}/process-3 {run}/process-20 {run}/restart-1",
+        f"The report: {run / 'report.html'}",
+    ]
+    page = unescape((run / "report.html").read_text())
+    assert "3 further runs are inside of this run's folder: process-3, process-20 and restart-1. To open them: " in page
+    assert "narrowgauge report FOLDER/process-3 FOLDER/process-20 FOLDER/restart-1" in page
+
+
+def test_of_many_runs_inside_some_are_named(tmp_path, capsys):
+    for number in range(9):
+        RunWriter(tmp_path / "run" / f"process-{number + 8}", {}).close()
+    RunWriter(tmp_path / "run", {}).close()
+    said = told(capsys, tmp_path / "run")[1]
+    assert "9 further runs are inside of this run's folder: process-8, process-9, process-10 and 6 more." in said
+    assert said.endswith(f"narrowgauge report {tmp_path}/run/process-*")

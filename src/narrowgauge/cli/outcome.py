@@ -10,7 +10,6 @@ from typing import Any
 
 from narrowgauge.errors import RunError
 
-INSIDE = ("process", "restart")  # what folders of further runs begin with
 MOST_REASONS, MOST_NAMES = 3, 2  # that are told of layers that stay high
 
 
@@ -65,9 +64,10 @@ def unended(folder: Path, code: int) -> list[str]:
     """
     from narrowgauge.observe.store import manifest as manifests
     from narrowgauge.observe.store import open_run
+    from narrowgauge.observe.store.inside import folders_inside
 
     told = []
-    for path in (folder, *sorted(path for name in INSIDE for path in folder.glob(f"{name}-*"))):
+    for path in (folder, *folders_inside(folder)):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it would say that rank 0's part is missing, as is said below
@@ -98,9 +98,11 @@ def facts_of(manifest: Path) -> dict[str, Any]:
 
 def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
+    from narrowgauge.observe.store.inside import runs_inside
+
     if not folder.exists():  # it held at least the plan
         return f"{folder} was removed while the command ran, and what was recorded with it."
-    inside = sorted({path.parent.name for name in INSIDE for path in folder.glob(f"{name}-*/run*.json")})
+    inside = runs_inside(folder)
     if _of_ranks(folder):
         more = f"; inside of it are those of processes that began later: {', '.join(inside)}" if inside else ""
         return f"the run is in {folder}{more}"

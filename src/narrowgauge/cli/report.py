@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None
 def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report import text as as_text
     from narrowgauge.observe.report import write_report
+    from narrowgauge.observe.report.further import further
     from narrowgauge.observe.report.readiness import plain, readiness
     from narrowgauge.observe.store import open_run
     from narrowgauge.observe.verdict.worst import worst_tensors
@@ -58,6 +60,8 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
             click.echo(as_text(run))
         return
     for name, run in opened.items():
+        if verdict is None and (ended := _ended(run)):
+            click.echo(f"{name}: {ended}")
         ready = readiness(run)
         if ready is not None:
             click.echo(f"{name}: {plain(ready)}")
@@ -67,9 +71,29 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
                 click.echo(f"{name}: {each.site}: {each.why}")
             if not worst:
                 click.echo(f"{name}: {_how_far(run)}, no tensor to judge")
+                for why in _why_none(run):
+                    click.echo(f"{name}: {why}")
+        if inside := further(run.path, shlex.quote(str(run.path))):
+            click.echo(f"{name}: {inside}")
     target = out or runs[0] / "report.html"
     write_report(verdict, opened, target)
     click.echo(f"The report: {target}")
+
+
+def _ended(run: Run) -> str:
+    """How it ended, and after how much; "" of a run that came to its end, with all of its ranks."""
+    from narrowgauge.observe.report.facts import how_it_ended
+
+    if run.status == "complete":
+        return run.ends.words
+    how = how_it_ended(run)
+    return f"{'ended ' if how.startswith('with ') else ''}{how}, after {_how_far(run)}"
+
+
+def _why_none(run: Run) -> list[str]:
+    """Why there is no tensor to judge, as far as that is known; what one of several ranks lacks, others may have."""
+    missing = () if run.meta.get("ranks") else run.meta.get("not_found") or ()
+    return [str(why) for why in (run.meta.get("unrecorded"), *missing) if why]
 
 
 def _how_far(run: Run) -> str:

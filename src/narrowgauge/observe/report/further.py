@@ -25,4 +25,4 @@ def further(folder: Path, shown: str = "FOLDER") -> str:
         paths = [f"{shown}/{kind}-*" for kind in INSIDE if any(name.startswith(kind) for name in names)]
     many = "1 further run is" if len(names) == 1 else f"{len(names)} further runs are"
     them = "it" if len(names) == 1 else "them"
-    return f"{many} inside of its folder: {listed}. To open {them}: narrowgauge report {' '.join(paths)}"
+    return f"{many} inside of this run's folder: {listed}. To open {them}: narrowgauge report {' '.join(paths)}"

@@ -12,12 +12,13 @@ INSIDE = ("process", "restart")  # what their names begin with
 
 def folders_inside(folder: Path) -> list[Path]:
     """Those that may hold one, by kind and number."""
-    found = {path for kind in INSIDE for path in folder.glob(f"{kind}-*") if path.is_dir()}
-    return sorted(
-        found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"\W", path.name)]
-    )
+    return sorted((path for kind in INSIDE for path in folder.glob(f"{kind}-*") if path.is_dir()), key=_natural)
 
 
 def runs_inside(folder: Path) -> list[str]:
     """The names of those in which something was recorded."""
     return [path.name for path in folders_inside(folder) if manifests.ranks(path)]
+
+
+def _natural(path: Path) -> list[tuple[int, str | int]]:
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
