@@ -48,6 +48,14 @@ def test_what_somebody_recorded_is_kept(tmp_path, ranks, scalars):
     assert json.loads((run / "run.json").read_text())["status"] == "complete"
 
 
+@pytest.mark.parametrize(("inner", "kept"), [(REFUSED, False), ({"steps": 3}, True)])
+def test_attempts_inside_of_it_go_with_it_or_keep_it(tmp_path, inner, kept):
+    run = left(tmp_path / "run", REFUSED)
+    RunWriter(run / "restart-1", inner).close()
+    assert bool(take_back(run)) != kept
+    assert (run / "run.json").exists() == kept
+
+
 def test_files_of_others_are_kept(tmp_path):
     run = left(tmp_path / "run", REFUSED)
     (run / "model.pt").write_text("")

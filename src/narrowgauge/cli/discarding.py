@@ -16,25 +16,49 @@ def discard(folder: Path) -> None:
 
 
 def take_back(folder: Path) -> str:
-    """Remove a run that was ended because nothing could be converted, if nobody trained; "" of any other."""
-    from narrowgauge.observe.store import manifest as manifests
-    from narrowgauge.observe.store.schema import KINDS, Segment
+    """Remove a run that was ended because nothing could be converted, if nobody trained; "" of any other.
 
-    facts = {rank: facts_of(folder / manifests.name(rank)) for rank in manifests.ranks(folder)}
-    refused = {rank for rank, its in facts.items() if its.get("refused") and not its.get("steps")}
-    segments = [path for kind in KINDS for path in (folder / kind).glob("rank*.parquet")]
-    wrote = {segment.rank for path in segments if (segment := Segment.parse(path.name))}
-    if not refused or wrote - refused or any(its.get("steps") for its in facts.values()):
+    Those inside of it are its further attempts, or of processes beside it: all or none.
+    """
+    from narrowgauge.observe.store.inside import folders_inside
+
+    runs = [*folders_inside(folder), folder]
+    if not all(map(_refused, runs)):
         return ""
     with contextlib.suppress(OSError):
-        for path in (*segments, *(folder / manifests.name(rank) for rank in facts)):
-            path.unlink()
-        for kind in KINDS:
-            if (folder / kind).is_dir():
-                (folder / kind).rmdir()
-        _remove(folder)
+        for run in runs:
+            _clear(run)
+            _remove(run)
     left = f"other files are left in {folder}" if folder.exists() else f"{folder} can be used again"
     return f"nothing was trained, so there is no run; {left}"
+
+
+def _refused(folder: Path) -> bool:
+    """Whether a rank was ended because of it, and none has a step, or anything without saying how it ended."""
+    from narrowgauge.observe.store import manifest as manifests
+    from narrowgauge.observe.store.schema import Segment
+
+    facts = {rank: facts_of(folder / manifests.name(rank)) for rank in manifests.ranks(folder)}
+    refused = {rank for rank, its in facts.items() if its.get("refused")}
+    wrote = {segment.rank for path in _segments(folder) if (segment := Segment.parse(path.name))}
+    return bool(refused) and wrote <= refused and not any(its.get("steps") for its in facts.values())
+
+
+def _clear(folder: Path) -> None:
+    from narrowgauge.observe.store import manifest as manifests
+    from narrowgauge.observe.store.schema import KINDS
+
+    for path in (*_segments(folder), *(folder / manifests.name(rank) for rank in manifests.ranks(folder))):
+        path.unlink()
+    for kind in KINDS:
+        if (folder / kind).is_dir():
+            (folder / kind).rmdir()
+
+
+def _segments(folder: Path) -> list[Path]:
+    from narrowgauge.observe.store.schema import KINDS
+
+    return [path for kind in KINDS for path in (folder / kind).glob("rank*.parquet")]
 
 
 def _beside_the_run(folder: Path) -> list[Path]:
