@@ -13,7 +13,7 @@ WHY = (
 
 def facts(tmp_path, model, x, **plan):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with followed(tmp_path, compiling=True, judge="current", **plan) as (session, writer):
+    with followed(tmp_path, judge="current", **plan) as (session, writer):
         session.optimizer_made(optimizer)
         for _ in range(3):
             model(x).square().mean().backward()
@@ -51,6 +51,6 @@ def test_where_some_were_recorded_the_note_is_enough(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 10])
 def test_of_others_nothing_is_said_of_it(tmp_path, every):
-    told, _ = facts(tmp_path, nn.Linear(16, 16), torch.ones(8, 16), every=every)
+    told, _ = facts(tmp_path, nn.Linear(16, 16), torch.ones(8, 16), every=every, compiling=True)
     assert not any("float64" in text for text in (told["unrecorded"], *told["notes"]))
     assert bool(told["unrecorded"]) == (every == 10)  # too few steps
