@@ -75,3 +75,21 @@ def test_what_stays_high_is_not_among_the_worst_in_fp8():
     assert [w.site for w in worst_tensors(killed)] == ["conv.left:weight", "body:input"]
     plain = FakeRun({"judged": ["head", "conv"]}, {}, sites)
     assert len(worst_tensors(plain)) == 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "remedy"),
+    [
+        ("delayed", {"saturation_pct": 3.0}, "current scaling, a margin, or a shorter history"),
+        ("mxfp8-ocp", {"saturation_pct": 3.0}, "mxfp8, whose scales are rounded up"),
+        ("current", {"gain": 2.0}, "a scale that belongs to this tensor"),
+        ("current", {"p5_row_sqnr_db": 3.0}, "rowwise scaling, or blockwise scaling"),
+        ("fake-rowwise", {"p5_row_sqnr_db": 3.0}, "blockwise scaling"),
+        ("blockwise", {"p5_col_sqnr_db": 3.0}, "this layer in high precision"),
+        ("mxfp8", {"sqnr_db": 3.0}, "this layer in high precision"),
+        ("", {"p5_col_sqnr_db": 3.0}, "blockwise scaling"),
+    ],
+)
+def test_nothing_is_advised_that_the_run_does_already(recipe, row, remedy):
+    (found,) = worst_tensors(FakeRun({"recipe": recipe}, {}, {"a:input": {**HEALTHY, **row}}))
+    assert found.remedy == remedy

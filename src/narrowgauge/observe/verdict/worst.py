@@ -15,6 +15,7 @@ import numpy as np
 
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict.high import stays_high
+from narrowgauge.observe.verdict.remedies import HIGH, fitting
 from narrowgauge.observe.verdict.types import WorstTensor
 
 WORST = 5
@@ -29,7 +30,7 @@ class Sign:
     metric: str
     badness: Callable[[float], float]
     why: str
-    remedy: str
+    remedies: tuple[str, ...]
 
 
 def _above(limit: float) -> Callable[[float], float]:
@@ -44,58 +45,57 @@ def _off_one(limit: float) -> Callable[[float], float]:
     return lambda value: abs(value - 1.0) / limit
 
 
+FIND = ("find the first step and layer that made them",)
 SIGNS = (
-    Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", "find the first step and layer that made them"),
-    Sign(
-        "inf_count", _above(0.5), "{value:.0f} elements are infinite.", "find the first step and layer that made them"
-    ),
+    Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", FIND),
+    Sign("inf_count", _above(0.5), "{value:.0f} elements are infinite.", FIND),
     Sign(
         "gemm_gain",
         _off_one(0.03),
         "The product is {value:.4f} times what it should be: a scale that does not belong to its tensor.",
-        "check the pairing of codes and scales; report it, this is a bug",
+        ("check the pairing of codes and scales; report it, this is a bug",),
     ),
     Sign(
         "gain",
         _off_one(0.03),
         "Dequantized values are {value:.4f} times the originals.",
-        "current scaling, or a scale that belongs to this tensor",
+        ("current scaling", "a scale that belongs to this tensor"),
     ),
     Sign(
         "saturation_pct",
         _above(0.1),
         "{value:.3g}% of its elements exceed the format's range: the scale is too small for it.",
-        "current scaling, a margin, or a shorter history",
+        ("current scaling", "a margin", "a shorter history", "mxfp8, whose scales are rounded up"),
     ),
     Sign(
         "lost_energy_pct",
         _above(0.1),
         "{value:.3g}% of its energy is flushed to zero: the range is too small for it.",
-        "E5M2, or blockwise scaling",
+        ("E5M2", "blockwise scaling"),
     ),
     Sign(
         "amax_ratio",
         _above(2.0),
         "It is {value:.3g} times as large as its delayed scale assumed.",
-        "current scaling, or a margin",
+        ("current scaling", "a margin"),
     ),
     Sign(
         "p5_col_sqnr_db",
         _below_db(20.0),
         "The worst twentieth of its channels is represented at {value:.1f} dB or less: outlier channels.",
-        "blockwise scaling",
+        ("blockwise scaling",),
     ),
     Sign(
         "p5_row_sqnr_db",
         _below_db(20.0),
         "The worst twentieth of its rows is represented at {value:.1f} dB or less: outlier tokens.",
-        "rowwise or blockwise scaling",
+        ("rowwise scaling", "blockwise scaling"),
     ),
     Sign(
         "sqnr_db",
         _below_db(22.0),
         "Quantization noise is only {value:.1f} dB below the signal.",
-        "a finer granularity, or this layer in high precision",
+        ("a finer granularity", HIGH),
     ),
 )
 HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, the lowest of those without a sign of trouble."
@@ -117,7 +117,7 @@ def worst_tensors(
         steps: by all of these, instead of the recorded steps of the last half.
         of: which sites; None: all that were in FP8, or all if the run converted nothing (`high.stays_high`).
     """
-    high = stays_high(run.meta)
+    high, recipe = stays_high(run.meta), str(run.meta.get("recipe") or "")
     of = of or (lambda site: not high(site))
     metrics = [sign.metric for sign in SIGNS if sign.metric in run.metrics]
     if not metrics:
@@ -131,13 +131,13 @@ def worst_tensors(
     for site in filter(of, map(str, np.unique(sites))):
         chosen = recent & (sites == site)
         if chosen.any():
-            rows.append(_judge(site, {m: _median(table[m][chosen]) for m in metrics}))
+            rows.append(_judge(site, {m: _median(table[m][chosen]) for m in metrics}, recipe))
     rows = [row for row in rows if np.isfinite(row[0])]
     rows.sort(key=lambda row: (-row[0], row[1].site))
     return tuple(tensor for _, tensor in rows[:count])
 
 
-def _judge(site: str, values: dict[str, float]) -> tuple[float, WorstTensor]:
+def _judge(site: str, values: dict[str, float], recipe: str) -> tuple[float, WorstTensor]:
     worst, sign = -np.inf, None
     for candidate in SIGNS:
         value = values.get(candidate.metric, float("nan"))
@@ -146,7 +146,9 @@ def _judge(site: str, values: dict[str, float]) -> tuple[float, WorstTensor]:
             worst, sign = badness, candidate
     if sign is not None:
         value = values[sign.metric]
-        return worst, WorstTensor(site, sign.metric, value, sign.why.format(value=value), sign.remedy)
+        return worst, WorstTensor(
+            site, sign.metric, value, sign.why.format(value=value), fitting(sign.remedies, recipe)
+        )
     sqnr = values.get("sqnr_db", float("nan"))
     # Below every sign of trouble (badness < 1), ordered by SQNR; results have none and are left out.
     said = EXACT if sqnr == np.inf else HEALTHY.format(value=sqnr)
