@@ -170,7 +170,7 @@ def test_without_a_file_all_stateless_recipes_are_asked_now_and_then_unless_some
     plain, converted = Config().for_watching(), Config().for_watching("rowwise")
     assert (plain["judge"], plain["what_if"]) == ("current", ("rowwise", "blockwise", "mxfp8", "mxfp8-ocp"))
     assert plain["seldom"]
-    assert (converted["judge"], converted["what_if"]) == ("current", ())
+    assert (converted["judge"], converted["what_if"]) == ("rowwise", ())
     for none in ([], ["current"]):
         assert Config.model_validate({"watch": {"what_if": none}}).for_watching()["what_if"] == ()
 

@@ -174,6 +174,7 @@ class Session:
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
+        self.steps.evals.optimizer_made()
 
     def optimizer_restored(self, optimizer: Optimizer) -> None:
         """It is a copy, was unpickled, or only loads a state."""

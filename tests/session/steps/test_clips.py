@@ -9,6 +9,8 @@ from tests.session.inline import followed
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from narrowgauge.session.steps.clips import Clips
+
 
 def model():
     torch.manual_seed(0)
@@ -105,3 +107,95 @@ def test_what_is_clipped_may_be_no_optimizers(tmp_path):
         clip_grad_norm_(net.parameters(), 1e9)
         optimizer.step()
     assert list(writer.column("grad_norm").values()) == pytest.approx([wanted], rel=1e-6)
+
+
+def test_a_part_of_which_some_is_frozen(tmp_path):
+    def optimizers(net):
+        net[0].bias.requires_grad_(False)
+        return [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)]
+
+    with followed(tmp_path) as (_, writer):
+        net = model()
+        (optimizer,) = optimizers(net)
+        net(torch.randn(4, 8)).square().sum().backward()
+        wanted = math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters() if p.grad is not None))
+        clip_grad_norm_(net[0].parameters(), 0.01)
+        optimizer.step()
+    assert list(writer.column("grad_norm").values()) == pytest.approx([wanted], rel=1e-6)
+
+
+def by_one_norm(net, *groups):
+    total = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, 0.01, total)
+
+
+def test_one_norm_by_which_several_groups_are_clipped(tmp_path):
+    found, wanted = train(tmp_path, lambda net: by_one_norm(net, net[0].parameters(), [*net[1:].parameters()]))
+    assert found == pytest.approx(wanted, rel=1e-6)
+    found, wanted = train(tmp_path, lambda net: by_one_norm(net, [*net[0].parameters()], [*net[1:].parameters()]))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_can_be_read_but_once(tmp_path):
+    found, wanted = train(tmp_path, lambda net: by_one_norm(net, filter(lambda p: True, net.parameters())))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(0, 1)])
+def test_a_clip_after_each_backward(tmp_path, part):
+    with followed(tmp_path) as (_, writer):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for microbatch in range(3):
+            net(torch.randn(4, 8)).square().sum().backward()
+            wanted = norm(net)
+            clip_grad_norm_(net[part].parameters(), 1e9 if microbatch < 2 else 0.01)
+        optimizer.step()
+    assert list(writer.column("grad_norm").values()) == pytest.approx([wanted], rel=1e-6)
+
+
+def test_all_is_clipped_after_a_first_optimizer_has_stepped(tmp_path):
+    with followed(tmp_path) as (_, writer):
+        net = model()
+        first, second = torch.optim.SGD(net[:2].parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)
+        net(torch.randn(4, 8)).square().sum().backward()
+        wanted = norm(net)
+        first.step()
+        clip_grad_norm_(net.parameters(), 0.01)
+        second.step()
+    assert list(writer.column("grad_norm").values()) == pytest.approx([wanted], rel=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("clipped", [3, 6])
+def test_optimizers_that_step_in_backward(tmp_path, every, clipped):
+    """A step that is recorded has the norm of all; another one has it if all was clipped, or none."""
+    with followed(tmp_path, every=every) as (_, writer):
+        net = model()
+        wanted, parameters = [], list(net.parameters())
+        for number, p in enumerate(parameters):
+            optimizer = torch.optim.SGD([p], lr=0.1)
+
+            def step(p, optimizer=optimizer, clips=number < clipped):
+                wanted.append(float(p.grad.double().square().sum()))
+                if clips:
+                    clip_grad_norm_(p, 0.01)
+                optimizer.step()
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(step)
+        net(torch.randn(4, 8)).square().sum().backward()
+    found = list(writer.column("grad_norm").values())
+    assert found == (pytest.approx([math.sqrt(sum(wanted))], rel=1e-6) if every == 1 or clipped == 6 else [])
+
+
+def test_many_clips_are_not_gone_through_for_each_other():
+    clips = Clips()
+    for number in range(20_000):
+        clips.add(torch.tensor(float(number)), frozenset((number,)))
+    line = Clips()
+    line.join(clips)
+    assert line
+    assert not clips
+    assert set(line.norms([])) == {"grad_norm"}

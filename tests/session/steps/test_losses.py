@@ -1,6 +1,8 @@
 """Evaluation losses are found wherever a program computes them, once each."""
 
+import copy
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -224,3 +226,115 @@ def test_several_passes_over_data_are_told(tmp_path, passes):
         "Evaluations took up to 3 passes over data loaders between two steps: eval_loss is the mean over all of them."
     )
     assert notes == ([told] if passes > 1 else [])
+
+
+class Wrap(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_what_a_wrapper_holds_is_the_model(tmp_path):
+    """Its inner module is evaluated, beside an averaged copy, and a teacher is asked in every training step."""
+    with followed(tmp_path) as (session, writer):
+        model = Wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        copy, teacher = torch.optim.swa_utils.AveragedModel(model.net), nn.Linear(4, 4).requires_grad_(False)
+        with torch.no_grad():
+            for p in copy.parameters():
+                p.mul_(3.0)
+        optimizer, x, wanted = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(3, 4), []
+        for _ in range(3):
+            y = model(x)
+            with torch.no_grad():
+                target = teacher(x)
+            (y - target).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            evaluated(model.net, x)
+            evaluated(copy, x)
+            with torch.no_grad():
+                wanted.append(float(model.net(x).square().mean()))
+    assert list(writer.column("eval_loss").values()) == pytest.approx(wanted, rel=1e-6)
+    assert session.steps.evals.notes[0].startswith("3 losses were computed without gradients of models that do not")
+    assert session.hearing.notes == []
+
+
+class Listed(nn.Linear):
+    """A module whose author returns a list where torch has an iterator."""
+
+    def parameters(self, recurse=True):
+        return list(super().parameters(recurse))
+
+
+def trained_and(then):
+    """Steps of a small model, and something without gradients, as soon as there is an optimizer and after a step."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with torch.no_grad():
+            then(model)
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def traced(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(nn.Linear(4, 4).bfloat16(), torch.randn(2, 4).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda model: Listed(4, 4)(torch.randn(2, 4)),
+        lambda model: nn.Linear(4, 4, device="meta", dtype=torch.bfloat16)(torch.randn(2, 4, device="meta").bfloat16()),
+        traced,
+    ],
+)
+def test_modules_of_any_kind_may_be_called_without_gradients(tmp_path, then):
+    with followed(tmp_path) as (session, _):
+        trained_and(then)
+    assert session.ledger.steps == 2
+    assert session.hearing.notes == []
+
+
+def test_a_meta_copy_in_half_precision_may_be_called_with_gradients(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        nn.Linear(4, 4, device="meta", dtype=torch.bfloat16)(torch.randn(2, 4, device="meta").bfloat16())
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    assert session.ledger.steps == 1
+
+
+def test_a_copy_that_is_evaluated_before_the_first_step_is_not_taken_for_trained(tmp_path):
+    with followed(tmp_path) as (session, _):
+        trained_and(lambda model: copy.deepcopy(model).bfloat16()(torch.randn(2, 4).bfloat16()))
+        assert len(session.optimizers.ids()) <= 4
+
+
+def test_a_module_is_asked_once_for_what_it_holds(tmp_path):
+    asked = []
+
+    class Asked(nn.Sequential):
+        def parameters(self, recurse=True):
+            asked.append(recurse)
+            return super().parameters(recurse)
+
+    with followed(tmp_path):
+        inner = Asked(*(nn.Linear(4, 4) for _ in range(5)))
+        model = Wrap(inner)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            asked.clear()
+            with torch.no_grad():
+                for _ in range(10):
+                    inner(torch.randn(2, 4))
+            evaluations = len(asked)
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+    assert evaluations <= 1

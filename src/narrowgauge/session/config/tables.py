@@ -222,7 +222,7 @@ class Config(Table):
         if asked is None:
             judge, *others = STATELESS
             if recipe:  # what stays high is put through the same, if it keeps no state
-                return {**self.for_plan(), "judge": recipe if recipe in STATELESS else judge, "seldom": True}
+                judge, others = recipe if recipe in STATELESS else judge, []
             return {**self.for_plan(), "judge": judge, "what_if": tuple(others), "seldom": True}
         judge = _judge_of(asked)
         chosen = tuple(name for name in dict.fromkeys(asked) if name not in (judge, recipe))

@@ -11,8 +11,7 @@ stepped   torch's global optimizer step hooks    the end of a step; a closure is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import GeneratorType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -193,9 +192,9 @@ def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
 
 
 def _ids_of(parameters: object) -> frozenset[int] | None:
-    """Those of what a program asks torch to clip: a tensor, or several; None of a generator, which may run but once."""
+    """Those of what a program had torch clip, as far as it has gradients; None of what can be read but once."""
     if isinstance(parameters, torch.Tensor):
-        return frozenset((id(parameters),))
-    if isinstance(parameters, Iterable) and not isinstance(parameters, GeneratorType):
-        return frozenset(map(id, parameters))
-    return None
+        parameters = (parameters,)
+    if not isinstance(parameters, Iterable) or isinstance(parameters, Iterator):
+        return None
+    return frozenset(id(p) for p in parameters if p.grad is not None)

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
+from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if, unreal
 from narrowgauge.session.models.first_call import reroute
 from narrowgauge.session.models.frames import innermost_call, left_by_an_error, still_runs
 from narrowgauge.session.models.root import Root
@@ -91,21 +91,28 @@ class Calls:
         if self._depth or module in self._roots or not self._optimizers or inside_backward():
             return
         if not self.learns():
-            self._evaluated(module)
+            if not self._steps.evals.knows(module):
+                self._evaluated(module)
             return
-        if not unseen_by_modes(self._optimizers.owns, module):
+        if not self._owned(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
             return
         self._followed(module, args)
 
+    def _owned(self, module: nn.Module) -> bool:
+        if capturing() or unreal():  # a copy is told by its values
+            return False
+        try:
+            return unseen_by_modes(self._optimizers.owns, module)
+        except Exception as error:
+            self.hearing.failed("module_called", error)
+            return False
+
+    @heard
     def _evaluated(self, module: nn.Module) -> None:
-        evals = self._steps.evals
-        if evals.knows_of_others or not self.hearing.perhaps_mine() or next(module.parameters(), None) is None:
-            return
-        if not unseen_by_modes(self._optimizers.owns, module):
-            evals.other_begins()
+        self._steps.evals.module_called(module, self._optimizers.ids)
 
     @heard_if(lambda self, module, args: self._same.module(module))
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:

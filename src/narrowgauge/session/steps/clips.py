@@ -1,24 +1,29 @@
 """Norms that a program took to clip its gradients by: from before the clip, and for nothing.
 
-clipped again    what was clipped already has another norm now: the first one counts; a clip of more than all before
-                 takes their place
-not clipped      gradients of what steps too, while a part of it was clipped: their norm is taken as where nobody clips
+clipped again     what was clipped already has another norm now: the first one counts; a clip of more than all before
+                  takes their place, and so does one of the same after another backward
+one for several   a norm by which several groups are clipped, one after the other, is of them all
+not clipped       gradients of what steps too, while a part of it was clipped: their norm is taken as where nobody clips
+
+Of two clips that only overlap the overlap counts twice: nobody knows its share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from narrowgauge.session.tensors.norms import Squares, of_clips
 
 
-class Clip(NamedTuple):
-    """One norm, and the ids of the parameters whose gradients it is of; None where they are not known."""
+@dataclass
+class Clip:
+    """One norm, copied; the program's own tensor; the ids of the parameters, None where it is not known which."""
 
     norm: Tensor
+    told: Tensor
     of: frozenset[int] | None
 
 
@@ -27,27 +32,53 @@ class Clips:
 
     def __init__(self) -> None:
         self._clips: list[Clip] = []
+        self._covered: set[int] = set()  # by all that are known
+        self._unknown = False  # one is of nobody knows which
+        self._old = 0  # of so many the gradients have grown since
 
     def __bool__(self) -> bool:
         return bool(self._clips)
 
     def add(self, norm: Tensor, of: frozenset[int] | None = None) -> None:
-        """The program clipped the gradients of these parameters, by their ids."""
-        self._add(Clip(norm, of))
+        """The program clipped the gradients of these parameters, by their ids; nothing, if there are none."""
+        if of is not None and not of:
+            return
+        latest = self._clips[-1] if self._clips else None
+        if latest is not None and latest.told is norm:
+            latest.of = None if of is None or latest.of is None else latest.of | of
+            self._know(latest)
+            return
+        self._add(Clip(norm.detach().clone(), norm, of))
+
+    def grown(self) -> None:
+        """Another backward adds to the gradients."""
+        self._old = len(self._clips)
 
     def join(self, later: Clips) -> None:
-        """Add these as well."""
+        """Take these as well, and leave none there."""
         for clip in later._clips:
             self._add(clip)
+        later._keep([])
 
     def _add(self, clip: Clip) -> None:
-        covered = self._covered()
-        if clip.of is None or covered is None or covered.isdisjoint(clip.of):
-            self._clips.append(clip)
-        elif clip.of > covered:
-            self._clips = [clip]
-        elif not clip.of <= covered:
-            self._clips.append(clip)
+        if self._old:
+            self._keep([c for n, c in enumerate(self._clips) if n >= self._old or not _again(c, clip)])
+        if clip.of is not None and not self._unknown and self._clips:
+            if clip.of <= self._covered:
+                return
+            if clip.of > self._covered:
+                self._keep([])
+        self._clips.append(clip)
+        self._know(clip)
+
+    def _keep(self, clips: list[Clip]) -> None:
+        self._clips, self._covered, self._unknown, self._old = clips, set(), False, 0
+        for clip in clips:
+            self._know(clip)
+
+    def _know(self, clip: Clip) -> None:
+        self._unknown |= clip.of is None
+        self._covered |= clip.of or set()
 
     def left_out(self, owners: Sequence[Tensor], trained: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
         """Which of these parameters no clip was of; none of them where that is not known.
@@ -57,16 +88,20 @@ class Clips:
             trained: those of all optimizers. What was clipped may be other tensors than these: a program's own master
                 copies, say, have the gradients of its model's parameters.
         """
-        covered = self._covered()
-        others = [] if covered is None else [p for p in owners if id(p) not in covered]
-        if not others or covered is None or not covered <= {id(p) for p in trained()}:
-            return []
-        return others
+        others = [] if self._unknown else [p for p in owners if id(p) not in self._covered]
+        return others if others and self._covered <= {id(p) for p in trained()} else []
 
-    def norms(self, others: Squares | None = None) -> dict[str, Tensor]:
-        """What is written of them, with the squares of gradients that were not clipped."""
-        return of_clips([clip.norm for clip in self._clips], others)
+    def norms(self, others: Sequence[tuple[frozenset[int], Squares]]) -> dict[str, Tensor]:
+        """What is written of them, with gradients that were not clipped: by the parameters' ids, their squares.
 
-    def _covered(self) -> frozenset[int] | None:
-        known = [clip.of for clip in self._clips if clip.of is not None]
-        return frozenset().union(*known) if len(known) == len(self._clips) else None
+        Those of an optimizer that stepped before they were clipped as well are not counted twice.
+        """
+        more = [] if self._unknown else [squares for of, squares in others if not of <= self._covered]
+        return of_clips([clip.norm for clip in self._clips], Squares.of_all(more))
+
+
+def _again(before: Clip, clip: Clip) -> bool:
+    """Whether all that was clipped before is clipped again."""
+    if before.of is None or clip.of is None:
+        return before.of is clip.of
+    return before.of <= clip.of

@@ -47,7 +47,9 @@ class Line:
     rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
     rated: set[int] = field(default_factory=set)  # ids of these groups
     clips: Clips = field(default_factory=Clips)  # norms that are the program's own
-    gradients: Squares | None = None  # of the optimizers that stepped so far, as far as nobody clipped them
+    # Of the optimizers that stepped so far, as far as nobody had clipped them: by the ids of the parameters.
+    unclipped: list[tuple[frozenset[int], Squares]] = field(default_factory=list)
+    unheard: bool = False  # there are more, whose norm nobody took
     movement: Movement | None = None
     stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
 

@@ -1,4 +1,4 @@
-"""What is to be known of an optimizer that is about to step: learning rates, the gradients' norm, whether it skips."""
+"""What is to be known of an optimizer that is about to step: learning rates, its gradients, whether it skips."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.ledger import Line
-from narrowgauge.session.tensors.norms import Parts, named
+from narrowgauge.session.tensors.norms import Parts, Squares, named
 
 MOST_RATES = 16  # parameter groups whose learning rates are told apart
 
@@ -40,16 +40,13 @@ def look(
         owners = line.clips.left_out(owners, trained)
     if owners:
         _gradients(line, optimizer, owners, in_parts(optimizer))
-    if line.clips:
-        line.scalars.update(line.clips.norms(line.gradients))
-    elif line.gradients is not None:
-        line.scalars.update(named("grad", line.gradients))
     if line.movement is not None:
         line.movement.before(optimizer, in_parts=in_parts(optimizer))
 
 
 def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts: bool) -> None:
     if inside_backward() and not line.recorded:  # thousands of optimizers, each with a norm of its own
+        line.unheard = True
         return
     with torch.no_grad():
         found = Parts([p.grad for p in owners if p.grad is not None], owners, in_parts=in_parts).squares()
@@ -58,7 +55,20 @@ def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts:
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
         if isinstance(scale, Tensor):
             found = found.over(scale.to(found.total.device).double().square())
-        line.gradients = found.and_also(line.gradients)
+        line.unclipped.append((frozenset(map(id, owners)), found))
+
+
+def gradients(line: Line) -> dict[str, Tensor]:
+    """The gradients' norm of the optimizers that were looked at, or this rank's part of it; nothing if it is not whole.
+
+    Where an optimizer steps in backward nobody took the norm of what was not clipped, unless the step is recorded.
+    """
+    if line.unheard:
+        return {}
+    if line.clips:
+        return line.clips.norms(line.unclipped)
+    found = Squares.of_all([squares for _, squares in line.unclipped])
+    return {} if found is None else named("grad", found)
 
 
 def learning_rates(line: Line, optimizer: Optimizer) -> None:

@@ -10,12 +10,13 @@ weights, say) counts only where the evaluation has no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
@@ -23,6 +24,7 @@ from narrowgauge.session.doors.hearing import capturing, unreal
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.tensors.sharded import here
 
+MOST_KNOWN = 1 << 14  # modules
 LOSSES = (
     "cross_entropy",
     "nll_loss",
@@ -58,8 +60,11 @@ class EvalLosses:
         self._steps = steps
         self._losses: list[tuple[int, Tensor, bool]] = []  # steps made before it, itself, and whether it is of ours
         self._mark: int | None = None
-        self._called: set[bool] = set()  # since the last loss: models that train (True), and others
-        self._ours = True  # the last loss was of a model that trains
+        self._called_since: set[bool] = set()  # the last loss: models that train (True), and others
+        self._last_was_ours = True
+        # Whether modules hold parameters that are trained, by their ids; None of those that have no parameters.
+        self._holds: dict[int, tuple[ref[nn.Module], bool | None]] = {}
+        self._trained: frozenset[int] = frozenset()
         self._passes = self._most_passes = 1  # over data, in one evaluation
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
@@ -84,38 +89,58 @@ class EvalLosses:
 
     def _add(self, loss: Any) -> None:
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
-            if self._called:
-                self._ours = True in self._called
-                self._called.clear()
-            if self._ours:
-                self._passes += self._ended and bool(self._losses)
+            if self._called_since:
+                self._last_was_ours = True in self._called_since
+                self._called_since.clear()
+            if self._last_was_ours:
+                self._passes += self._ended
                 self._ended = False
-            self._losses.append((self._steps(), here(loss).detach().reshape(()).float(), self._ours))
+            self._losses.append((self._steps(), here(loss).detach().reshape(()).float(), self._last_was_ours))
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
         self._mark = len(self._losses)
-        self._called.add(True)
+        self._called_since.add(True)
 
-    @property
-    def knows_of_others(self) -> bool:
-        """Whether `other_begins` would tell nothing new."""
-        return False in self._called
+    def knows(self, module: nn.Module) -> bool:
+        """Whether `module_called` would learn nothing of it."""
+        if True in self._called_since:
+            return True
+        known = self._holds.get(id(module))
+        return known is not None and known[0]() is module and (known[1] is None or known[1] in self._called_since)
 
-    def other_begins(self) -> None:
-        """A model that does not train is called without gradients."""
-        self._called.add(False)
+    def module_called(self, module: nn.Module, trained: Callable[[], Collection[int]]) -> None:
+        """Another module is called without gradients; `trained` gives the ids of all parameters that are."""
+        known = self._holds.get(id(module))
+        if known is None or known[0]() is not module:
+            self._trained = self._trained or frozenset(trained())
+            own = [id(p) in self._trained for p in module.parameters()]
+            if len(self._holds) >= MOST_KNOWN:
+                self._holds.clear()
+            known = self._holds[id(module)] = ref(module), any(own) if own else None
+        if known[1] is not None:
+            self._called_since.add(known[1])
+
+    def stepped(self) -> None:
+        """An optimizer stepped: what was called before belongs to no evaluation that follows."""
+        self._called_since.clear()
+        self._last_was_ours, self._ended = True, False
+
+    def optimizer_made(self) -> None:
+        """Other parameters are trained now."""
+        self._holds.clear()
+        self._trained = frozenset()
 
     def data_ended(self) -> None:
         """A pass over data came to its end."""
-        self._ended = bool(self._losses)
+        self._ended = bool(self._losses) and self._last_was_ours
 
     def model_ended(self, output: Any) -> None:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None:
             del self._losses[self._mark :]
-            self._called.add(True)
+            self._called_since.add(True)
             self._add(loss)
         self._mark = None
 
@@ -125,7 +150,6 @@ class EvalLosses:
         for steps, loss, ours in self._losses:
             found.setdefault(steps, {}).setdefault(ours, []).append(loss)
         self._losses.clear()
-        self._called.clear()
         self._most_passes, self._passes, self._ended = max(self._most_passes, self._passes), 1, False
         means = {}
         for steps, kinds in found.items():

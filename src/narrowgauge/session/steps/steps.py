@@ -123,6 +123,7 @@ class Steps:
         self._moved()
         self._plain.end(seen=True)
         self.ledger.stepped()
+        self.evals.stepped()
         self.made, self.zeroed, self._doubted = True, False, False
 
     def settle(self) -> None:

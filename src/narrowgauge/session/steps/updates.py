@@ -31,7 +31,7 @@ from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.clips import Clips
-from narrowgauge.session.steps.looking import learning_rates, look
+from narrowgauge.session.steps.looking import gradients, learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
@@ -95,6 +95,7 @@ class Updates:
         if not self._in_closure:
             self._stepping = None  # an optimizer that was stepping has raised
         self._steps.enter()
+        self._clips.grown()
         self.hearing.waits = True
         if not self._closure_again:
             self._add([self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))])
@@ -193,7 +194,7 @@ class Updates:
     def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
         """The program clipped the gradients `of` these parameters; its own norm is the one before clipping."""
         if isinstance(norm, Tensor) and order == 2.0:
-            self._clips.add(norm.detach().clone(), of)
+            self._clips.add(norm, of)
 
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
         """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
@@ -266,7 +267,7 @@ class Updates:
     def replayed(self) -> None:
         """A whole step was replayed."""
         if self._steps.line is not None:
-            self._steps.line.scalars.update(self._clips.norms())
+            self._steps.line.clips.join(self._clips)
         self._made()
 
     @property
@@ -282,6 +283,8 @@ class Updates:
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
         self._clips = Clips()
+        if self._steps.line is not None:
+            self._steps.line.scalars.update(gradients(self._steps.line))
         self._steps.end()
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

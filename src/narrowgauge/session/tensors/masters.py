@@ -44,7 +44,7 @@ def copies_of(module: nn.Module, held: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def _rounds_to(master: Tensor, p: Tensor) -> bool:

@@ -12,7 +12,7 @@ copies   how many ranks hold the same part of x: the mesh's dimensions that repl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,11 @@ class Squares:
     def and_also(self, other: Squares | None) -> Squares:
         """Of both."""
         return self if other is None else Squares(*self._terms, *other._terms)
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Squares]) -> Squares | None:
+        """Of all of these; None of none."""
+        return cls(*(term for part in parts for term in part._terms)) if parts else None
 
     def over(self, square: Tensor) -> Squares:
         """Of what all of it was, before it was multiplied by the root of `square`."""
