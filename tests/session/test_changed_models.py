@@ -5,6 +5,7 @@ from tests.session.inline import followed
 from torch import nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
+from narrowgauge.observe.verdict.high import stays_high
 
 
 class Body(nn.Module):
@@ -139,3 +140,138 @@ def test_layers_that_a_compiled_model_gets_are_converted(tmp_path):
         train(compiled, 2, optimizer)
         assert isinstance(model.top, Fp8Linear)
     assert session.facts()["conversion_summary"][0]["coverage"] == 1.0
+
+
+class Held(nn.Module):
+    """Its parts are called, and it itself never is."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def loss(self):
+        return self.decoder(self.encoder(torch.randn(16, 32))).square().mean()
+
+
+def test_a_new_part_that_is_called_first_is_a_part_of_the_model(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (session, writer):
+        model = Held()
+        for step in range(3):
+            if step == 1:
+                model.encoder = nn.Linear(32, 32)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(model.encoder, Fp8Linear)
+    facts = session.facts()
+    assert (facts["models"], facts["parameters"]) == (1, 2 * (32 * 32 + 32))
+    assert rows(facts) == {"encoder": ("current", (32, 32)), "decoder": ("current", (32, 32))}
+    assert [what for _, _, what in writer.events] == [
+        "The program added to its model: encoder was converted to current."
+    ]
+
+
+def test_parameters_that_models_share_are_counted_once(tmp_path):
+    with followed(tmp_path, judge="current", every=1) as (session, _):
+        body = nn.Linear(32, 32)
+        first, second = nn.Sequential(body, nn.Linear(32, 16)), nn.Sequential(body, nn.Linear(32, 48))
+        train(first, 1)
+        train(second, 1)
+        first.append(nn.Linear(16, 16))
+        train(first, 1)
+        second.append(nn.Linear(48, 16))
+        train(second, 1)
+    assert session.facts()["parameters"] == sum(p.numel() for p in {*first.parameters(), *second.parameters()})
+
+
+def test_a_frozen_teacher_that_comes_later_is_left_alone(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (session, _):
+        model = Body()
+        train(model, 1)
+        model.teacher = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+        train(model, 1, torch.optim.SGD([model.body.weight], lr=0.1))
+        model.more = nn.Linear(32, 32)
+        train(model, 1, torch.optim.SGD([model.body.weight], lr=0.1))
+        assert type(model.teacher[0]) is nn.Linear
+        assert isinstance(model.more, Fp8Linear)
+    assert set(rows(session.facts())) == {"body", "top", "more"}
+    assert session.roots.conversions.notes == []
+
+
+def test_a_lazy_layer_is_converted_when_it_is_made(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (session, _):
+        model = Body()
+        train(model, 1)
+        model.top = nn.Sequential(nn.LazyLinear(48), nn.LazyLinear(32))
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        train(model, 2, optimizer)
+        assert isinstance(model.top[1], Fp8Linear)
+        assert not any(known.changed for known in session.roots._models)
+    assert {name: recipe for name, (recipe, _) in rows(session.facts()).items()} == dict.fromkeys(
+        ("body", "top.0", "top.1"), "current"
+    )
+
+
+def test_a_program_that_makes_a_part_anew_in_every_step_is_followed_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowgauge.session.models.roots.MOST_CHANGES", 5)
+
+    class Anew(Body):
+        def forward(self, x):
+            self.top = nn.Linear(32, 32)
+            return super().forward(x)
+
+    with followed(tmp_path, recipe="current", every=1, judge="current", convert={"only": ["body"]}) as (
+        session,
+        writer,
+    ):
+        model = Anew()
+        train(model, 12, torch.optim.SGD([*model.parameters()], lr=0.1))
+        assert len(session.plain._layers) <= 2
+    assert len(writer.events) <= 5
+    assert (
+        session.facts()["notes"].count("The program changed its Anew 5 times: what it adds later is not followed.") == 1
+    )
+
+
+def test_a_rule_that_matches_nothing_any_more_is_told_once(tmp_path):
+    class Anew(Body):
+        def forward(self, x):
+            self.top = nn.Linear(32, 32)
+            return super().forward(x)
+
+    with followed(tmp_path, recipe="current", every=1, convert={"skip": ["extra"]}) as (session, _):
+        model = Anew()
+        model.extra = nn.Linear(32, 32)
+        optimizer = torch.optim.SGD([*model.parameters()], lr=0.1)
+        train(model, 1, optimizer)
+        del model.extra
+        train(model, 8, optimizer)
+    assert len(session.roots.conversions.notes) == 1
+
+
+def test_what_was_added_or_is_gone(tmp_path):
+    with followed(tmp_path, recipe="current", every=1, judge="current", convert={"skip": ["top"]}) as (session, _):
+        model = Body()
+        model.extra = nn.Linear(32, 32)
+        train(model, 1)
+        del model.extra
+        model.top = nn.Sequential(nn.Linear(32, 32))
+        model.body = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        train(model, 1)
+    facts = session.facts()
+    assert {row["name"]: (row["recipe"], row.get("added")) for row in facts["conversion"]} == {
+        "top.0": (None, True),
+        "body.0": ("current", True),
+        "body.1": ("current", True),
+    }
+    high = stays_high({"recipe": "current", **facts})
+    assert [high(site) for site in ("top.0:input", "top:input", "body.0:input")] == [True, True, False]
+
+
+def test_a_name_that_is_an_fp8_layers_by_now_is_not_high():
+    converted = [{"name": "1", "recipe": "current"}, {"name": "up.lora", "recipe": "current"}]
+    high = stays_high({"recipe": "current", "judged": ["1", "up"], "conversion": converted})
+    assert [high(site) for site in ("1:input", "up:input", "up.lora:input")] == [False, True, False]

@@ -271,6 +271,7 @@ class Session:
                 *self.hearing.notes,
                 *self.graphs.notes,
                 *self.updates.notes,
+                *self.roots.notes,
                 *conversions.notes,
                 *conversions.unmet,
                 *steps.notes,

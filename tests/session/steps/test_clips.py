@@ -2,6 +2,8 @@
 
 import copy
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -199,3 +201,16 @@ def test_many_clips_are_not_gone_through_for_each_other():
     assert line
     assert not clips
     assert set(line.norms([])) == {"grad_norm"}
+
+
+def test_functions_that_the_program_took_by_name_before(tmp_path, monkeypatch):
+    program = ModuleType("program")
+    program.total, program.clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_
+    monkeypatch.setitem(sys.modules, "program", program)
+
+    def clip(net):
+        program.clip(net.parameters(), 0.01, program.total([p.grad for p in net.parameters()]))
+
+    found, wanted = train(tmp_path, clip)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert program.clip is torch.nn.utils.clip_grads_with_norm_

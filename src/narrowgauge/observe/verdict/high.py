@@ -24,18 +24,17 @@ def stays_high(meta: Mapping[str, Any]) -> Callable[[str], bool]:
         meta: the run's metadata.
     """
     told = meta.get("judged")
-    if not meta.get("recipe"):
-        high = set()
-    elif isinstance(told, list):
-        high = set(map(str, told))
+    rows = [row for row in meta.get("conversion") or () if isinstance(row, Mapping)] if meta.get("recipe") else []
+    low = {str(row.get("name")) for row in rows if row.get("recipe")}
+    if meta.get("recipe") and isinstance(told, list):
+        high = set(map(str, told)) - low  # a name may be another layer's by now
     else:
-        rows = [row for row in meta.get("conversion") or () if isinstance(row, Mapping)]
         high = {str(row.get("name")) for row in rows if not row.get("recipe")}
 
     def of(site: str) -> bool:
         name = site.rpartition(":")[0]
-        while name and name not in high:
+        while name and name not in high and name not in low:
             name = name.rpartition(".")[0]
-        return bool(name)
+        return name in high
 
     return of

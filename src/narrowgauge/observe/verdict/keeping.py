@@ -23,7 +23,7 @@ def keep_high(rows: Sequence[Mapping[str, Any]], recipe: str, models: int = 1) -
         recipe: by name.
         models: how many the program has. Settings are for all of them, and so are refused by one without that name.
     """
-    converted = [row for row in rows if row.get("recipe")]
+    converted = [row for row in rows if row.get("recipe") and not row.get("added")]  # a name must be there at first
     if models == 1:
         held = sorted({row["block"] for row in converted if row.get("block") is not None})
         if len(held) > 1:  # what lies behind them stays high already

@@ -159,4 +159,11 @@ def _judge(site: str, values: dict[str, float], recipe: str) -> tuple[float, Wor
 def _median(values: np.ndarray) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: the metric was never defined there
-        return float(np.nanmedian(np.asarray(values, dtype=np.float64)))
+        found = np.asarray(values, dtype=np.float64)
+        middle = float(np.nanmedian(found))
+        # Exact in some steps is not exact.
+        return (
+            middle
+            if np.isfinite(middle) or not np.isfinite(found).any()
+            else float(np.median(found[np.isfinite(found)]))
+        )

@@ -184,6 +184,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
         seams.replace(owner, "clip_grad_norm_", clip)
         seams.replace(owner, f"{mark}get_total_norm", norm_taken)
         seams.replace(owner, f"{mark}clip_grads_with_norm_", scaled_down)
+    seams.replace_where_held(torch.nn.utils, ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"))
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:

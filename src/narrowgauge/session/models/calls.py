@@ -316,6 +316,8 @@ class Calls:
         return self._roots.whole(self._optimizers) if not len(self._roots) else None
 
     def _take(self, module: nn.Module) -> Root:
+        if self._roots.changed:  # it may be a new part of a model that is known
+            self._renew()
         self._steps.another_model()
         root = self._roots.take(module, self._optimizers, self.hearing.stage)
         self._taken("")

@@ -8,13 +8,16 @@ switch      products of other packages' layers that shall stay high
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert
+from narrowgauge.compute.nn.conversion.rules import covers_name
+from narrowgauge.compute.nn.conversion.structure import clean, linear_shape
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
@@ -34,6 +37,7 @@ class Conversions:
     def __init__(self, plan: Plan, recorder: Recorder) -> None:
         self._plan, self._recorder = plan, recorder
         self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
+        self._added: set[str] = set()  # layers that their model had not at first
         self._refusals: list[ConversionError | RecipeError] = []
         self._ended = False  # a refusal ended the program, and is its error
         self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
@@ -74,27 +78,39 @@ class Conversions:
         if self._plan.recipe is not None:
             self._observe(model, prefix)
 
-    def added(self, model: nn.Module, prefix: str) -> str:
-        """Convert, or hear, what the program has added to a model since; in words what was done, "" if nothing."""
+    def added(self, model: nn.Module, prefix: str, left_alone: list[str]) -> str:
+        """Convert, or hear, what the program has added to a model since; in words what was done, "" if nothing.
+
+        `left_alone` are parts by name that do not train, and stay as they are.
+        """
         if self._plan.recipe is None:
             self._hear(model, prefix)
             return ""
+        alone = [clean(name) for name in left_alone]
         before = self._reports.get(prefix)
         known = {(row.name, row.recipe is None) for row in before.rows} if before else set()
         try:
-            report = self._converted(model, beside=True, strict=False)
+            report = self._converted(model, beside=True, strict=False, skip=alone)
         except (ConversionError, RecipeError) as refusal:
-            self.notes.append(f"What the script added to its model stays in the baseline's precision: {refusal}")
+            note = f"What the script added to its model stays in the baseline's precision: {refusal}"
+            self.notes += [note] if note not in self.notes else []
             return ""
-        self._reports[prefix] = before.joined(report) if before else report
+        rows = tuple(row for row in report.rows if not any(covers_name(name, row.name) for name in alone))
+        report = replace(report, rows=rows)
+        if before:
+            modules = model.named_modules(remove_duplicate=False)
+            here = {clean(name) for name, module in modules if linear_shape(module) is not None}
+            report = before.within(here).joined(report)
+        self._reports[prefix] = report
         self._observe(model, prefix)
-        told = [f"{named(prefix, row.name)} was converted to {row.recipe}" for row in report.converted]
-        told += [
-            f"{named(prefix, row.name)} stays high ({row.reason})"
-            for row in report.rows
-            if row.recipe is None and (row.name, True) not in known
-        ]
-        return "; ".join(told)
+        new = [row for row in rows if row.recipe is not None or (row.name, True) not in known]
+        self._added.update(named(prefix, row.name) for row in new)
+        return "; ".join(
+            f"{named(prefix, row.name)} was converted to {row.recipe}"
+            if row.recipe
+            else f"{named(prefix, row.name)} stays high ({row.reason})"
+            for row in new
+        )
 
     def switch(self, model: nn.Module, called: nn.Module, prefix: str) -> None:
         """Have products of other packages' layers stay high, where the settings name them."""
@@ -142,11 +158,16 @@ class Conversions:
                 self.observed = True
                 self._layers[observer.name(state.name)] = state
 
-    def _converted(self, model: nn.Module, *, beside: bool, strict: bool = True) -> ConversionReport:
+    def _converted(
+        self, model: nn.Module, *, beside: bool, strict: bool = True, skip: Sequence[str] = ()
+    ) -> ConversionReport:
         """Convert the model; in a rehearsal, back again."""
         if self._plan.recipe is not None:
             left = {"high": self._kept[-1].tables} if self._kept else {}  # those that speak of others are met
             rules = {**self._plan.convert, **left, "beside": beside, "strict": strict}
+            if skip:
+                asked = rules.get("skip", ())
+                rules["skip"] = [*([asked] if isinstance(asked, str) else asked), *skip]
             return convert(model, by_name(self._plan.recipe), **rules)[1]
         refusals: dict[str, ConversionError] = {}
         for name in self._plan.rehearse:
@@ -200,6 +221,9 @@ class Conversions:
             for prefix, report in reports.items()
             for row in report.to_dict()["rows"]
         ]
+        for row in rows:
+            if row["name"] in self._added:
+                row["added"] = True
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
         backends = {row["backend"] for row in rows if row["recipe"]}
         return {

@@ -40,6 +40,8 @@ from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.tensors.fingerprint import weights_hash
 from narrowgauge.session.tensors.sharded import copied_by, shape_of
 
+MOST_CHANGES = 256  # of a model, that are followed: some make a part of it anew in every step
+
 
 class Roots:
     """All models of the program, and the roots through which they are called."""
@@ -54,6 +56,7 @@ class Roots:
         self._unmade: list[ref[Tensor]] = []  # parameters that lazy modules had still to make
         self._device = ""
         self._hashes: list[str] = []
+        self.notes: list[str] = []
         self._linear_dtype = ""
         self._copied: dict[str, int | None] = {}  # by the prefix of a model's sites
         self._stages: dict[str, int | None] = {}  # of layers: their last step may be merged when their model is gone
@@ -89,13 +92,19 @@ class Roots:
         told = []
         for known in [known for known in self._models if known.changed]:
             model = known.module()
-            if model is None:
+            if model is None or known.times >= MOST_CHANGES:
+                known.changed = False
                 continue
             known.look(model)
             self._count(known)
-            what = self.conversions.added(model, known.prefix)
+            what = self.conversions.added(model, known.prefix, known.left_alone(model))
             new = self._plain.add(model, self._recorder.under(known.prefix, model))
             told += [what] if what else [f"{new} more layers are watched"] if new else []
+            known.times += bool(what or new)
+            if known.times == MOST_CHANGES:
+                self.notes.append(
+                    f"The program changed its {known.kind} {MOST_CHANGES} times: what it adds later is not followed."
+                )
         return "; ".join(told)
 
     def whole(self, optimizers: Trained) -> nn.Module | None:
@@ -171,7 +180,8 @@ class Roots:
 
     def _count(self, model: Model) -> None:
         """Count the parameters that are no other model's."""
-        counted = {at for known in self._models if known is not model for at in known.parameters()}
+        before = self._models[: self._models.index(model)]  # those that came later have left out what is this one's
+        counted = {at for known in before for at in known.parameters()}
         unmade = {id(known()) for known in self._unmade}  # counted when the program has made them
         own = [p for at, p in model.parameters().items() if at not in counted | unmade]
         elements = sum(math.prod(shape_of(p)) for p in own)

@@ -100,6 +100,7 @@ class PlainSites:
         if self.shown.recipe is None:
             return 0
         self._census.add(model, observer)
+        self._layers = [layer for layer in self._layers if layer.module is not None]
         taken = {id(layer.module) for layer in self._layers}
         found = [
             Layer(plain_name(name), module, kind, observer, self)

@@ -11,7 +11,7 @@ Legend: N = output features, K = input features.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,6 +76,10 @@ class ConversionReport:
     def never_called(self) -> tuple[str, ...]:
         """Names of converted layers whose forward has not run (all of them before the model first runs)."""
         return tuple(row.name for row in self.converted if not row.calls)
+
+    def within(self, names: Collection[str]) -> ConversionReport:
+        """This report without layers that the model has no more."""
+        return replace(self, rows=tuple(row for row in self.rows if row.name in names))
 
     def joined(self, later: ConversionReport) -> ConversionReport:
         """This report with what a later conversion of the same model did: of one layer, the later row counts."""
