@@ -145,7 +145,7 @@ class Stepper:
             inside=program.inside,
             choice=Choice(self.way),
         )
-        self.layers = self.sites.add(model, self.collector)
+        self.layers = len(self.sites.add(model, self.collector))
         self.steps = 0
 
     def plain(self) -> None:

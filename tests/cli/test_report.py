@@ -107,13 +107,13 @@ def told(capsys, *argv):
 @pytest.mark.parametrize(
     ("status", "meta", "says"),
     [
-        (None, {}, "run: killed, after 2 steps, loss 3 to 1.5"),
+        (None, {}, "run: killed; recorded: 2 steps, loss 3 to 1.5"),
         (
             "failed",
             {"error": "ValueError: boom"},
-            "run: ended with an error: ValueError: boom, after 2 steps, loss 3 to 1.5",
+            "run: ended with an error: ValueError: boom; recorded: 2 steps, loss 3 to 1.5",
         ),
-        ("stopped", {}, "run: the watch stopped early, after 2 steps, loss 3 to 1.5"),
+        ("stopped", {}, "run: the watch stopped early; recorded: 2 steps, loss 3 to 1.5"),
         ("complete", {}, ""),
     ],
 )

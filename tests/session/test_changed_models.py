@@ -126,7 +126,7 @@ def test_it_is_watched_where_nothing_is_converted(tmp_path):
     for step in (2, 3):
         wanted = {f"{n}:{role}" for n in ("body", "top.0", "top.1") for role in ("input", "weight", "grad_output")}
         assert sites(writer, step) == wanted
-    assert writer.events == [(2, "model_changed", "The program added to its model: 2 more layers are watched.")]
+    assert writer.events == [(2, "model_changed", "The program added to its model: top.0, top.1, watched from now on.")]
     assert session.facts()["parameters"] == sum(p.numel() for p in model.parameters())
 
 

@@ -87,7 +87,8 @@ def _ended(run: Run) -> str:
     if run.status == "complete":
         return run.ends.words
     how = how_it_ended(run)
-    return f"{'ended ' if how.startswith('with ') else ''}{how}, after {_how_far(run)}"
+    # What it did in its last seconds is lost if it had no time to write it.
+    return f"{'ended ' if how.startswith('with ') else ''}{how}; recorded: {_how_far(run)}"
 
 
 def _why_none(run: Run) -> list[str]:

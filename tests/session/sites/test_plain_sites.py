@@ -87,7 +87,7 @@ def test_errors_are_those_of_the_recipe(tmp_path):
     with RunWriter(tmp_path / "run", {}) as writer:
         collector = Collector(writer, every=1)
         sites = PlainSites("rowwise", eager=False, training=lambda: True)
-        assert sites.add(nn.Sequential(layer), collector) == 1
+        assert sites.add(nn.Sequential(layer), collector) == ["0"]
         collector.begin_step(1)
         sites.begin()
         layer(x)

@@ -338,3 +338,11 @@ def test_a_module_is_asked_once_for_what_it_holds(tmp_path):
             model(torch.randn(3, 4)).square().sum().backward()
             optimizer.step()
     assert evaluations <= 1
+
+
+def test_a_program_may_go_on_with_a_loss_in_place(evals):
+    with torch.no_grad():
+        total = F.mse_loss(torch.tensor([2.0]), torch.tensor([0.0]))
+        total += F.mse_loss(torch.tensor([4.0]), torch.tensor([0.0]))
+        total.div_(2)
+    assert float(evals.take()[0]) == (4 + 16) / 2

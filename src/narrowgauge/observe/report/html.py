@@ -13,17 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from narrowgauge.errors import RunError
 from narrowgauge.metrics import OPERAND_ROLES
 from narrowgauge.observe.figures import DARK, METRICS, variant_colors
-from narrowgauge.observe.report import conversion, facts, gather, headline, pictures, readiness, ruler, summary, words
+from narrowgauge.observe.report import (
+    conversion,
+    facts,
+    gather,
+    headline,
+    pictures,
+    readiness,
+    ruler,
+    single,
+    summary,
+    words,
+)
 from narrowgauge.observe.report.further import further
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
-from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import VariantVerdict, Verdict, WorstTensor
@@ -96,6 +105,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
         )
         for i, (n, run) in enumerate(inside_runs.items())
     ]
+    alone = None if verdict else single.single(runs)
     return (
         _environment()
         .get_template("page.html.j2")
@@ -110,7 +120,8 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             colors={name: f"var(--c{color[1:]})" for name, color in colors.items()},
             hues=[(f"--c{color[1:]}", color, DARK[color]) for color in sorted(set(colors.values()))],
             runs=[facts.run_facts(name, run) for name, run in runs.items()],
-            single=_single(runs) if not verdict else None,
+            single=alone,
+            single_lines=single.lines(alone or []),
             readiness=[(n, found) for n, run in runs.items() if (found := readiness.readiness(run)) is not None],
             db=readiness.db,
             when=readiness.when,
@@ -183,36 +194,6 @@ def _title(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
 
 def _started(runs: Mapping[str, Run]) -> str:
     return str(next((run.manifest.get("started") for run in runs.values() if run.manifest.get("started")), ""))
-
-
-def _single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
-    """What can be said of runs without a verdict: last loss, speed, what went wrong."""
-    rows = []
-    for name, run in runs.items():
-        scalars = run.scalars()
-
-        def column(key: str, scalars: Any = scalars) -> Any:
-            return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
-
-        trained = made(scalars)
-        losses = column("loss")[trained] if "loss" in scalars else np.zeros(0)
-        tail = losses[-max(len(losses) // 4, 1) :]
-        finite = tail[np.isfinite(tail)]
-        clock = column("step_seconds")
-        memory = column("peak_memory_bytes")
-        rows.append(
-            {
-                "name": name,
-                "steps": f"{int(trained.sum()):,}",
-                "loss": words.loss(float(finite.mean()) if len(finite) else None),
-                "step": words.seconds(float(np.nanmedian(clock)) if np.isfinite(clock).any() else None),
-                "memory": words.memory(float(np.nanmax(memory)) if np.isfinite(memory).any() else None),
-                "nan": int(np.nansum(column("nonfinite"))),
-                "skipped": int(np.nansum(column("skipped"))),
-                "status": facts.ENDS.get(run.status, run.status),
-            }
-        )
-    return rows
 
 
 def _events(runs: Mapping[str, Run], most: int = 12) -> list[dict[str, Any]]:

@@ -130,6 +130,7 @@ def format_of(run: Run, role: str) -> Format:
     stated = run.meta.get("formats")
     if isinstance(stated, Mapping) and str(stated.get(role, "")).upper() in CATALOG:
         return by_name(str(stated[role]))
-    recipe = str(run.meta.get("recipe") or run.meta.get("variant") or "").removeprefix("fake-")
+    named = run.meta.get("recipe") or run.meta.get("judged_by") or run.meta.get("variant") or ""
+    recipe = str(named).removeprefix("fake-")
     hybrid = role == "grad_output" and recipe.split("-")[0] in HYBRID
     return by_name("E5M2" if hybrid else "E4M3FN")

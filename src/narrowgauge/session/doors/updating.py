@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
@@ -175,7 +176,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
             original(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
-                of = _ids_of(args[0] if args else kwargs["parameters"])
+                of = unseen_by_modes(_ids_of, args[0] if args else kwargs["parameters"])
                 clipped(other[1] if norm is other[0] else 2.0, norm, of)
 
         return run

@@ -40,6 +40,7 @@ from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.tensors.fingerprint import weights_hash
 from narrowgauge.session.tensors.sharded import copied_by, shape_of
 
+MOST_NAMED = 8  # layers that a model got, in one sentence
 MOST_CHANGES = 256  # of a model, that are followed: some make a part of it anew in every step
 
 
@@ -99,7 +100,9 @@ class Roots:
             self._count(known)
             what = self.conversions.added(model, known.prefix, known.left_alone(model))
             new = self._plain.add(model, self._recorder.under(known.prefix, model))
-            told += [what] if what else [f"{new} more layers are watched"] if new else []
+            if new and not what:
+                what = f"{_listed([named(known.prefix, name) for name in new])}, watched from now on"
+            told += [what] if what else []
             known.times += bool(what or new)
             if known.times == MOST_CHANGES:
                 self.notes.append(
@@ -269,6 +272,11 @@ class Roots:
             "weights_hash": " ".join(self._hashes),
             **self.conversions.facts(),
         }
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

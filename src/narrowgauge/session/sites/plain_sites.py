@@ -95,10 +95,10 @@ class PlainSites:
         self._listening = False  # in a recorded step, of which not all has been seen
         self._running = Running()
 
-    def add(self, model: nn.Module, observer: Observer) -> int:
-        """Take in the layers of a model; how many of them are of a known kind, and no model's that was taken before."""
+    def add(self, model: nn.Module, observer: Observer) -> list[str]:
+        """Take in the layers of a model; those that are of a known kind, and no model's that was taken before."""
         if self.shown.recipe is None:
-            return 0
+            return []
         self._census.add(model, observer)
         self._layers = [layer for layer in self._layers if layer.module is not None]
         taken = {id(layer.module) for layer in self._layers}
@@ -109,7 +109,7 @@ class PlainSites:
         ]
         self._layers += found
         self._beside |= dict.fromkeys(heard for layer in found if (heard := getattr(layer.kind, "heard", None)))
-        return len(found)
+        return [layer.name for layer in found]
 
     def why(self) -> str:
         """What makes recorded steps of this program long, in words; "" if nothing does that is known."""

@@ -95,7 +95,7 @@ class EvalLosses:
             if self._last_was_ours:
                 self._passes += self._ended
                 self._ended = False
-            self._losses.append((self._steps(), here(loss).detach().reshape(()).float(), self._last_was_ours))
+            self._losses.append((self._steps(), here(loss).detach().reshape(()).clone().float(), self._last_was_ours))
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""

@@ -1,0 +1,94 @@
+"""What can be said of runs without a verdict: how far they came, what their scalars say, and what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.observe.report import facts, words
+from narrowgauge.observe.report.steps import made
+from narrowgauge.observe.store import Run
+
+Array = NDArray[Any]
+
+
+class Line(NamedTuple):
+    """A row of the table: what it says of each run, by `key`, and in small print of which steps."""
+
+    label: str
+    key: str
+    hint: str = ""
+
+
+def _late(values: Array) -> Array:
+    return values[-max(len(values) // 4, 1) :]
+
+
+def _last(values: Array) -> float | None:
+    found = values[np.isfinite(values)]
+    return float(found[-1]) if len(found) else None
+
+
+def _of(measure: Callable[[Array], Any]) -> Callable[[Array], float | None]:
+    def of(values: Array) -> float | None:
+        found = values[np.isfinite(values)]
+        return float(measure(found)) if len(found) else None
+
+    return of
+
+
+# label, scalar, hint, what is told of its values at all steps, and how it is written
+SCALARS: tuple[tuple[str, str, str, Callable[[Array], float | None], Callable[[float | None], str]], ...] = (
+    ("Loss", "loss", "mean over the last quarter", lambda x: _of(np.mean)(_late(x)), words.loss),
+    ("Evaluation loss", "eval_loss", "last", _last, words.loss),
+    ("Gradient norm", "grad_norm", "median of the last quarter", lambda x: _of(np.median)(_late(x)), words.number),
+    ("Update ratio", "update_ratio", "median", _of(np.median), words.number),
+    ("Learning rate", "lr", "last", _last, words.number),
+    ("Tokens per step", "tokens", "median", _of(np.median), words.count),
+    ("Tokens per second", "tokens_per_second", "median", _of(np.median), words.count),
+    ("Step time", "step_seconds", "median", _of(np.median), words.seconds),
+    ("Peak memory", "peak_memory_bytes", "", _of(np.max), words.memory),
+)
+ALWAYS = ("loss", "step_seconds", "peak_memory_bytes")  # the others have a row where a run has them
+
+
+def lines(runs: list[dict[str, Any]]) -> tuple[Line, ...]:
+    """The rows of a table of what `single` says of some runs."""
+    shown = [
+        Line(label, key, hint)
+        for label, key, hint, *_ in SCALARS
+        if key in ALWAYS or any(run[key] != words.NONE for run in runs)
+    ]
+    wrong = Line("NaN steps", "nan", "loss or gradient not finite"), Line("Skipped steps", "skipped")
+    return (Line("Ended", "status"), Line("Steps", "steps"), *shown, *wrong)
+
+
+def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    """For each run, all that a row may tell of it, by the row's key."""
+    rows = []
+    for name, run in runs.items():
+        scalars = run.scalars()
+
+        def column(key: str, scalars: Any = scalars) -> Array:
+            return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
+
+        trained = made(scalars)
+        told = {}
+        for _, key, _, of, written in SCALARS:
+            if key in scalars:  # an evaluation before the first step has a row, and no loss
+                told[key] = written(of(column(key)[trained] if key == "loss" else column(key)))
+        rows.append(
+            {
+                **{key: words.NONE for _, key, *_ in SCALARS},
+                **told,
+                "name": name,
+                "steps": f"{int(trained.sum()):,}",
+                "nan": int(np.nansum(column("nonfinite"))),
+                "skipped": int(np.nansum(column("skipped"))),
+                "status": facts.ENDS.get(run.status, run.status),
+            }
+        )
+    return rows

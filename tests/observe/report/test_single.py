@@ -1,0 +1,48 @@
+"""What the page says of a run that is not compared: each scalar that it has, and formats as they were."""
+
+import numpy as np
+import pytest
+
+from narrowgauge.observe.report.pictures import format_of
+from narrowgauge.observe.report.single import lines, single
+from narrowgauge.observe.store import Table
+
+
+class Recorded:
+    """A run of which only this is asked."""
+
+    status, metrics = "complete", ()
+
+    def __init__(self, meta=None, **scalars):
+        self.meta, self._scalars = (
+            meta or {},
+            Table({name: np.asarray(values, float) for name, values in scalars.items()}),
+        )
+
+    def scalars(self, *_names):
+        return self._scalars
+
+
+def test_a_row_for_each_scalar_that_a_run_has():
+    one = Recorded(step=[1, 2, 3, 4], loss=[4, 3, 2, 1], eval_loss=[np.nan, 5, np.nan, np.nan], lr=[1e-3] * 4)
+    other = Recorded(step=[1], loss=[7])
+    told = single({"one": one, "other": other})
+    assert [line.key for line in lines(told)] == [
+        *("status", "steps", "loss", "eval_loss", "lr", "step_seconds", "peak_memory_bytes", "nan", "skipped")
+    ]
+    assert (told[0]["loss"], told[0]["eval_loss"], told[0]["lr"]) == ("1.0000", "5.0000", "0.001")
+    assert (told[1]["loss"], told[1]["eval_loss"], told[1]["lr"]) == ("7.0000", "—", "—")
+
+
+@pytest.mark.parametrize(
+    ("meta", "gradients"),
+    [
+        ({"judged_by": "current"}, "E5M2"),
+        ({"judged_by": "rowwise"}, "E4M3FN"),
+        ({"recipe": "rowwise", "judged_by": "current"}, "E4M3FN"),
+        ({"recipe": "fake-delayed"}, "E5M2"),
+    ],
+)
+def test_gradients_have_the_format_of_what_judged_them(meta, gradients):
+    assert format_of(Recorded(meta), "grad_output").name == gradients
+    assert format_of(Recorded(meta), "input").name == "E4M3FN"
