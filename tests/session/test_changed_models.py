@@ -40,13 +40,20 @@ def rows(facts):
     return {row["name"]: (row["recipe"], tuple(row["shape"])) for row in facts["conversion"]}
 
 
-def test_a_layer_that_takes_anothers_place_is_converted(tmp_path):
+def exchanged(tmp_path, other):
+    """A session of two steps with a converted top, and two with the other one; its model."""
     with followed(tmp_path, recipe="rowwise", every=1) as (session, writer):
         model = Body()
         train(model, 2)
-        model.top = nn.Linear(32, 64)
+        model.top = other
         train(model, 2)
-        assert isinstance(model.top, Fp8Linear)
+    return session, writer, model
+
+
+def test_a_layer_that_takes_anothers_place_is_converted(tmp_path):
+    session, writer, model = exchanged(tmp_path, nn.Linear(32, 64))
+    assert isinstance(model.top, Fp8Linear)
+    assert {row["name"]: row["calls"] for row in session.facts()["conversion"]} == {"body": 4, "top": 2}
     facts = session.facts()
     assert rows(facts) == {"body": ("rowwise", (32, 32)), "top": ("rowwise", (64, 32))}
     assert facts["conversion_summary"][0]["coverage"] == 1.0
@@ -63,16 +70,12 @@ def test_a_layer_that_takes_anothers_place_is_converted(tmp_path):
 
 
 def test_one_that_cannot_be_converted_counts_against_the_coverage(tmp_path):
-    with followed(tmp_path, recipe="rowwise", every=1) as (session, writer):
-        model = Body()
-        train(model, 1)
-        model.top = nn.Linear(32, 10)
-        train(model, 1)
+    session, writer, model = exchanged(tmp_path, nn.Linear(32, 10))
     facts = session.facts()
     assert rows(facts) == {"body": ("rowwise", (32, 32)), "top": (None, (10, 32))}
     assert facts["conversion_summary"][0]["coverage"] == 1024 / (1024 + 320)
     ((step, kind, what),) = writer.events
-    assert (step, kind) == (2, "model_changed")
+    assert (step, kind) == (3, "model_changed")
     assert what.startswith("The program added to its model: top stays high (")
     assert type(model.top) is nn.Linear
 
@@ -126,7 +129,9 @@ def test_it_is_watched_where_nothing_is_converted(tmp_path):
     for step in (2, 3):
         wanted = {f"{n}:{role}" for n in ("body", "top.0", "top.1") for role in ("input", "weight", "grad_output")}
         assert sites(writer, step) == wanted
-    assert writer.events == [(2, "model_changed", "The program added to its model: top.0, top.1, watched from now on.")]
+    assert writer.events == [
+        (2, "model_changed", "The program added to its model: 'top.0', 'top.1', watched from now on.")
+    ]
     assert session.facts()["parameters"] == sum(p.numel() for p in model.parameters())
 
 

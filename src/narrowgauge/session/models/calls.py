@@ -166,13 +166,13 @@ class Calls:
         self._outermost, self._running = innermost_call(), root
         root.heard_in = self.hearing.turn
         self._deaf(True)
-        if self._roots.changed and self.learns():
-            self._renew()
         if not self.learns():
             self._thread.waited = 0.0  # an evaluation's batch
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
             return
+        if self._roots.changed:
+            self._renew()
         try:
             self._steps.enter()
         except StopTraining:

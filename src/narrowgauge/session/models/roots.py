@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from narrowgauge.compute.nn.conversion.rule_checks import some
 from narrowgauge.session.models.conversions import Conversions
 from narrowgauge.session.models.family import Family, is_wrapper
 from narrowgauge.session.models.model import Model
@@ -101,7 +102,7 @@ class Roots:
             what = self.conversions.added(model, known.prefix, known.left_alone(model))
             new = self._plain.add(model, self._recorder.under(known.prefix, model))
             if new and not what:
-                what = f"{_listed([named(known.prefix, name) for name in new])}, watched from now on"
+                what = f"{some([named(known.prefix, name) for name in new], MOST_NAMED)}, watched from now on"
             told += [what] if what else []
             known.times += bool(what or new)
             if known.times == MOST_CHANGES:
@@ -272,11 +273,6 @@ class Roots:
             "weights_hash": " ".join(self._hashes),
             **self.conversions.facts(),
         }
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
