@@ -98,14 +98,18 @@ def _why_none(run: Run) -> list[str]:
 
 
 def _how_far(run: Run) -> str:
-    """So many steps, and the loss at the first and the last of those that have one."""
-    from narrowgauge.observe.report.steps import made
+    """So many steps, and the loss at the first and the last of those that have one; of each turn apart."""
+    from narrowgauge.observe.report.steps import made, turns
+    from narrowgauge.observe.report.words import listing
 
     table = run.scalars()
     number = int(made(table).sum())
     steps = f"{number} step{'' if number == 1 else 's'}"
-    losses = [loss for loss in table["loss"].tolist() if math.isfinite(loss)] if "loss" in table.columns else []
-    return f"{steps}, loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else steps
+    if "loss" not in table.columns:
+        return steps
+    of_each = [[loss for loss in table["loss"][rows].tolist() if math.isfinite(loss)] for rows in turns(table)]
+    told = [f"{losses[0]:.4g} to {losses[-1]:.4g}" for losses in of_each if losses]
+    return f"{steps}, loss {listing(told)}" if told else steps
 
 
 def _verdict(path: Path) -> Verdict:

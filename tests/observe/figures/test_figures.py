@@ -133,6 +133,16 @@ def test_a_histogram_knows_what_is_lost(fmt, biggest):
     assert fate[np.log2(fmt.flush_below) - 1] == "flushed to zero"
 
 
+def test_a_bar_that_only_reaches_over_the_format_s_end_is_clipped_only_if_anything_was():
+    counts, exponents = np.array([5.0, 3.0]), np.array([7.0, 8.0])
+    inv_scale = 448 / 300  # an amax of 300 lies at the format's end, and its binade reaches from 382 to 765
+    for clipped, fate in ((False, "normal"), (True, "saturated")):
+        picture = figures.exponent_histogram(counts, exponents, inv_scale, E4M3FN, color="#0072b2", clipped=clipped)
+        bars = picture.renderers[-1].data_source.data
+        assert bars["fate"][-1] == fate
+        assert (bars["right"][-1] <= np.log2(448)) == (not clipped)
+
+
 def test_a_larger_inv_scale_moves_the_histogram_right():
     exponents, counts = np.array([0.0, 1.0]), np.array([10.0, 10.0])
 

@@ -41,6 +41,7 @@ def exponent_histogram(
     fmt: Format,
     *,
     color: str,
+    clipped: bool = True,
     x_label: str = "",
     height: int = 170,
     x_range: Range1d | None = None,
@@ -49,7 +50,7 @@ def exponent_histogram(
 
     `counts` [B] elements whose exponent floor(log2|x|) is `exponents` [B] (of the tensor itself, before scaling);
     `inv_scale` moves them into the format. Elements in bars of the warning colour are lost or clipped; the outermost
-    bars hold what lies beyond the picture.
+    bars hold what lies beyond the picture. Unless any element is `clipped`, the last bar ends where the format does.
     """
     shift = math.log2(inv_scale) if inv_scale > 0 and math.isfinite(inv_scale) else 0.0
     axis = x_range or histogram_range(fmt)
@@ -59,6 +60,8 @@ def exponent_histogram(
     share = 100 * counts / total if total else np.zeros_like(counts)
     flush, normal, high = (math.log2(v) for v in (fmt.flush_below, fmt.min_normal, fmt.max))
     middle = left + 0.5
+    if not clipped:  # a binade of x need not be one of the format: half of it may lie beyond, and nothing there
+        middle = np.minimum(middle, high)
     fate = np.select(
         [middle < flush, middle < normal, middle <= high], ["flushed to zero", "subnormal", "normal"], "saturated"
     )
@@ -103,7 +106,7 @@ def exponent_histogram(
     bars = ColumnDataSource(
         {
             "left": left + 0.06,
-            "right": left + 0.94,
+            "right": left + 0.94 if clipped else np.minimum(left + 0.94, high),
             "share": share,
             "fate": fate,
             "color": [FAIL if f[0] in "fs" and f != "subnormal" else color for f in fate],

@@ -62,6 +62,7 @@ def scale_traces(
     inner = p.varea("step", "q25", "q75", source=band, color=color, alpha=0.22)
     median = p.line("step", "median", source=band, color=color, line_width=2)
     p.multi_line("xs", "ys", source=line, color=INK, line_width=1, alpha=0.7)
+    p.scatter("label_x", "end_y", source=line, color=INK, size=3)  # all that is seen of a layer recorded once
     p.text(
         "label_x",
         "label_y",
@@ -152,17 +153,18 @@ def _lines(
     short = dict(zip(layers, trim_common(layers), strict=True))
     rows = [(m, list(layers).index(m)) for m in dict.fromkeys(modules) if m in short]
     logs = np.log2(np.where(grid > 0, grid, np.nan))
-    xs = [steps for _ in rows]
-    ys = [logs[row] for _, row in rows]
-    finite = [np.flatnonzero(np.isfinite(y)) for y in ys]
-    label_x = [float(steps[f[-1]]) if len(f) else np.nan for f in finite]
-    ends = [float(y[f[-1]]) if len(f) else np.nan for y, f in zip(ys, finite, strict=True)]
+    known = [np.isfinite(logs[row]) for _, row in rows]  # joined, however far apart: a lone point has no line
+    xs = [steps[k] for k in known]
+    ys = [logs[row][k] for (_, row), k in zip(rows, known, strict=True)]
+    label_x = [float(x[-1]) if len(x) else np.nan for x in xs]
+    ends = [float(y[-1]) if len(y) else np.nan for y in ys]
     gap = 0.08 * (y_range[1] - y_range[0])
     label_y = spread(ends, gap, y_range[0] + gap / 2, y_range[1] - gap / 2) if np.isfinite(ends).all() else ends
     return {
         "xs": xs,
         "ys": ys,
         "label_x": label_x,
+        "end_y": ends,
         "label_y": label_y,
         "label": [plain(shorten(short[m], 16)) for m, _ in rows],
     }

@@ -57,7 +57,9 @@ def direct_labels(p: Any, traces: Sequence[Trace], curves: Sequence[Floats], y_r
     )
     right = max((x for _, x, _ in found), default=0.0)
     for (trace, x, _), y in zip(found, heights, strict=True):
-        stopped = "" if x >= right else " (NaN)" if trace.steps[-1] > x else " (ended)"
+        # A trace of every second step need not be in the last one.
+        spacing = float(np.diff(trace.steps).max(initial=0.0))
+        stopped = "" if x >= right or x + spacing > right else " (NaN)" if trace.steps[-1] > x else " (ended)"
         p.add_layout(
             Label(
                 x=max(x, right),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.metrics import OPERAND_ROLES, Site, exponent_of_bin
 from narrowgauge.observe.figures import METRICS, Trace
+from narrowgauge.observe.report.steps import turns
 from narrowgauge.observe.report.words import natural
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict.high import stays_high
@@ -52,6 +53,7 @@ class Histogram:
     inv_scale: float
     zero_pct: float
     many_scales: bool
+    clipped: bool  # whether any element exceeds the format's range
 
 
 def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
@@ -63,6 +65,20 @@ def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
     return Trace(
         name, color, np.asarray(table["step"], dtype=np.float64), np.where(np.isfinite(values), values, np.nan)
     )
+
+
+def by_turn(run: Run, whole: Trace) -> list[Trace]:
+    """A run's trace as one, or as one of each turn where it trained in turns."""
+    table = run.scalars()
+    parts = turns(table)
+    if len(parts) == 1:
+        return [whole]
+    steps = np.asarray(table["step"], dtype=np.float64)
+    chosen = [np.isin(whole.steps, steps[part]) for part in parts]
+    return [
+        Trace(f"{whole.name}, turn {number}", whole.color, whole.steps[rows], whole.values[rows])
+        for number, rows in enumerate(chosen, start=1)
+    ]
 
 
 def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
@@ -96,8 +112,26 @@ def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
     for (name, metric_name, role), (modules, at, values) in found.items():
         grid = np.full((len(names), len(steps)), np.nan)
         grid[np.ix_(np.array([row_of[m] for m in modules]), np.searchsorted(steps, at))] = values
-        grids[metric_name][f"{name}|{role}"] = _short_mantissa(merge_columns(grid, merged, metric_name))
+        grids[metric_name][f"{name}|{role}"] = _short_mantissa(merge_columns(_held(grid), merged, metric_name))
     return Layers(tuple(names), steps[::merged].astype(np.float64), grids, variants, merged)
+
+
+def _held(grid: Array) -> Array:
+    """[L, T] -> [L, T]: a layer that is in every second or third recorded step keeps its value until its next one.
+
+    So a model that trains in turns with another has rows without holes; a gap longer than usual stays one.
+    """
+    grid = grid.copy()
+    for row in grid:
+        at = np.flatnonzero(~np.isnan(row))
+        between = np.diff(at)
+        if not len(at) or not len(between):
+            continue
+        usual = 1.5 * float(np.median(between))
+        for start, length in zip(at[:-1], between, strict=True):
+            if 1 < length <= usual:
+                row[start + 1 : start + length] = row[start]
+    return grid
 
 
 def merge_columns(grid: Array, merged: int, metric: str) -> Array:
@@ -120,9 +154,11 @@ def _short_mantissa(values: Array) -> Array:
 
 def histogram(run: Run, site: str) -> Histogram | None:
     """The newest exponent histogram of a site with its scale; None where none was recorded."""
-    if not {"exponent_histogram", "scale_max"} <= set(run.metrics):
+    known = set(run.metrics)
+    if not {"exponent_histogram", "scale_max"} <= known:
         return None
-    found = run.tensors(columns=["exponent_histogram", "scale_max", "scale_min"], sites=[site])
+    asked = ["exponent_histogram", "scale_max", "scale_min", *({"saturation_pct"} & known)]
+    found = run.tensors(columns=asked, sites=[site])
     rows = [row for row, counts in enumerate(found["exponent_histogram"]) if counts is not None]
     if not rows:
         return None
@@ -134,4 +170,5 @@ def histogram(run: Run, site: str) -> Histogram | None:
     zero = 100 * all_counts[0] / total if total else 0.0
     inv_scale = 1 / scale if math.isfinite(scale) and scale > 0 else 1.0
     step, many = int(found["step"][last]), 2 * smallest <= scale
-    return Histogram(step, all_counts[1:], exponents[1:], inv_scale, float(zero), many)
+    clipped = "saturation_pct" not in known or float(found["saturation_pct"][last]) > 0
+    return Histogram(step, all_counts[1:], exponents[1:], inv_scale, float(zero), many, clipped)

@@ -41,7 +41,8 @@ def losses(pictures: Pictures, runs: Mapping[str, Run], colors: Mapping[str, str
     if not drawn:
         return
     x_range = figures.shared_steps(list(traces.values()))
-    pictures.add("loss", figures.loss_curves([t for t in traces.values() if len(t.steps)], x_range))
+    curves = [part for name, t in traces.items() if len(t.steps) for part in gather.by_turn(runs[name], t)]
+    pictures.add("loss", figures.loss_curves(curves, x_range))
     baseline = traces.get("baseline")
     others = [t for name, t in traces.items() if name not in ("baseline", "noise") and np.isfinite(t.values).any()]
     if baseline is None or not np.isfinite(baseline.values).any() or not others:
@@ -119,7 +120,9 @@ def worst_tensors(
             result.append(Tensor(rank, facts, ""))
             continue
         fmt = format_of(run, Site.parse(facts.site).role)
-        picture = figures.exponent_histogram(found.counts, found.exponents, found.inv_scale, fmt, color=color)
+        picture = figures.exponent_histogram(
+            found.counts, found.exponents, found.inv_scale, fmt, color=color, clipped=found.clipped
+        )
         place = pictures.add(f"exponents-{variant}-{rank}", picture)
         result.append(Tensor(rank, facts, place, found.step, fmt.name, found.many_scales))
     return tuple(result)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.observe.report import facts, words
-from narrowgauge.observe.report.steps import made
+from narrowgauge.observe.report.steps import made, turns
 from narrowgauge.observe.store import Run
 
 Array = NDArray[Any]
@@ -52,6 +52,7 @@ SCALARS: tuple[tuple[str, str, str, Callable[[Array], float | None], Callable[[f
     ("Step time", "step_seconds", "median", _of(np.median), words.seconds),
     ("Peak memory", "peak_memory_bytes", "", _of(np.max), words.memory),
 )
+OF_EACH_TURN = ("loss", "grad_norm", "update_ratio")
 ALWAYS = ("loss", "step_seconds", "peak_memory_bytes")  # the others have a row where a run has them
 
 
@@ -75,11 +76,12 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         def column(key: str, scalars: Any = scalars) -> Array:
             return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
 
-        trained = made(scalars)
+        trained, parts = made(scalars), turns(scalars)
         told = {}
         for _, key, _, of, written in SCALARS:
             if key in scalars:  # an evaluation before the first step has a row, and no loss
-                told[key] = written(of(column(key)[trained] if key == "loss" else column(key)))
+                values = [column(key)[part & trained] for part in parts] if key in OF_EACH_TURN else [column(key)]
+                told[key] = words.listing([written(of(each)) for each in values])
         rows.append(
             {
                 **{key: words.NONE for _, key, *_ in SCALARS},

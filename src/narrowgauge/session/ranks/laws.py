@@ -6,7 +6,7 @@
     norm     of copies once, else sqrt(sum of squares): among the ranks of one kind, then among the kinds
     squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums.
              Of several meshes with one kind of ranks, each of which has all of it, one counts
-    once     lr, loss_scale, data_digest: the first rank's; the first two are compared
+    once     turn, lr, loss_scale, data_digest: the first rank's; lr and loss_scale are compared
     tokens   the sum over different batches: ranks with the same data (tensor parallel) count once, and of pipeline
              stages, whose later ones are fed activations, the one that counts most
 
@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 SAME = 1e-5  # relative; norms are float32 sums, and all-reduced gradients equal to the last bit
-ONCE = ("lr", "loss_scale", "data_digest")
+ONCE = ("turn", "lr", "loss_scale", "data_digest")
 COMPARED = ("lr", "loss_scale")
 MAX = ("microbatches", "skipped", "nonfinite")
 MIN = ("clean",)

@@ -5,6 +5,7 @@
                        watching; device time where the device is a GPU
     tokens_per_second  tokens / step_seconds
     data_seconds       waited for batches of torch's data loaders that the step was trained on
+    turn               where not every step is of the same optimizers: of which it is (`turns.py`)
     clean              1 where that time is undisturbed: no evaluation, probe or recording fell into it
     pace               what a recorded step takes beside another
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.pace import Pace
+from narrowgauge.session.steps.turns import Turns
 from narrowgauge.session.tensors.deferred import Deferred
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.norms import Squares
@@ -68,6 +70,7 @@ class Ledger:
         self._writer = writer
         self._deferred = Deferred()
         self._clock = Laps()
+        self._turns = Turns()
         self.line: Line | None = None
         self.pace = Pace()
         self.steps = 0
@@ -140,6 +143,8 @@ class Ledger:
         scalars["microbatches"] = line.microbatches
         if line.tokens:  # or none were found, which is no number of tokens
             scalars["tokens"] = line.tokens
+        if (turn := self._turns.of(line.stepped)) is not None:
+            scalars["turn"] = turn
         scalars["clean"] = float(not (line.disturbed or line.recorded))
         step, alone, recorded, on_device = line.step, not line.disturbed, line.recorded, self._clock.events()
         if alone:

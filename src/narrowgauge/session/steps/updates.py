@@ -245,6 +245,7 @@ class Updates:
         if not self._steps.made:
             if self._steps.line is not None:
                 learning_rates(self._steps.line, optimizer)
+                self._steps.line.stepped.add(_turn(optimizer))  # it was its turn
             self._skipped()
 
     @heard
