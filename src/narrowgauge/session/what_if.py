@@ -1,5 +1,6 @@
 """What other recipes would make of recorded operands: FP8 readiness, before anyone switches.
 
+rows below 16      left out: no FP8 product takes them, and a scale for a row of one or three elements loses next to nothing
 asked by name      every recorded operand, by every recipe (judge.py)
 else               those of products that nobody converted, in few of the recorded steps (selection/seldom.py)
 RUN/what_if/NAME/  a run of its own for each recipe, with the same steps and sites: what reads runs reads these
@@ -23,6 +24,7 @@ from narrowgauge.session.judge import Judge
 from narrowgauge.session.selection.selection import Columns, Selection
 
 FOLDER = "what_if"
+SHORTEST = 16  # elements of a row that FP8 tensor cores take
 PATIENCE = 60.0  # seconds for all of their disks at the end of the program
 
 
@@ -78,7 +80,7 @@ class WhatIf:
     def operand(self, module: str, role: str, x: Tensor) -> None:
         """See an operand x [M, K], or the weights [E, N, K] of experts."""
         site, began = f"{module}:{role}", time.perf_counter()
-        if not self._open or role not in ROLES or not x.numel() or site in self._weights:
+        if not self._open or role not in ROLES or not x.numel() or x.shape[-1] < SHORTEST or site in self._weights:
             return
         if role == "weight":
             self._weights.add(site)
