@@ -1,6 +1,6 @@
 """What other recipes would make of recorded operands: FP8 readiness, before anyone switches.
 
-rows below 16      left out: no FP8 product takes them, and a scale for a row of one or three elements loses next to nothing
+rows below 16      left out: no FP8 product takes them, and with a scale for each they lose next to nothing
 asked by name      every recorded operand, by every recipe (judge.py)
 else               those of products that nobody converted, in few of the recorded steps (selection/seldom.py)
 RUN/what_if/NAME/  a run of its own for each recipe, with the same steps and sites: what reads runs reads these
