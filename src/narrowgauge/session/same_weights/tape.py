@@ -20,24 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge.session.same_weights import function_modes
 from narrowgauge.session.same_weights.ambient import Modes, Rng
-from narrowgauge.session.same_weights.frozen_model import ModelState, all_modules
+from narrowgauge.session.same_weights.called_models import CalledModels, kept_tensors
+from narrowgauge.session.same_weights.effects import GET_GRAD, READS, SET_DATA, in_place_target, refusal
 from narrowgauge.session.same_weights.plan import Entry, NotMeasurable, Plan, plan_of
+from narrowgauge.session.same_weights.slots import Slots
 from narrowgauge.session.same_weights.tree import Const, External, Node, Slot, freeze, tensors
-from narrowgauge.session.tensors.storage import storage_of
-
-# Reading a value on the host: what the script does with it afterwards cannot be seen.
-_READS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
-_IN_PLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor matmul"
-_IN_PLACE_DUNDERS = {f"__i{op}__" for op in _IN_PLACE_OPERATORS.split()}
-_CANNOT = {
-    "set_": "replaces a tensor's storage (Tensor.set_)",
-    "resize_": "resizes a tensor in place",
-}
-# Attributes of tensors are read and written through these.
-_GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-# Their names say that they write, but what they change is no value.
-_NO_WRITES = {"requires_grad_", "share_memory_"}
 
 
 class Tape(TorchFunctionMode):
@@ -47,14 +34,9 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.failed = ""
         self._entries: list[Entry] = []
-        self._slots: dict[int, int] = {}  # id of a live object -> slot
-        self._held: list[Any] = []  # keeps those ids unique
-        self._keys: list[Any] = []  # slot -> storage
-        self._grads: list[bool] = []  # slot -> whether it required a gradient when it was recorded
-        self._written: set[Any] = set()  # storages of constants that the script wrote to
+        self._slots = Slots()
         self._reads: list[tuple[int, str]] = []
-        self._roots: list[nn.Module] = []
-        self._before: list[ModelState] = []
+        self._models = CalledModels()
         self._scales: dict[int, Tensor] = {}
         self._depth = 0
         self._open = False
@@ -96,10 +78,10 @@ class Tape(TorchFunctionMode):
         """An outermost module call begins; what happens inside belongs to it."""
         self._depth += 1
         if self._depth > 1:
-            self._add_root(whole or module)
+            self._models.add(whole or module)
             return
         function_modes.remove(self)
-        self._add_root(whole or module)
+        self._models.add(whole or module)
         self._call = self._entry(type(module).__name__, module, args, kwargs, Rng.now())
 
     def module_ends(self, module: nn.Module, output: Any) -> None:
@@ -110,35 +92,13 @@ class Tape(TorchFunctionMode):
         entry, self._call = self._call, None
         if entry is not None:
             self._finish(entry, output)
-            self._collect_attributes(entry, module)
+            for part, name, key, tensor in kept_tensors(module):  # these are outputs as well
+                if tensor not in self._slots:
+                    slot = self._slots.put(tensor)
+                    entry.attributes.append((slot, part, name, key))
+                    entry.writes.add(self._slots.keys[slot])
         if self._open:
             function_modes.insert(self)
-
-    def _add_root(self, module: nn.Module) -> None:
-        if any(module is known for root in self._roots for known in root.modules()):
-            return
-        self._roots = [root for root in self._roots if all(root is not m for m in module.modules())]
-        self._roots.append(module)
-        self._before.append(ModelState([module], own=True))
-
-    def _collect_attributes(self, entry: Entry, module: nn.Module) -> None:
-        """What the model keeps in attributes for the script to pick up (an auxiliary loss) is an output as well."""
-        for part in all_modules([module]):
-            for name, value in vars(part).items():
-                found: list[tuple[Any, Any]]
-                if isinstance(value, Tensor):
-                    found = [(None, value)]
-                elif type(value) in (list, tuple):
-                    found = list(enumerate(value))
-                elif type(value) is dict and name not in ("_parameters", "_buffers"):
-                    found = list(value.items())
-                else:
-                    continue
-                for key, item in found:
-                    if isinstance(item, Tensor) and item.grad_fn is not None and id(item) not in self._slots:
-                        slot = self._new_slot(item)
-                        entry.attributes.append((slot, part, name, key))
-                        entry.writes.add(self._keys[slot])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and record it."""
@@ -167,38 +127,30 @@ class Tape(TorchFunctionMode):
             return None
 
     def _begin(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, opaque: bool) -> Entry | None:
-        if func == _GET_GRAD:
+        if func == GET_GRAD:
             return None  # zeroing gradients before backward is no part of the loss
         inputs = tensors((args, kwargs))
-        if func == _SET_DATA and any(id(t) in self._slots for t in inputs):
+        if func == SET_DATA and any(t in self._slots for t in inputs):
             self.fail("the script assigns to .data of a tensor on the way to its loss")
         grad = torch.is_grad_enabled()
-        if not (any(self._concerns(t, grad) for t in inputs) or self._has_number(args)):
+        if not (any(self._slots.concerns(t, grad) for t in inputs) or self._has_number(args)):
             return None
-        target = _in_place_target(name, args, kwargs)
-        if target is not None and id(target) not in self._slots:
+        target = in_place_target(name, args, kwargs)
+        if target is not None and target not in self._slots:
             self._adopt(target)
         entry = self._entry(name, func, args, kwargs, Rng.now(whole=opaque))
-        entry.problem = entry.problem or (
-            _CANNOT.get(name, "") and f"the script {_CANNOT[name]} on the way to its loss"
-        )
+        entry.problem = entry.problem or refusal(name)
         if func is torch.autograd.grad:
             entry.problem = "the script calls torch.autograd.grad on the way to its loss"
-        self._versions = [(t, t._version) for t in inputs if id(t) in self._slots and not t.is_inference()]
+        self._versions = [(t, t._version) for t in inputs if t in self._slots and not t.is_inference()]
         self._target = target
         return entry
 
-    def _concerns(self, tensor: Tensor, grad: bool) -> bool:
-        """Whether a value that is computed from `tensor` may be another one in a replay."""
-        if id(tensor) in self._slots or (grad and tensor.requires_grad):
-            return True
-        return bool(self._written) and _storage(tensor) in self._written
-
     def _has_number(self, args: Any) -> bool:
-        return any(type(x) is float and id(x) in self._slots for x in args)
+        return any(type(x) is float and x in self._slots for x in args)
 
     def _end(self, entry: Entry, name: str, out: Any) -> None:
-        if name in _READS:
+        if name in READS:
             self._reads.append((len(self._entries), name))
         if entry.rng is not None and entry.rng.python is None and entry.rng.same(Rng.now(whole=False)):
             entry.rng = None
@@ -206,21 +158,19 @@ class Tape(TorchFunctionMode):
         if self._target is not None and all(t is not self._target for t in mutated):
             mutated.append(self._target)
         for tensor in mutated:
-            slot = self._slots[id(tensor)]
-            entry.writes.add(self._keys[slot])
-            self._grads[slot] = tensor.requires_grad
+            entry.writes.add(self._slots.mutated(tensor))
         self._finish(entry, out, keep=bool(mutated))
 
     def _entry(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, rng: Rng | None) -> Entry:
         entry = Entry(name, call, Const(None), Modes.now(), rng)
 
         def leaf(x: Tensor | float) -> Node:
-            slot = self._slots.get(id(x))
+            slot = self._slots.of(x)
             if slot is None:
                 return Const(x) if isinstance(x, float) else self._external(x, entry)
-            if isinstance(x, Tensor) and x.requires_grad and not self._grads[slot]:
+            if isinstance(x, Tensor) and self._slots.unfollowed(x, slot):
                 entry.problem = "the loss goes through a custom autograd function that could not be followed"
-            entry.reads.add(self._keys[slot])
+            entry.reads.add(self._slots.keys[slot])
             return Slot(slot)
 
         entry.args = freeze((tuple(args), dict(kwargs)), leaf)
@@ -229,28 +179,18 @@ class Tape(TorchFunctionMode):
     def _external(self, tensor: Tensor, entry: Entry) -> External:
         if tensor.grad_fn is not None:
             entry.problem = "the loss depends on a tensor with gradients that was computed where it cannot be seen"
-        if _storage(tensor) in self._written:
+        if self._slots.written(tensor):
             entry.problem = "the loss depends on a tensor that shares memory with one that the script wrote to"
         return External(tensor, -1 if tensor.is_inference() else tensor._version)
 
     def _finish(self, entry: Entry, out: Any, *, keep: bool = False) -> None:
         results: list[Any] = [out] if type(out) is float else list(tensors(out))
         for result in results:
-            slot = self._new_slot(result)
+            slot = self._slots.put(result)
             entry.outputs.append(slot)
-            entry.writes.add(self._keys[slot])
+            entry.writes.add(self._slots.keys[slot])
         if results or keep or isinstance(entry.call, nn.Module):
             self._entries.append(entry)
-
-    def _new_slot(self, value: Any) -> int:
-        slot = self._slots.get(id(value))
-        if slot is None:
-            slot = self._slots[id(value)] = len(self._keys)
-            self._held.append(value)
-            self._keys.append(_storage(value) if isinstance(value, Tensor) else ("number", id(value)))
-            self._grads.append(False)
-        self._grads[slot] = isinstance(value, Tensor) and value.requires_grad
-        return slot
 
     def _adopt(self, tensor: Tensor) -> None:
         """A constant is about to be written to: from here on it is a value, that starts as a copy of what it holds."""
@@ -259,7 +199,7 @@ class Tape(TorchFunctionMode):
         entry = Entry("copy", lambda: copy.clone(), Const(((), {})), Modes.now(), None)
         if grad:
             entry.problem = "the script writes into a tensor that requires a gradient on the way to its loss"
-        self._written.add(_storage(tensor))
+        self._slots.write(tensor)
         self._finish(entry, tensor)
 
     def loss_scaled(self, scaled: Any, scale: Any) -> None:
@@ -267,7 +207,7 @@ class Tape(TorchFunctionMode):
         if isinstance(scaled, Tensor) and isinstance(scale, Tensor):
             self._depth += 1
             self._scales[id(scaled)] = scale.detach().clone()
-            self._held.append(scaled)
+            self._slots.hold(scaled)
             self._depth -= 1
 
     # What is made of it.
@@ -278,40 +218,24 @@ class Tape(TorchFunctionMode):
         try:
             return self._plan(loss)
         finally:
-            self._entries, self._slots, self._held = [], {}, []
+            self._entries, self._slots = [], Slots()
 
     def _plan(self, loss: Tensor) -> Plan:
         if self.failed:
             raise NotMeasurable(self.failed)
         if self._depth:
             raise NotMeasurable("backward was called inside of the model, or a call of the model did not return")
-        slot = self._slots.get(id(loss))
+        slot = self._slots.of(loss)
         if slot is None:
             raise NotMeasurable("the loss was not computed from the model's output where it can be seen")
-        if loss.requires_grad and not self._grads[slot]:
+        if self._slots.unfollowed(loss, slot):
             raise NotMeasurable("the loss is made by a custom autograd function that could not be followed")
         return plan_of(
             self._entries,
             loss=slot,
-            keys=self._keys,
+            keys=self._slots.keys,
             reads=self._reads,
-            roots=tuple(self._roots),
-            before=tuple(self._before),
+            roots=tuple(self._models.roots),
+            before=tuple(self._models.before),
             loss_scale=self._scales.get(id(loss)),
         )
-
-
-def _in_place_target(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that a call will write to, if its name says that it writes."""
-    if isinstance(kwargs.get("out"), Tensor):
-        return kwargs["out"]  # type: ignore[no-any-return]
-    by_name = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
-    by_name = by_name or name in _IN_PLACE_DUNDERS or name == "__setitem__"
-    if (by_name or kwargs.get("inplace") is True) and args and isinstance(args[0], Tensor):
-        return args[0]
-    return None
-
-
-def _storage(tensor: Tensor) -> Any:
-    storage = storage_of(tensor)
-    return ("tensor", id(tensor)) if storage is None else storage._cdata  # without one: alone with itself
