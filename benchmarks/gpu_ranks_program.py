@@ -92,19 +92,19 @@ def keep_largest(model: nn.Module, into: dict[str, float]) -> None:
 
 def leave_between(rank: int) -> None:
     """Have rank 1 killed where it would join the gather of step LEAVES, to which it has agreed."""
-    from narrowgauge.session.ranks import ranks
+    from narrowgauge.session.ranks import together
 
-    changed: Any = ranks
+    changed: Any = together
     changed.BEAT, changed.GONE = 0.5, GONE
-    launch = changed.Ranks._launch
+    gather = changed.Together.gather
 
     def leaves(self: Any, mine: Any, *rest: Any) -> None:
         if mine.step == LEAVES and rank == 1:
             torch.cuda.synchronize() if torch.cuda.is_available() else time.sleep(1)  # earlier gathers have ended
             os.kill(os.getpid(), signal.SIGKILL)
-        launch(self, mine, *rest)
+        gather(self, mine, *rest)
 
-    changed.Ranks._launch = leaves
+    changed.Together.gather = leaves
 
 
 def step_in_backward(model: nn.Module) -> None:

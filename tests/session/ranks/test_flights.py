@@ -95,7 +95,7 @@ def test_a_rank_that_records_its_first_step_long_after_another_is_waited_for(tmp
 def met(program, meet):
     meet.set()
     for rank in program:
-        rank.ranks._flights.group._meeting.join(30)
+        rank.ranks._together._flights.group._meeting.join(30)
 
 
 def test_rows_of_a_gather_that_cannot_be_launched_are_this_ranks_own(tmp_path, meet, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_scalar_that_only_another_rank_has_is_written_though_rank_0_gives_up(t
         late.append(step)
         if len(late) > 3:
             first.ranks.add_scalars(late.pop(0), tokens=10.0)
-    monkeypatch.setattr(first.ranks._agreement, "post", lambda *args: 1 / 0)
+    monkeypatch.setattr(first.ranks._together._agreement, "post", lambda *args: 1 / 0)
     train(program, 3, lambda rank, step: {"a:input": batch(rank, step)})
     for step in late:
         first.ranks.add_scalars(step, tokens=10.0)
@@ -174,7 +174,7 @@ def test_gathers_that_wait_are_not_joined_once_a_rank_has_given_up(tmp_path, mee
     started = []
     monkeypatch.setattr(group.Group, "gather", lambda self, table: started.append(table))
     program = trained(tmp_path)
-    program[1].ranks._agreement.give_up()
+    program[1].ranks._together._agreement.give_up()
     met(program, meet)
     train(program, 1, lambda rank, step: {"a:input": batch(rank, step)})
     finished(program, tmp_path)

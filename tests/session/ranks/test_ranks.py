@@ -16,7 +16,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.moments import moments
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.ranks import Ranks, Told, group, last_words, ranks
+from narrowgauge.session.ranks import Ranks, Told, group, last_words, ranks, together
 from narrowgauge.session.ranks.agreement import LAG
 from narrowgauge.session.ranks.meeting import Met
 
@@ -420,7 +420,7 @@ def test_a_rank_that_an_error_ends_hardly_waits_for_one_that_waits_for_its_end(t
             self.now += seconds
 
     clock = Clock()
-    for module in (ranks, last_words):
+    for module in (ranks, together, last_words):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(ranks, "PATIENCE", 100.0)
     monkeypatch.setattr(ranks, "HURRY", 1.0)
@@ -438,14 +438,14 @@ def test_a_rank_that_an_error_ends_hardly_waits_for_one_that_waits_for_its_end(t
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_rank_that_is_gone_between_its_promise_and_the_gather(tmp_path, monkeypatch, comes_back):
-    monkeypatch.setattr(ranks, "BEAT", 0.02)
-    monkeypatch.setattr(ranks, "GONE", 0.2)
+    monkeypatch.setattr(together, "BEAT", 0.02)
+    monkeypatch.setattr(together, "GONE", 0.2)
     aborted = []
     monkeypatch.setattr(group.Group, "abort", lambda self: aborted.append(self._rank))
     first, second = program = made(tmp_path)
     shown = lambda rank, step: {"a:input": batch(rank, step)}  # noqa: E731
     train(program, 3, shown)  # what all have told of is agreed
-    second.ranks._pulse.stop()
+    second.ranks._together.stop()
     if not comes_back:
         second.ranks.forget()
     patience = time.monotonic() + 30
@@ -479,7 +479,7 @@ def test_a_gather_under_way_is_ended_once_another_rank_has_given_up(tmp_path, mo
     shown = lambda rank, step: {"a:input": batch(rank, step)}  # noqa: E731
     train(program, LAG, shown)
     for rank in program:
-        rank.ranks._flights.group._meeting.join(30)
+        rank.ranks._together._flights.group._meeting.join(30)
     failing = lambda self, table: 1 / 0 if self._rank else gather(self, table)  # noqa: E731
     monkeypatch.setattr(group.Group, "gather", failing)
     train(program, 3, shown)
@@ -492,7 +492,7 @@ def test_what_was_aborted_is_done_and_not_merged(tmp_path, monkeypatch):
     """The thread that aborts a gather says so first: between two questions of the program's own thread it is over."""
     program = made(tmp_path)
     train(program, 1 + LAG, lambda rank, step: {"a:input": batch(rank, step)})
-    first = program[0].ranks
+    first = program[0].ranks._together
     flights = first._flights
     flights.group._meeting.join(30)
     flights.launch(0.0)
@@ -504,7 +504,7 @@ def test_what_was_aborted_is_done_and_not_merged(tmp_path, monkeypatch):
     monkeypatch.setattr(group.Group, "abort", lambda self: setattr(self, "aborted", True))  # as on a GPU
     flights.lose("rank 1 is gone")
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
-        first._land()
+        first.land()
     flights.arrive(1.0)
     assert flights.merged == 0
     finished(program, tmp_path)
@@ -519,7 +519,7 @@ def test_a_store_that_is_gone_leaves_every_rank_its_own_rows(tmp_path, monkeypat
 
     for rank in program:
         monkeypatch.setattr(
-            rank.ranks._agreement,
+            rank.ranks._together._agreement,
             "_store",
             type("Dead", (), dict.fromkeys(("set", "check", "add", "compare_set"), dead))(),
         )

@@ -13,18 +13,18 @@ PROGRAM = """
 import os, signal, sys, time, torch
 import torch.distributed as dist
 from torch import nn
-from narrowgauge.session.ranks import ranks
+from narrowgauge.session.ranks import together
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-ranks.BEAT, ranks.GONE = 0.05, 0.5
-launch = ranks.Ranks._launch
+together.BEAT, together.GONE = 0.05, 0.5
+gather = together.Together.gather
 def leaves(self, mine, *rest):
     if mine.step == 3 and rank == 1:
         for flight in self._flights._flying:
             flight.gather.check()  # the second step's has ended: nothing of it depends on this process any more
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    launch(self, mine, *rest)
-ranks.Ranks._launch = leaves
+    gather(self, mine, *rest)
+together.Together.gather = leaves
 model = nn.Linear(16, 16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(1, 41):

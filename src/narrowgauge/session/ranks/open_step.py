@@ -90,6 +90,11 @@ class OpenStep:
         return out
 
     @property
+    def size(self) -> int:
+        """How many numbers are in the table with its rows of scalars."""
+        return self.layout.cuts[2]
+
+    @property
     def marks(self) -> Marks:
         """Around what the devices worked for the watch."""
         return [mark for each in self.packed for mark in each.marks]

@@ -5,44 +5,35 @@
     as it arrives              rank 0 merges, beside the program's own work, and writes                  tick
     end of program             the same for what is still open, waiting for seconds at most              finish
 
-The gather is launched at a place in the program that is the same on all ranks: between two steps. Whoever dies between
-its promise to come by and that place is missed by the others (pulse.py), who end the gather. Whatever fails in here (a
-store that is gone, a backend that is missing, ranks that die) is noted, and from then on every rank writes its own
-rows, as it does in a program of one.
+What ranks merge goes one way (together.py), what each writes for itself another (apart.py). Whatever fails on the first
+(a store that is gone, a backend that is missing, ranks that die) is noted, and from then on all goes the second, as it
+does in a program of one rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.ranks.agreement import LAG, Agreement, Posted
+from narrowgauge.session.ranks.agreement import LAG
 from narrowgauge.session.ranks.apart import Apart
-from narrowgauge.session.ranks.flights import Agreed, Flights
 from narrowgauge.session.ranks.gone import in_words
-from narrowgauge.session.ranks.group import MEETING, Group
+from narrowgauge.session.ranks.group import MEETING
 from narrowgauge.session.ranks.landing import Landing
-from narrowgauge.session.ranks.last_words import POLL, fetch, leave
-from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.meeting import Meeting, Met, programs_own
 from narrowgauge.session.ranks.open_step import OpenStep, Told
-from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
+from narrowgauge.session.ranks.together import Together
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
 LATE = 12.0  # the same for ranks that have agreed to merge and still meet; together less than launchers wait
-ARRIVE = 0.1  # seconds for what others have sent, before this rank gives up merging
 HURRY = 1.0  # all of these where an error ends it: others may be waiting in a collective for this process to be gone
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
@@ -72,14 +63,10 @@ class Ranks:
         self._plan, self._writer, self._collector, self._told = plan, writer, collector, told
         self._all = Meeting(meet)
         self.notes: list[str] = []
-        self._agreement: Agreement | None = None
         self._off = False
         self.dear = False
-        self._flights: Flights | None = None
-        self._pulse: Pulse | None = None
-        self._open: deque[OpenStep] = deque()
-        self._landing: Landing | None = None
         self._waiting = Waiting()
+        self._together = Together(self._all, self._waiting, collector.account)
         self._own: RunWriter | None = None
         self._apart = Apart(self._keep, writer)
         self._collectors = {"": collector, **(further or {})}
@@ -102,38 +89,20 @@ class Ranks:
                 raise RuntimeError("ranks are not merged")
             rows = min(2 * (self._plan.every + LAG) + 8, 4096)
             mine = OpenStep.of(step, [*packed, *beside], self._told, self._waiting.names, rows)
-            if beside and mine.layout.cuts[2] * 8 * self._all.world > MOST_BYTES:
+            if beside and mine.size * 8 * self._all.world > MOST_BYTES:
                 self._apart.keep_further(beside)
                 beside = []
                 mine = OpenStep.of(step, packed, self._told, self._waiting.names, rows)
-            size, device = mine.layout.cuts[2], mine.table.device
-            if size * 8 * self._all.world > MOST_BYTES:
+            if mine.size * 8 * self._all.world > MOST_BYTES:
                 raise RuntimeError(
-                    f"{self._all.world} tables of {size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB that "
-                    "rank 0 gathers; record fewer sites"
+                    f"{self._all.world} tables of {mine.size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB "
+                    "that rank 0 gathers; record fewer sites"
                 )
-            self._gather_on(device)
-            assert self._agreement is not None
-            posted = Posted(max(size, 1), device.type, mine.layout.digest, self._told.dear())
-            self._agreement.post(step, posted, mine.layout.text)
+            self._together.add(mine, dear=self._told.dear())
         except Exception as error:
             self._failed(error)
             self._apart.keep([*packed, *beside])
-            return True
-        self._open.append(mine)
         return True
-
-    def _gather_on(self, device: torch.device) -> None:
-        """Have all ranks meet, and tell each other that they are there; the first time only."""
-        if self._flights is None:
-            group = Group(self._all.store("gather"), self._all.rank, self._all.world, device)
-            assert self._agreement is not None
-            self._flights = Flights(
-                group, self._landing, self._collector.account, self._waiting, self._agreement.given_up
-            )
-        if self._pulse is None:
-            store, flights = self._all.store("agreement"), self._flights
-            self._pulse = Pulse(store, self._all.rank, self._all.world, flights.oldest, flights.lose, BEAT, GONE)
 
     def _lay_beside(self, by: str, step: int, packed: list[Packed]) -> bool:
         """A further recipe's rows of the same step, before its own; whether they are seen to here."""
@@ -166,15 +135,13 @@ class Ranks:
 
     def tick(self, step: int) -> None:
         """Step `step` begins: a place that every rank passes between the same two steps."""
-        if not (self._open or self._flights or self._landing):
+        if not self._together:
             return
         with self._collector.guard(self._failed):
-            if self._flights is not None:
-                self._flights.miss()
-                self._flights.launch(MEETING)
-            while self._open and step >= self._open[0].step + LAG:
+            self._together.launch()
+            while self._together.due(step):
                 self._resolve(MEETING)
-            self._land()
+            self._together.land()
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: settle what is open, in seconds."""
@@ -182,14 +149,11 @@ class Ranks:
         with self._collector.guard(self._failed):
             self._settle(patience, HURRY if failed else LATE)
         with self._collector.guard(self._failed):
-            self._last_words(patience)
-        if self._pulse is not None:
-            self._pulse.stop()
+            if self._met():
+                self._together.last_words(self._writer, patience, merging=not self._off)
+        self._together.stop()
         with self._collector.guard(self._failed):
-            if self._flights is not None:
-                if self._flights.group.meeting:
-                    self._all.keep()
-                self._flights.group.close(broken=self._off or bool(self._flights))
+            self._together.close(broken=self._off)
         self._keep_unmerged()
         if self._own is not None:
             self._collector.flush()
@@ -197,25 +161,23 @@ class Ranks:
 
     def others_have(self, scalar: str) -> bool:
         """Whether this is rank 0 and another one told of such a scalar: a pipeline's loss is its last stage's."""
-        return self._landing is not None and scalar in self._landing.told
+        landing = self._together.landing
+        return landing is not None and scalar in landing.told
 
     def forget(self) -> None:
         """This is a forked child: nothing here is its own."""
-        self._off, self._agreement, self._pulse = True, None, None
-        self._open.clear()
-        if self._flights is not None:
-            self._flights.clear()
+        self._off = True
+        self._together.forget()
 
     def facts(self) -> dict[str, Any]:
         """For the run's metadata; nothing in a program of one rank."""
         if self._all.world < 2:
             return {}
-        gathered = self._flights
         merged = {
             "world": self._all.world,
-            "merged_steps": 0 if gathered is None else gathered.merged,
+            "merged_steps": self._together.merged,
             "apart_steps": self._apart.steps,
-            "backend": None if gathered is None else gathered.group.backend,
+            "backend": self._together.backend,
         }
         return {"ranks": merged}
 
@@ -228,11 +190,11 @@ class Ranks:
         if not self._all.find():
             return False
         try:
-            self._agreement = Agreement(self._all.store("agreement"), self._all.rank, self._all.world)
+            self._together.begin()
             if self._writer.rank != self._all.rank:
                 raise RuntimeError(f"rank {self._all.rank} of the process group writes as rank {self._writer.rank}")
             if self._all.rank == 0:
-                self._landing = Landing(self._writer, self._keep, self._all.world)
+                self._together.landing = Landing(self._writer, self._keep, self._all.world)
             if self._plan.watch.get("ranks"):
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
                 self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank)
@@ -242,92 +204,45 @@ class Ranks:
 
     def _resolve(self, patience: float) -> None:
         """Do with the oldest open step what all ranks do with it."""
-        assert self._agreement is not None
-        mine = self._open[0]
-        decision = self._agreement.decide(mine.step)
+        mine, decision = self._together.open[0], self._together.decide()
         self.dear |= decision.dear
         if decision.merge:
-            self._launch(mine, decision.size, patience)
+            self._together.gather(mine, decision.size, patience)
+            self._apart.end()
         else:
-            self._apart.tell(mine.step, self._agreement.missing(mine.step), self._all.rank, self._all.world)
+            self._apart.tell(mine.step, self._together.missing(), self._all.rank, self._all.world)
             self._apart.keep(mine.packed)
-            self._open.popleft()
+            self._together.open.popleft()
             if self._apart.in_a_row >= TRIES:
                 self._off = True
                 self.notes.append(f"After {TRIES} recorded steps in a row without all ranks, none was merged any more.")
-
-    def _launch(self, mine: OpenStep, size: int, patience: float) -> None:
-        assert self._flights is not None
-        assert self._agreement is not None
-        layouts: list[Layout] = []
-        if self._all.rank == 0:
-            texts = {each.digest: each for each in self._agreement.posted(mine.step)}
-            known = {digest: Layout.parse(self._agreement.layout(digest)) for digest in texts}
-            layouts = [known[each.digest] for each in self._agreement.posted(mine.step)]
-        self._open.popleft()  # from here on it is one of the flights, whatever becomes of that
-        self._flights.add(Agreed(mine, size, layouts), patience)
-        self._apart.end()
-
-    def _land(self) -> None:
-        """Take in the gathers that are done, and what has reached the host."""
-        if self._flights is not None:
-            self._flights.land()
-        if self._landing is not None:
-            self._landing.look()
 
     # The end, and other ways out.
 
     def _settle(self, patience: float, late: float) -> None:
         deadline = time.monotonic() + patience
-        while self._open and self._agreement is not None:
-            while self._agreement.decided(self._open[0].step) is None and time.monotonic() < deadline:
-                time.sleep(POLL)
+        while self._together.open:
+            self._together.wait(deadline)
             self._resolve(late)
-        if self._flights is not None:
-            self._flights.settle(late, patience)
-        self._land()
-
-    def _last_words(self, patience: float) -> None:
-        if not self._met() or self._agreement is None:
-            return
-        if self._off:
-            if self._landing is not None:  # what others have told until then
-                self._landing.join(0, self._waiting.rest())
-                self._landing.finish()
-        elif self._landing is None:
-            leave(self._agreement, self._waiting, self._writer, patience)
-        else:
-            fetch(self._agreement, self._waiting, self._landing, self._all.world, patience)
+        self._together.settle(late, patience)
 
     def _failed(self, error: Exception) -> None:
         """Give up merging: everything that is open is written by its own rank."""
         if not self._off:
             self._off = True
-            if self._flights is not None:
-                with suppress(Exception):  # the error's own, again
-                    self._flights.arrive(ARRIVE)
-                if self._flights:  # nobody else will end them, once the pulse has stopped
-                    self._flights.group.abort()
+            self._together.end_gathers()
             cause = in_words(error, self._writer.path, self._all.rank, self._all.world)
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
-            first = next((mine.step for mine in self._unmerged()), 0)
+            first = next((mine.step for mine in self._together.steps()), 0)
             self._writer.add_event(first, "ranks_apart", self.notes[-1])
-            if self._pulse is not None:
-                self._pulse.stop()
-            if self._agreement is not None and self._flights is not None:
-                self._agreement.give_up()
+            self._together.give_up()
         self._keep_unmerged()
-
-    def _unmerged(self) -> list[OpenStep]:
-        return [*(() if self._flights is None else self._flights.steps()), *self._open]
 
     def _keep_unmerged(self) -> None:
         """Write this rank's own rows of all that is open."""
-        for mine in self._unmerged():
+        for mine in self._together.steps():
             self._apart.keep(mine.packed)
-        self._open.clear()
-        if self._flights is not None:
-            self._flights.clear()
+        self._together.clear()
         if self._all.rank:
             for step, row in self._waiting.rest():
                 self._writer.add_scalars(step, **row)
