@@ -135,7 +135,7 @@ for number in range(int(sys.argv[2])):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
         with ng.watch(model, out=base / f"run{number}", every=2):
             writer = Live.current.writer  # whose segments are as short as can be had
-            writer._seconds, writer._waiting.segment = 0.02, (1, 1)
+            writer._thread._seconds, writer._waiting.segment = 0.02, (1, 1)
             armed = False
             while True:
                 # The first run is killed as it begins, the others some time after their first segment.

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from tests.observe.store.test_trouble import run_python
 
-from narrowgauge.observe.store import RunWriter, forking, open_run
-from narrowgauge.observe.store import writer as writing
+from narrowgauge.observe.store import RunWriter, forking, open_run, writer_thread
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 AMID = """
     import os, sys, threading, numpy
-    from narrowgauge.observe.store import RunWriter, segments, writer as writing
+    from narrowgauge.observe.store import RunWriter, segments, writer_thread
     writer, amid = RunWriter(sys.argv[1]), threading.Event()
-    where, what = {"segments": segments, "writing": writing}[sys.argv[2]], sys.argv[3]
+    where, what = {"segments": segments, "writer_thread": writer_thread}[sys.argv[2]], sys.argv[3]
     quick = getattr(where, what)
     def slow(*rest):
         amid.set()
@@ -42,14 +41,14 @@ GIVES_UP = """
     import os, sys, threading
     from narrowgauge.observe.store import RunWriter, segments
     writer, gives_up, forked = RunWriter(sys.argv[1]), threading.Event(), threading.Event()
-    stop = writer._stop
+    stop = writer._thread._stop
     def full(*_):
         raise OSError("No space left on device")
     def slow(*rest):
         gives_up.set()
         forked.wait(10)
         stop(*rest)
-    segments.copy_aside, writer._stop = full, slow
+    segments.copy_aside, writer._thread._stop = full, slow
     writer.add_scalars(0, loss=1.0)
     flushing = threading.Thread(target=writer.flush)
     flushing.start()
@@ -63,7 +62,7 @@ GIVES_UP = """
     """
 
 
-@pytest.mark.parametrize("slow", [("segments", "copy_aside"), ("writing", "finished")])
+@pytest.mark.parametrize("slow", [("segments", "copy_aside"), ("writer_thread", "finished")])
 def test_a_child_forked_amid_a_write_says_nothing(tmp_path, slow):
     done = run_python(AMID, tmp_path / "run", *slow)
     assert (done.returncode, done.stderr) == (0, "")
@@ -112,7 +111,7 @@ def test_a_fork_does_not_wait_for_metrics_that_are_made(tmp_path, monkeypatch):
         made.wait(10)
         return rows
 
-    monkeypatch.setattr(writing, "finished", slow)
+    monkeypatch.setattr(writer_thread, "finished", slow)
     with RunWriter(tmp_path) as writer:
         writer.add_scalars(0, loss=1.0)
         writer.add_tensors(0, ["a:input"], {"amax": np.array([1.0])})
@@ -120,7 +119,7 @@ def test_a_fork_does_not_wait_for_metrics_that_are_made(tmp_path, monkeypatch):
         flushing.start()
         assert makes.wait(10)
         assert took(forking.GATE) < 0.4
-        assert writer._segments._db is None
+        assert writer._thread._segments._db is None
         assert open_run(tmp_path).scalars("loss").rows == 1  # written first, and whole
         made.set()
         flushing.join(10)

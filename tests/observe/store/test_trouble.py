@@ -362,7 +362,8 @@ def test_a_long_query_draws_nothing_into_the_terminal(tmp_path):
         from pathlib import Path
         from narrowgauge.observe.store import RunWriter, open_run
         with RunWriter(sys.argv[1]) as writer:
-            assert not writer._segments.db.execute("SELECT current_setting('enable_progress_bar')").fetchone()[0]
+            db = writer._thread._segments.db
+            assert not db.execute("SELECT current_setting('enable_progress_bar')").fetchone()[0]
         run = open_run(sys.argv[1])
         assert not run.sql("SELECT current_setting('enable_progress_bar') AS bar")["bar"][0]
         """
@@ -449,7 +450,8 @@ def test_steps_recorded_again_by_a_resumed_run_replace_the_first_ones(tmp_path):
 
 def test_a_process_id_in_use_again_is_not_taken_for_the_writer(tmp_path):
     writer = RunWriter(tmp_path)
-    stale = {**writer._manifest, "process": {**writer._manifest["process"], "started": 1}}
+    mine = manifest.read(tmp_path)
+    stale = {**mine, "process": {**mine["process"], "started": 1}}
     if manifest.process_started(os.getpid()) is None:
         pytest.skip("this system does not tell when a process started")
     manifest.write(tmp_path, stale)

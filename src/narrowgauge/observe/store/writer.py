@@ -1,4 +1,4 @@
-"""RunWriter: the training thread hands over arrays, a daemon thread turns them into Parquet.
+"""RunWriter: the training thread hands over arrays, a daemon thread (writer_thread.py) turns them into Parquet.
 
     training thread   copy + append, never any I/O        writer thread   every `flush_seconds`, or when
                       over `queue_bytes`: drop and count                  `flush_rows` or `flush_bytes`
@@ -12,37 +12,29 @@ process loses at most what was recorded since the last segment, by default the l
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import math
 import os
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import duckdb
-
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.claim import claim
-from narrowgauge.observe.store.compaction import merge_tier
-from narrowgauge.observe.store.forking import GATE
-from narrowgauge.observe.store.moments import Moments, finished
+from narrowgauge.observe.store.moments import Moments
 from narrowgauge.observe.store.schema import Kind
-from narrowgauge.observe.store.segments import Array, Batch, SegmentWriter
-from narrowgauge.observe.store.unlisted import UnlistedThread
-from narrowgauge.observe.store.waiting import Rows, Waiting
+from narrowgauge.observe.store.segments import Array, Batch
+from narrowgauge.observe.store.waiting import Waiting
+from narrowgauge.observe.store.writer_thread import WriterThread
 
 _log = logging.getLogger("narrowgauge.store")
 
 STATUSES = ("complete", "failed", "stopped")
-NICE = 5  # the writer thread yields to those that train, and still gets a quarter of a core that is fully used
 
 
 class RunWriter:
@@ -77,25 +69,19 @@ class RunWriter:
     ) -> None:
         self.path = Path(path)
         self.rank = rank
-        self.problem = ""  # why the watch stopped, if it did
         self._pid = os.getpid()
         self._waiting = Waiting(self.path, flush_rows, flush_bytes, queue_bytes)
         self._changed = self._waiting.changed
-        self._seconds = flush_seconds
         self._newest_scalars = 0
         self._latest = 0.0  # time of any row of scalars
-        self._closing: str | None = None
-        self._asked = self._done = 0  # flushes asked for and done
-        self._manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
+        manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
+        warn = _log.info if beside else _log.warning
         try:
-            with GATE.inside():
-                self._segments = SegmentWriter(self.path, rank, int(self._manifest["attempt"]), next_index)
-            self._thread = UnlistedThread(self._run)
+            self._thread = WriterThread(self.path, self._waiting, manifest, next_index, flush_seconds, warn)
         except Exception:
             if not resume:  # nobody writes this run
                 (self.path / manifests.name(rank)).unlink(missing_ok=True)
             raise
-        self._warn = _log.info if beside else _log.warning
         if not beside:
             atexit.register(self._at_exit)
 
@@ -103,6 +89,11 @@ class RunWriter:
     def lost(self) -> dict[Kind, int]:
         """Rows that were dropped, by kind."""
         return self._waiting.lost
+
+    @property
+    def problem(self) -> str:
+        """Why the watch stopped, if it did."""
+        return self._thread.problem
 
     def add_tensors(self, step: int, sites: Sequence[str], columns: dict[str, Any]) -> None:
         """Record one row per site: `columns[name]` is a [S] array (NaN: no value) or [S, bins] (a histogram).
@@ -152,22 +143,12 @@ class RunWriter:
 
     def update_meta(self, **facts: Any) -> None:
         """Add or replace facts in run.json's meta; the writer thread writes them within `flush_seconds`."""
-        if os.getpid() != self._pid:
-            return
-        with self._changed:
-            self._manifest = {**self._manifest, "meta": {**self._manifest["meta"], **facts}}
-            self._waiting.dirty = True
+        if os.getpid() == self._pid:
+            self._thread.update_meta(facts)
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until everything recorded so far is on disk; False if the watch stopped or time ran out."""
-        if os.getpid() != self._pid:
-            return False
-        with self._changed:
-            self._asked += 1
-            ticket = self._asked
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._done >= ticket or not self._thread.is_alive(), timeout)
-            return self._done >= ticket and not self.problem
+        return os.getpid() == self._pid and self._thread.flush(timeout)
 
     def close(self, status: str = "complete", timeout: float = 60.0) -> None:
         """Write what waits, then the final status: "complete", "failed" or "stopped". Twice is harmless.
@@ -179,15 +160,7 @@ class RunWriter:
         if os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
-        with self._changed:
-            if self._closing is not None:
-                return
-            self._closing, self._waiting.closed = status, True
-            self._changed.notify_all()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self._warn("narrowgauge: %s was not written to its end within %g s; the disk does not answer.",
-                       self.path, timeout)  # fmt: skip
+        self._thread.close(status, timeout)
 
     def __enter__(self) -> RunWriter:
         return self
@@ -200,110 +173,3 @@ class RunWriter:
     def _at_exit(self) -> None:
         """A program that ends without closing: its status follows from whether an exception ended it."""
         self.close("failed" if getattr(sys, "last_value", None) is not None else "complete")
-
-    # -- the writer thread
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux knows priorities of single threads
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        deadline = time.monotonic() + self._seconds
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing is not None or self._asked > self._done or self._waiting.full,
-                    max(0.0, deadline - time.monotonic()),
-                )
-                deadline = time.monotonic() + self._seconds
-                taken = self._waiting.take()
-                ticket, closing = self._asked, self._closing
-            try:
-                self._write(taken, closing)
-            except Exception as error:
-                self._stop(error, taken)
-            with self._changed:
-                self._waiting.written()
-                self._done = ticket
-                self._changed.notify_all()
-            if closing is not None:
-                return
-
-    def _write(self, taken: Rows, closing: str | None) -> None:
-        if self.problem:
-            self._waiting.give_up(taken)
-        else:
-            self._report_losses(taken)
-            # Scalars first: if the disk fills, the loss curve is what must survive.
-            with self._inside() as segments:
-                if taken.scalars:
-                    segments.scalars(taken.scalars)
-                    taken.scalars = []
-                if taken.events:
-                    segments.events(taken.events)
-                    taken.events = []
-                self._merge()
-            if taken.tensors:
-                batches = finished(taken.tensors)  # outside: it takes as long as much of the writing
-                with self._inside() as segments:
-                    segments.tensors(batches)
-                    taken.tensors = []
-                    self._merge()
-        with self._changed:
-            dirty, self._waiting.dirty = self._waiting.dirty, False
-            self._manifest["lost"] = dict(self.lost)
-            if closing is not None:
-                self._manifest |= {"status": "stopped" if self.problem else closing, "ended": manifests.now()}
-            current = dict(self._manifest)
-        if dirty or closing is not None:
-            manifests.write(self.path, current)
-        elif not self.problem:
-            manifests.give_sign(self.path, self.rank)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[SegmentWriter]:
-        """DuckDB may be open in this block, and is closed behind it: forks wait that long, and no longer."""
-        with GATE.inside():
-            try:
-                yield self._segments
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # they hold DuckDB, as would a child forked from now on
-                raise
-            finally:
-                with contextlib.suppress(duckdb.Error):  # what was to be written is on disk, or given up
-                    self._segments.close()
-
-    def _merge(self) -> None:
-        """Keep the number of files small; a merge that fails costs nothing, so nobody need hear of it."""
-        for kind, index in self._segments.written:
-            try:
-                merge_tier(self._segments.db, self.path, kind, self.rank, index)
-            except (duckdb.Error, OSError) as error:
-                _log.info("narrowgauge: segments of %s were not merged: %s", self.path, error)
-        self._segments.written.clear()
-
-    def _report_losses(self, taken: Rows) -> None:
-        """Leave an event where rows were dropped since the last segment, so that a gap explains itself."""
-        with self._changed:
-            dropped, step = self._waiting.dropped(), self._waiting.last_step
-        if dropped:
-            message = f"{dropped} tensor rows were dropped: the disk was too slow"
-            taken.events.append((step, "rows_lost", None, message, json.dumps({"rows": dropped}), time.time()))
-
-    def _stop(self, error: Exception, taken: Rows) -> None:
-        """Give up writing: one warning, and the status in run.json if that can still be written."""
-        cause = " ".join(str(error).split()) or type(error).__name__
-        with self._changed:
-            already, self.problem = self.problem, self.problem or cause
-            self._waiting.closed = True
-            if not already:
-                self._waiting.give_up(taken)
-            self._manifest |= {"status": "stopped", "reason": self.problem, "ended": manifests.now()}
-            current = {**self._manifest, "lost": dict(self.lost)}
-        if already:  # the last attempt, at closing time, to say in run.json how it ended
-            return
-        self._warn(
-            "narrowgauge: the watch of %s stopped near step %d: %s. Training goes on unrecorded, and what "
-            "was written before stays readable. Make room or choose another folder before the next run.",
-            self.path, self._waiting.last_step, cause,
-        )  # fmt: skip
-        with contextlib.suppress(OSError):  # a disk that takes nothing at all; the warning has said so
-            manifests.write(self.path, current)
