@@ -34,6 +34,7 @@ from narrowgauge.session.doors.megatron import Megatron
 from narrowgauge.session.doors.recorded_graphs import compiling_seconds
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.calls import Calls
+from narrowgauge.session.models.compiled_models import CompiledModels
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.handing import Handing
 from narrowgauge.session.models.roots import Roots
@@ -48,6 +49,7 @@ from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
+from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
@@ -116,8 +118,10 @@ class Session:
         self.ranks = Ranks(plan, writer, self.recorder.collector, told, further)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)
+        self.loading = Loading(self.hearing, self.steps.evals)
         self.calls = Calls(
-            self.roots, self.steps, probe, self.hearing, same, self.optimizers, self._model_taken, self._deaf
+            *(self.roots, self.steps, probe, self.hearing, same, self.loading),
+            *(self.optimizers, self._model_taken, self._deaf),
         )
         self.updates = Updates(
             *(self.steps, probe, self.hearing, same),
@@ -129,7 +133,7 @@ class Session:
         self.seams = Seams()
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
-        self._hear_modules = calling.follow(self.seams, self.calls)
+        self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
         leave_models_clean(self.seams)
         cuda_graphs.follow(self.seams, self.graphs)
         megatron = Megatron()
@@ -139,7 +143,9 @@ class Session:
         ]
         self._open_doors()
         if self._compiled is not None:
-            self._compiled.listener = self.calls
+            self._compiled.listener = CompiledModels(
+                *(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers)
+            )
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
 
     @property
@@ -196,7 +202,7 @@ class Session:
         return self._only is None or optimizer in self.optimizers
 
     def _loader_notes(self) -> list[str]:
-        if not self.plan.compiling or not self.ledger.steps or self.calls.loaders_seen:
+        if not self.plan.compiling or not self.ledger.steps or self.loading.seen:
             return []
         return ["No torch DataLoader was seen: how long the program waits for its data is not known."]
 

@@ -142,5 +142,5 @@ def test_the_error_of_a_dataset_passes_one_line_of_ours(tmp_path):
         kept = type(iterator).__next__
     ours = [path for path, line in found if (path, line) not in alone]
     assert [path.name for path in map(Path, ours)] == ["calling.py <unseen, as importlib._bootstrap>"]
-    session.calls.batch_loaded = None  # whom nobody tells after the end
+    session.loading.batch_loaded = None  # whom nobody tells after the end
     assert torch.equal(kept(iterator), torch.ones(1, 2))

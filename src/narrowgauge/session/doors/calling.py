@@ -22,7 +22,7 @@ from narrowgauge.session.doors.seams import Seams
 
 
 class HearsCalls(Protocol):
-    """Hears of modules."""
+    """Hears of modules and checkpoints."""
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run its forward."""
@@ -30,12 +30,16 @@ class HearsCalls(Protocol):
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint's first forward begins, or has ended."""
 
+
+class HearsLoads(Protocol):
+    """Hears of batches."""
+
     def batch_loaded(self, seconds: float, *, last: bool = False) -> None:
         """A data loader gave a batch after so long, or had no more: the one before was the `last`."""
 
 
-def follow(seams: Seams, calls: HearsCalls) -> Callable[[bool], None]:
-    """Tell `calls` until the seams are closed.
+def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool], None]:
+    """Tell `calls` and `loads` until the seams are closed.
 
     Returns what has modules' calls heard, or none of them: where there is a hook for all of them, torch takes a longer
     way to each.
@@ -75,7 +79,7 @@ def follow(seams: Seams, calls: HearsCalls) -> Callable[[bool], None]:
                 last = True
                 raise
             finally:
-                calls.batch_loaded(time.perf_counter() - began, last=last)
+                loads.batch_loaded(time.perf_counter() - began, last=last)
 
         return run
 

@@ -7,8 +7,6 @@
     in a checkpoint           of the reentrant kind, which a program puts around a model or its parts: a call with
                               gradients, though they are only there when it is run again
 
-A compiled function is called as a whole: inside of it nobody is told of calls.
-
 A call that a KeyboardInterrupt has left ends without a word: torch tells hooks of an Exception alone. A notebook goes
 on after it, so whether the outermost call still runs is looked up where that matters.
 """
@@ -24,7 +22,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
@@ -34,6 +31,7 @@ from narrowgauge.session.models.frames import innermost_call, left_by_an_error, 
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
@@ -42,7 +40,6 @@ from narrowgauge.session.steps.trained import Trained
 class _OfThread(threading.local):
     """What each thread is about, followed or not."""
 
-    waited = 0.0  # seconds for batches that no model was called with yet
     checkpoint = False  # a reentrant checkpoint's first forward is running
     aside = 0  # calls of models that run and are not followed
 
@@ -51,7 +48,7 @@ class Calls:
     """Follows the calls of one program's models.
 
     Args:
-        roots, steps, probe, hearing, same: the session's.
+        roots, steps, probe, hearing, same, loading: the session's.
         optimizers: those that the program made and still holds.
         taken: told whenever another model was taken, and what the program has added to one.
         deaf: called with True where calls of modules need not be heard, because a model is called that they are parts
@@ -65,26 +62,30 @@ class Calls:
         probe: SameWeightsProbe | None,
         hearing: Hearing,
         same: SameTraining,
+        loading: Loading,
         optimizers: Trained,
         taken: Callable[[str], None],
         deaf: Callable[[bool], None] = lambda deaf: None,
     ) -> None:
         self._roots, self._steps, self._probe = roots, steps, probe
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
-        self._taken, self._deaf = taken, deaf
+        self._loading, self._taken, self._deaf = loading, taken, deaf
         self._thread = _OfThread()
         self._depth = 0
         self._outermost: FrameType | None = None  # torch's, of the call that is running
         self._running: Root | None = None
         self._rerouted: Callable[[], None] = _nothing
-        self._compiled: dict[int, Root] = {}  # by the id of what was compiled
         self._tokens = 0  # of the last call with gradients
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._in_generator = False
         self._eval_began = 0.0
-        self.loaders_seen = False
         self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
+
+    @property
+    def running(self) -> bool:
+        """Whether a model is being called."""
+        return self._depth > 0
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
@@ -117,7 +118,7 @@ class Calls:
     @heard_if(lambda self, module, args: self._same.module(module))
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         kind = type(module)
-        root = self._take(module)
+        root = self.take(module)
         root.follow(self.begins, self.ended)
         root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
         self.begins(root, args, {})
@@ -131,14 +132,6 @@ class Calls:
     def learns(self) -> bool:
         """Whether what is called now is called with gradients, or will be when a checkpoint runs it again."""
         return torch.is_grad_enabled() or self._thread.checkpoint
-
-    def batch_loaded(self, seconds: float, *, last: bool = False) -> None:
-        """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
-        self._thread.waited += seconds
-        if self.hearing.perhaps_mine():
-            self.loaders_seen = True
-            if last:
-                self._steps.evals.data_ended()
 
     def of_training(self) -> bool:
         """Whether what the calling thread multiplies is of the training: its own, or a part of its running forward.
@@ -167,7 +160,7 @@ class Calls:
         root.heard_in = self.hearing.turn
         self._deaf(True)
         if not self.learns():
-            self._thread.waited = 0.0  # an evaluation's batch
+            self._loading.evaluated()
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins()
             return
@@ -187,10 +180,7 @@ class Calls:
         self._tokens, line = tokens, self._steps.line
         if line is not None:
             line.tokens += tokens
-            self.loaders_seen |= self._thread.waited > 0.0
-            if self.loaders_seen:
-                line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + self._thread.waited
-                self._thread.waited = 0.0
+            self._loading.trained(line)
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
 
@@ -262,60 +252,8 @@ class Calls:
         self.training = False
         self._rerouted()
 
-    @heard_if(lambda self, owner, args, kwargs: self._same_compiled(owner))
-    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
-        """A compiled function, or a module compiled in place, is called: as a model, unless one is being called.
-
-        A function that is called before any model was is taken for the call of the whole that the optimizers train.
-        """
-        if self._depth or not self._optimizers or inside_backward():
-            return None
-        root = self._compiled.get(id(owner))
-        if root is None or not root.alive:  # or an address that is used again
-            root = self._take_compiled(owner)
-            if root is None:
-                return None
-            self._compiled[id(owner)] = root
-        self.begins(root, args, kwargs)
-        return root
-
-    def _same_compiled(self, owner: Any) -> bool | None:
-        if not self.learns() or not self._optimizers:
-            return None
-        root = self._compiled.get(id(owner))
-        if root is not None and root.alive:
-            return self._same.model(root)
-        module = self._compiled_model(owner)
-        return None if module is None else self._same.module(module)
-
-    @heard
-    def update_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer's compiled step is called, and no forward or backward in it: what it ends is seen as a whole."""
-        if optimizer in self._optimizers and not inside_backward():
-            self._steps.looked()
-
-    def compiled_ended(self, known: Root | None, output: Any) -> None:
-        """Its call returned."""
-        self._settle()
-        if known is not None:
-            self.ended(known, output)
-
-    @heard
-    def _settle(self) -> None:
-        self._steps.settle()
-
-    def _take_compiled(self, owner: Any) -> Root | None:
-        module = self._compiled_model(owner)
-        return None if module is None or module in self._roots else self._take(module)
-
-    def _compiled_model(self, owner: Any) -> nn.Module | None:
-        if not torch.is_grad_enabled():
-            return None
-        if isinstance(owner, nn.Module):
-            return owner if self._optimizers.owns(owner) else None
-        return self._roots.whole(self._optimizers) if not len(self._roots) else None
-
-    def _take(self, module: nn.Module) -> Root:
+    def take(self, module: nn.Module) -> Root:
+        """A module, of which no call is heard so far, is a model."""
         if self._roots.changed:  # it may be a new part of a model that is known
             self._renew()
         self._steps.another_model()
