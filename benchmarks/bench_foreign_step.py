@@ -107,6 +107,9 @@ class Program(CompiledCalls):
     def compiled_ended(self, *told: Any) -> None:
         """Nor of this."""
 
+    def update_begins(self, optimizer: Any) -> None:
+        """Nor of that."""
+
     def learns(self) -> bool:
         """Whether it is called with gradients."""
         return True

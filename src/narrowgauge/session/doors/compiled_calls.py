@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -35,8 +35,25 @@ _LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what i
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
+class HearsCompiled(Protocol):
+    """Hears of what is compiled."""
+
+    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function, or a module compiled in place, is called; returns what `compiled_ended` is to know."""
+
+    def compiled_ended(self, known: Any, output: Any) -> None:
+        """The call returned."""
+
+    def update_begins(self, optimizer: Optimizer) -> Any:
+        """An optimizer's step is called, without a closure."""
+
+    def learns(self) -> bool:
+        """Whether what is called now is called with gradients, or will be."""
+        ...
+
+
 class CompiledCalls:
-    """Wraps what is compiled from now on; `listener` hears `compiled_begins`, `update_begins`, `compiled_ended`.
+    """Wraps what is compiled from now on, and tells `listener` of its calls.
 
     What one has wrapped tells the next one when the first is closed: a function may be compiled once and watched often.
     """
@@ -45,7 +62,7 @@ class CompiledCalls:
     _wrapped: ClassVar[WeakSet[Callable[..., Any]]] = WeakSet()  # by this one or an earlier one, and still there
 
     def __init__(self) -> None:
-        self.listener: Any = None
+        self.listener: HearsCompiled | None = None
         self._heard = bool(self._wrapped)  # the program compiled something
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False

@@ -52,6 +52,10 @@ class CompiledModels:
         self._calls.begins(root, args, kwargs)
         return root
 
+    def learns(self) -> bool:
+        """As of any call."""
+        return self._calls.learns()
+
     def _same_compiled(self, owner: Any) -> bool | None:
         if not self._calls.learns() or not self._optimizers:
             return None
