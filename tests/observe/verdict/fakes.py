@@ -12,6 +12,7 @@ class FakeRun:
         self.meta = meta
         self._scalars = scalars
         self._sites = sites or {}
+        self.scalar_names = tuple(sorted(scalars))
         self.metrics = tuple(dict.fromkeys(name for row in self._sites.values() for name in row))
 
     def scalars(self, name):

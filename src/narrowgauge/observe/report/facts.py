@@ -145,6 +145,8 @@ def _hash(value: Any) -> str:
 
 def _last_digest(run: Run) -> str:
     """The chained digest of all data that the run saw, in hexadecimal; "" where none was recorded."""
+    if "data_digest" not in run.scalar_names:
+        return ""
     values = run.scalars("data_digest")["data_digest"]
     return f"{int(values[-1]):013x}" if len(values) and np.isfinite(values[-1]) else ""
 

@@ -58,9 +58,9 @@ class Histogram:
 
 def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
     """A scalar of one run over its steps; empty when it was never recorded."""
-    table = run.scalars(scalar)
-    if scalar not in table or table.rows == 0:
+    if scalar not in run.scalar_names:
         return Trace(name, color, np.zeros(0), np.zeros(0))
+    table = run.scalars(scalar)
     values = np.asarray(table[scalar], dtype=np.float64)
     return Trace(
         name, color, np.asarray(table["step"], dtype=np.float64), np.where(np.isfinite(values), values, np.nan)

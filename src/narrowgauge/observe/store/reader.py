@@ -1,5 +1,6 @@
 """open_run: a run folder as numpy arrays, through DuckDB over its Parquet segments.
 
+    run.scalars(name)          -> a table: step, name
     run.series(site, metric)   -> steps [T], values [T]
     run.heatmap(metric, role)  -> sites [S], steps [T], values [S, T]
     run.sql("SELECT ...")      over the views tensors, scalars, events
@@ -14,15 +15,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import duckdb
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.errors import RunError, nearest
+from narrowgauge.errors import RunError, UsageError
+from narrowgauge.metrics.site import ROLES
+from narrowgauge.observe.store import asked
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.downsample import bin_width, extreme, keep_extrema
 from narrowgauge.observe.store.ends import Ends
@@ -34,6 +37,8 @@ from narrowgauge.observe.store.table import Table, plain_column
 
 Array = npt.NDArray[Any]
 Keep = Literal["extreme", "min", "max", "mean"]
+SITE = "layers.0.mlp.up:input"  # as messages show one
+QUERY = "SQL, such as 'SELECT max(amax) FROM tensors'"
 
 
 def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recover: bool = False) -> Run:
@@ -43,8 +48,10 @@ def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recove
 
     Arguments: `skip_corrupt`, go on without segments that cannot be read, with a warning that names them;
     `recover`, read the segments of a folder whose run.json is missing or damaged.
-    Errors: RunError if the folder is missing, is not a run, or needs a newer narrowgauge.
+    Errors: RunError if the folder is missing, is not a run, or needs a newer narrowgauge; UsageError for no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"open_run takes the path of one run's folder; found {type(path).__name__}.")
     folder = Path(path)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
@@ -78,7 +85,11 @@ def _manifest(folder: Path) -> manifests.Manifest:
 
 
 class Run:
-    """A recorded run; made by `open_run`. Nothing but run.json is read before it is asked for."""
+    """A recorded run; made by `open_run`. Nothing but run.json is read before it is asked for.
+
+    Errors of all that is asked: RunError for what the run does not have, or what cannot be read; UsageError for an
+    argument of a wrong kind.
+    """
 
     def __init__(self, path: Path, manifest: manifests.Manifest, source: Source) -> None:
         self.path = path
@@ -150,46 +161,58 @@ class Run:
 
     def tensors(
         self,
-        columns: Sequence[str] | str | None = None,
-        sites: Sequence[str] | str | None = None,
-        steps: Sequence[int] | int | None = None,
+        columns: Iterable[str] | None = None,
+        sites: Iterable[str] | None = None,
+        steps: Iterable[int] | int | None = None,
     ) -> Table:
         """Rows of per-site statistics, sorted by (site, step): keys `step`, `rank`, `site`, then the columns.
 
-        `columns`, `sites` and `steps` restrict what is read: several, or one; None means all. Histograms are object
-        columns of arrays [B], None where there is none. Errors: RunError for an unknown column.
+        `columns`, `sites` and `steps` restrict what is read: several, or one; None means all. Steps that were not
+        recorded have no rows. Histograms are object columns of arrays [B], None where there is none.
         """
-        columns, sites = ([one] if isinstance(one, str) else one for one in (columns, sites))
-        steps = [steps] if isinstance(steps, int) else steps
-        wanted = self.metrics if columns is None else self._known(columns)
+        wanted = self.metrics if columns is None else self._known(asked.names("columns", columns, "amax"))
         picks = ", ".join(["step", "rank", "site", *(quoted(name) for name in wanted)])
         where: list[str] = ["true"]
         parameters: list[Any] = []
-        if sites is not None:
+        only = None if sites is None else asked.names("sites", sites, SITE)
+        if only is not None:
             where.append("site IN (SELECT unnest(?::VARCHAR[]))")
-            parameters.append(list(sites))
+            parameters.append(only)
         if steps is not None:
             where.append("step IN (SELECT unnest(?::BIGINT[]))")
-            parameters.append([int(step) for step in steps])
+            parameters.append(asked.wholes("steps", steps))
         query = f"SELECT {picks} FROM tensors WHERE {' AND '.join(where)} ORDER BY site, step, rank"
-        return Table(self._columns(query, parameters))
+        table = Table(self._columns(query, parameters))
+        if only is not None:
+            self._there("site", set(only).difference(table["site"]), lambda: self.sites)
+        return table
 
-    def scalars(self, name: str | None = None, *, rank: int | None = None) -> Table:
+    def scalars(self, name: Iterable[str] | None = None, *, rank: int | None = None) -> Table:
         """Numbers of whole steps, one row per step: `step`, then a column per name (NaN where it has none).
 
-        With `name`: only `step` and that column, only the steps that have it; no rows if it was never
-        recorded. `rank`: whose rows; `Run.rank`'s by default.
+        With a `name`, or several: only `step` and these columns, only the steps that have any of them. `rank`: whose
+        rows; `Run.rank`'s by default. Which there are, `scalar_names` says; before any was recorded, all are empty.
         """
-        names = self.scalar_names if name is None else (name,)
-        picks = "".join(f", arg_max(value, wall_time) FILTER (name = ?) AS {quoted(each)}" for each in names)
-        which = [] if name is None else [name]
-        only = "AND name = ? " if which else ""
+        names = list(self.scalar_names) if name is None else asked.names("name", name, "loss")
+        whose, which = self._rank(rank), [] if name is None else [names]
+        # Columns go by number: DuckDB takes names that differ only in case for one.
+        picks = "".join(f', arg_max(value, wall_time) FILTER (name = ?) AS "{at}"' for at in range(len(names)))
+        only = "AND name IN (SELECT unnest(?::VARCHAR[])) " if which else ""
         query = f"SELECT step{picks} FROM scalars WHERE rank = ? {only}GROUP BY step ORDER BY step"
-        return Table(self._columns(query, [*names, self.rank if rank is None else rank, *which]))
+        found = self._columns(query, [*names, whose, *which])
+        values = {each: found[str(at)] for at, each in enumerate(names)}
+        if which:
+            empty = [each for each in names if np.isnan(values[each].astype(np.float64)).all()]
+            self._there("scalar", empty, lambda: self.scalar_names)
+        return Table({"step": found["step"], **values})
 
-    def events(self, kind: str | None = None) -> Table:
-        """What happened: `step`, `rank`, `kind`, `site` (or None), `message`, `data` (JSON), `wall_time`."""
-        only, which = ("", []) if kind is None else ("WHERE kind = ? ", [kind])
+    def events(self, kind: Iterable[str] | None = None) -> Table:
+        """What happened: `step`, `rank`, `kind`, `site` (or None), `message`, `data` (JSON), `wall_time`.
+
+        With a `kind`, or several: only these; no rows of what never happened.
+        """
+        kinds = None if kind is None else asked.names("kind", kind, "nan")
+        only, which = ("", []) if kinds is None else ("WHERE kind IN (SELECT unnest(?::VARCHAR[])) ", [kinds])
         picks = "step, rank, kind, site, message, data, wall_time"
         return Table(self._columns(f"SELECT {picks} FROM events {only}ORDER BY step, wall_time", which))
 
@@ -199,25 +222,25 @@ class Run:
         """One metric of one site over time: steps int64 [T], values float64 [T] (histograms: [T, B]).
 
         Steps without a value are left out. `max_points` thins the series to about that many points and keeps
-        the lowest and highest of every stretch; `rank` is as in `scalars`. Errors: RunError for an unknown metric
-        or site.
+        the lowest and highest of every stretch; `rank` is as in `scalars`.
         """
-        (name,) = self._known([metric])
-        value = quoted(name)
+        site = asked.name("site", site, SITE)
+        most = None if max_points is None else asked.whole("max_points", max_points, least=1)
+        whose = self._rank(rank)
+        value = quoted(self._metric(metric))
         found = self._fetched(
             lambda db: db.execute(
-                f"SELECT step, {value} AS value FROM {self._source.tensors_of(self.rank if rank is None else rank)} "
+                f"SELECT step, {value} AS value FROM {self._source.tensors_of(whose)} "
                 f"WHERE site = ? AND {value} IS NOT NULL ORDER BY step",
                 [site],
             )
         )
         steps, values = found["step"], found["value"]
-        if not len(steps) and site not in self.sites:
-            raise RunError(f"{self.path} has no site {site!r}: {_nearest(site, self.sites)}")
+        self._there("site", () if len(steps) else {site}, lambda: self.sites)
         if values.dtype == object and len(values):
             return steps, np.stack(list(values)).astype(np.float64)
         values = values.astype(np.float64)
-        return (steps, values) if max_points is None else keep_extrema(steps, values, max_points)
+        return (steps, values) if most is None else keep_extrema(steps, values, most)
 
     def heatmap(
         self,
@@ -230,16 +253,22 @@ class Run:
     ) -> tuple[tuple[str, ...], Array, Array]:
         """One metric of all sites over time: sites (S), steps int64 [T], values float64 [S, T] with NaN.
 
-        Only sites that have the metric; of all ranks, unless one is named. A run that spans more than
-        `max_steps` steps is binned: `steps` are then the first steps of the bins, and a cell is its bin's
+        Only sites that have the metric, and the role, if one is named; of all ranks, unless one is. A run that spans
+        more than `max_steps` steps is binned: `steps` are then the first steps of the bins, and a cell is its bin's
         minimum, maximum or mean, or ("extreme") whichever of minimum and maximum lies farther from what is
-        usual at that site. Where ranks wrote rows of their own, a cell is of all their rows. Errors: RunError
-        for an unknown metric or a histogram.
+        usual at that site. Where ranks wrote rows of their own, a cell is of all their rows. A histogram has no
+        heatmap: RunError.
         """
-        (name,) = self._known([metric])
+        name = self._metric(metric)
         if name in self._source.histograms:
             raise RunError(f"{name!r} is a histogram, which a heatmap can't show; read it by series(site, {name!r}).")
-        sites, found = self._source.ask(lambda db: self._cells(db, name, role, rank, max_steps))
+        asked.one_of("keep", keep, get_args(Keep))
+        of = None if role is None else asked.name("role", role, ROLES[0])
+        whose = None if rank is None else self._rank(rank)
+        most = asked.whole("max_steps", max_steps, least=1)
+        sites, found = self._source.ask(lambda db: self._cells(db, name, of, whose, most))
+        if of is not None and not sites:
+            self._there("role", {of}, lambda: {*ROLES, *map(role_of, self.sites)} - {""})
         steps, columns = np.unique(found["step"], return_inverse=True)
         low_ST, high_ST, mean_ST = (np.full((len(sites), len(steps)), np.nan) for _ in range(3))
         for values_ST, key in ((low_ST, "low"), (high_ST, "high"), (mean_ST, "mean")):
@@ -247,9 +276,14 @@ class Run:
         pick = {"min": low_ST, "max": high_ST, "mean": mean_ST}
         return sites, steps, pick[keep] if keep in pick else extreme(low_ST, high_ST, mean_ST)
 
-    def sql(self, query: str, parameters: Sequence[Any] | None = None) -> Table:
-        """Any DuckDB query over the views `tensors`, `scalars` and `events`. Errors: RunError."""
-        return Table(self._columns(query, parameters))
+    def sql(self, query: str, parameters: Iterable[Any] | Mapping[str, Any] | None = None) -> Table:
+        """Any DuckDB query over the views `tensors`, `scalars` and `events`.
+
+        `parameters`: values for each `?` of it, or a dict for its `$names`.
+        """
+        if not isinstance(query, str):
+            raise asked.wrong("query", query, QUERY)
+        return Table(self._columns(query, asked.values(parameters)))
 
     def _cells(
         self, db: duckdb.DuckDBPyConnection, metric: str, role: str | None, rank: int | None, max_steps: int
@@ -281,29 +315,47 @@ class Run:
         db.execute("DROP TABLE cells")
         return sites, {name: plain_column(values) for name, values in fetched.items()}
 
-    def _known(self, names: Iterable[str]) -> list[str]:
+    def _known(self, names: list[str]) -> list[str]:
         metrics = self.metrics
         for name in names:
             if name not in metrics:
-                raise RunError(f"{self.path} has no metric {name!r}: {_nearest(name, metrics)}")
-        return list(names)
+                raise asked.unknown(self.path, "metric", name, metrics)
+        return names
+
+    def _metric(self, given: Any) -> str:
+        return self._known([asked.name("metric", given, "amax")])[0]
+
+    def _rank(self, given: Any) -> int:
+        """The rank that is meant: the one that stands for the run, or one that recorded something."""
+        if given is None:
+            return self.rank
+        rank, ranks = asked.whole("rank", given), self.ranks
+        self._there("rank", () if rank in ranks else {rank}, lambda: ranks)
+        return rank
+
+    def _there(self, what: str, missed: Iterable[Any], known: Callable[[], Iterable[Any]]) -> None:
+        """Complain of the first that was missed and is not `known`, which is asked only if any was.
+
+        A run that has recorded none yet may still come to it: whoever follows it finds no rows.
+        """
+        if missed := list(missed):
+            there = set(known())
+            for each in missed:
+                if there and each not in there:
+                    raise asked.unknown(self.path, what, each, there)
 
     def _rows(self, query: str, parameters: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         given = list(parameters)
         return self._source.ask(lambda db: db.execute(query, given).fetchall())
 
-    def _columns(self, query: str, parameters: Iterable[Any] | None = None) -> dict[str, Array]:
-        given = list(parameters or ())
-        return self._fetched(lambda db: db.execute(query, given))
+    def _columns(self, query: str, parameters: list[Any] | dict[str, Any] | None = None) -> dict[str, Array]:
+        return self._fetched(lambda db: db.execute(query, parameters or []))
 
     def _fetched(self, query: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyConnection]) -> dict[str, Array]:
-        fetched = self._source.ask(lambda db: query(db).fetchnumpy())
-        return {name: plain_column(values) for name, values in fetched.items()}
+        def fetch(db: duckdb.DuckDBPyConnection) -> dict[str, Any]:
+            answer: duckdb.DuckDBPyConnection | None = query(db)
+            if answer is None:
+                raise UsageError(f"the query is empty; expected {QUERY}.")
+            return answer.fetchnumpy()
 
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown name; a run may have thousands, so not all of them."""
-    if not known:
-        return "nothing was recorded."
-    said = nearest(name, known)
-    return said if len(said) < 400 else f"there is: {', '.join(sorted(known)[:5])} and {len(known) - 5} more."
+        return {name: plain_column(values) for name, values in self._source.ask(fetch).items()}

@@ -126,8 +126,12 @@ class Source:
 
     def tensors_of(self, rank: int) -> str:
         """A FROM item for one rank's tensor rows; for use within `ask`. Reading no other file beats any filter."""
-        files = [file for file in self._seen.get("tensors", []) if _rank(file) == rank]
-        return f"(SELECT * FROM ({self._union('tensors', files)}) WHERE {self._counts})"
+        seen = self._seen.get("tensors", [])
+        files = [file for file in seen if _rank(file) == rank]
+        # What only other ranks have recorded is a column here, too: without rows.
+        others = "" if len(files) == len(seen) else " UNION ALL BY NAME SELECT * FROM all_tensors WHERE false"
+        rows = f"SELECT * FROM ({self._union('tensors', files)}){others}"
+        return f"(SELECT * FROM ({rows}) WHERE {self._counts})"
 
     def _union(self, kind: Kind, files: list[Path]) -> str:
         """A query for all rows of these segments, whose columns may differ."""

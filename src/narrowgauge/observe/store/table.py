@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.errors import RunError, nearest
+from narrowgauge.observe.store import asked
 
 Array = npt.NDArray[Any]
 
@@ -36,12 +37,18 @@ class Table(Mapping[str, Array]):
         return tuple(self._columns)
 
     def __getitem__(self, name: str) -> Array:
+        if not isinstance(name, str):
+            raise asked.wrong("the column", name, f"one name of {', '.join(self._columns)}; row(index) reads a row")
         if name not in self._columns:
             raise RunError(f"there is no column {name!r}: {nearest(name, self._columns)}")
         return self._columns[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A column, or `default` where there is none of that name."""
+        return self._columns.get(name, default) if isinstance(name, str) else default
+
     def __contains__(self, name: object) -> bool:
-        return name in self._columns
+        return isinstance(name, str) and name in self._columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -53,7 +60,10 @@ class Table(Mapping[str, Array]):
         return f"Table({self.rows} rows: {', '.join(self._columns)})"
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row as plain Python values."""
+        """One row as plain Python values; a negative index counts from the end."""
+        index = asked.whole("index", index, least=-self.rows)
+        if index >= self.rows:
+            raise RunError(f"there is no row {index}: the table has {self.rows}, counted from 0.")
         row = {name: values[index] for name, values in self._columns.items()}
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
 

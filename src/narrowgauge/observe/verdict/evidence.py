@@ -30,7 +30,7 @@ class Evidence:
 
     def series(self, name: str) -> Series:
         """One scalar by step; empty if it was never recorded."""
-        if self.run is None:
+        if self.run is None or name not in self.run.scalar_names:
             return Series(np.zeros(0, np.int64), np.zeros(0))
         table = self.run.scalars(name)
         return Series(np.asarray(table["step"], np.int64), np.asarray(table[name], np.float64))
