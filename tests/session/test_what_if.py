@@ -19,6 +19,7 @@ import narrowgauge as ng
 from narrowgauge.cli.report import report_command
 from narrowgauge.compute.recipes import CATALOG, by_name
 from narrowgauge.observe.report.readiness import Asked, Readiness, in_short, plain, readiness
+from narrowgauge.observe.report.together import LeftOut, together
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.attach import Session
@@ -369,7 +370,7 @@ def test_a_ranking_says_of_each_recipe_what_its_worst_tensor_is(asked):
     assert delayed.said == f"{delayed.worst[0].site}: {delayed.worst[0].why}"
 
 
-@pytest.mark.parametrize(("watch", "steps"), [({}, [1, 4, 5, 6]), ({"steps": [[3, 4]]}, [3, 4])])
+@pytest.mark.parametrize(("watch", "steps"), [({}, [1, 2, 4, 5, 6]), ({"steps": [[3, 4]]}, [3, 4])])
 def test_optimizers_that_take_turns_have_all_their_tensors_in_the_ranking(tmp_path, watch, steps):
     follow(tmp_path, IN_TURN, watch=watch, **SELDOM)
     run = open_run(tmp_path / "out")
@@ -378,6 +379,101 @@ def test_optimizers_that_take_turns_have_all_their_tensors_in_the_ranking(tmp_pa
     assert {tensor.site for tensor in found.tensors} == set(run.sites)
     assert len(run.sites) == 6
     assert all(len(tensor.sqnr_db) == 5 for tensor in found.tensors)
+
+
+LATE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 32)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.late = None
+    def forward(self, x, step):
+        x = self.experts[0 if step < 5 else step % 3](self.stem(x))
+        return x if self.late is None else self.late(x)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 13):
+    if step == 9:
+        model.late = nn.Linear(32, 32)
+        optimizer.add_param_group({"params": list(model.late.parameters())})
+    for _ in range(2):
+        model(torch.randn(16, 8), step).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_tensor_that_was_in_no_such_step_is_asked_about_where_it_is_first_recorded(tmp_path):
+    """An expert that runs in some steps, and a layer that comes into the model late: of each all microbatches."""
+    follow(tmp_path, LATE, **SELDOM)
+    run, beside = (open_run(tmp_path / "out" / folder) for folder in ("", "what_if/mxfp8"))
+    asked = {"stem": [1, 4], "experts.0": [1, 4], "experts.2": [5], "experts.1": [7], "late": [9]}
+    for layer, steps in asked.items():
+        assert beside.series(f"{layer}:grad_output", "sqnr_db")[0].tolist() == steps, layer
+        (own,) = (run.tensors("numel", f"{layer}:input", step)["numel"][0] for step in steps[-1:])
+        if layer != "stem":
+            assert beside.tensors("numel", f"{layer}:input", steps[-1])["numel"].tolist() == [own] == [2 * 16 * 32]
+    found = readiness(run)
+    ranked = {tensor.site: tensor for tensor in found.tensors}
+    assert set(ranked) == set(run.sites) - {"stem:input", "stem:weight"}
+    assert found.steps == (4, 5, 7, 9)
+    sqnr = dict(zip(*map(np.ndarray.tolist, run.series("late:weight", "sqnr_db")), strict=True))
+    assert ranked["late:weight"].sqnr_db["current"] == sqnr[9]
+    assert found.without == LeftOut(unasked=("stem:input", "stem:weight"))
+
+
+def test_what_was_begun_and_thrown_away_is_asked_about_again(tmp_path):
+    with RunWriter(tmp_path / "out", {}) as writer:
+        asked = WhatIf(("rowwise",), writer, Selection({}, 1), seldom=True)
+
+        def see(step, *sites):
+            asked.begin_step(step, recorded=True)
+            for site in sites:
+                asked.operand(site, "weight", torch.randn(16, 16))
+
+        see(1, "a")
+        asked.drop_step()
+        see(2, "a", "b")
+        asked.begin_anew()
+        asked.operand("a", "weight", torch.randn(16, 16))
+        see(3, "a", "b")
+        see(4, "a", "b")
+        asked.close()
+    rows = open_run(tmp_path / "out" / "what_if" / "rowwise").tensors()
+    assert list(zip(rows["step"].tolist(), rows["site"], strict=True)) == [(2, "a:weight"), (3, "b:weight")]
+
+
+def test_each_tensor_is_ranked_by_its_own_steps_and_what_is_in_none_is_named(tmp_path):
+    """Of a run in which recipes were asked in few steps only."""
+    steps = {"usual:input": range(8), "early:input": [0], "late:input": [7], "seldom:input": [3, 5], "tiny:input": [0]}
+    for folder, sites in (("", steps), ("what_if/mxfp8", list(steps)[:2]), ("what_if/rowwise", list(steps)[:2])):
+        with RunWriter(tmp_path / folder, {"judged_by": "current"}) as writer:
+            for step in (0, 2, 4, 6) if folder else range(8):
+                there = [site for site in sites if step in steps[site]]
+                writer.add_tensors(step, there, {"sqnr_db": np.full(len(there), 30.0 + step)})
+                if not folder:
+                    writer.add_tensors(step, ["usual:output"], {"gemm_gain": np.ones(1)})
+    run = open_run(tmp_path)
+    assert together([open_run(tmp_path / "what_if" / name) for name in ("mxfp8", "rowwise")]) == {
+        "usual:input": (4, 6), "early:input": (0,),
+    }  # fmt: skip
+    found = readiness(run)
+    assert {tensor.site: tensor.sqnr_db["current"] for tensor in found.tensors} == {
+        "usual:input": 35.0, "early:input": 30.0,
+    }  # fmt: skip
+    assert found.steps == (0, 4, 6)
+    assert found.without == LeftOut(("late:input", "seldom:input"), ("tiny:input",))
+    done = CliRunner().invoke(report_command, [str(tmp_path), "-o", str(tmp_path / "page.html")])
+    for said in (
+        "2 tensors (late:input and seldom:input) are not in the table: they were in none of the steps in which",
+        "tiny:input is not in the table: FP8 products take no rows of fewer than 16 elements",
+    ):
+        assert said in " ".join(done.output.split())
+        assert said in " ".join((tmp_path / "page.html").read_text().split())
 
 
 def test_a_run_has_no_folder_of_recipes_that_saw_nothing(tmp_path):

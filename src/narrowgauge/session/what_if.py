@@ -2,7 +2,8 @@
 
 rows below 16      left out: no FP8 product takes them, and with a scale for each they lose next to nothing
 asked by name      every recorded operand, by every recipe (judge.py)
-else               those of products that nobody converted, in few of the recorded steps (selection/seldom.py)
+else               those of products that nobody converted, in few of the recorded steps (selection/seldom.py); one that
+                   was in none of these so far (a layer that came later, an expert) where it is first recorded
 RUN/what_if/NAME/  a run of its own for each recipe, with the same steps and sites: what reads runs reads these
 """
 
@@ -54,7 +55,10 @@ class WhatIf:
     def __init__(self, names: Sequence[str], writer: RunWriter, selection: Selection, *, seldom: bool = False) -> None:
         self.names, self.seldom, self._selection = tuple(names), seldom, selection
         self._weights: set[str] = set()  # seen in the open step
-        self._open = False
+        self._step: int | None = None  # the open step, if it is recorded
+        self._open = False  # any operand was, or may be, asked about in it
+        self._known: set[str] = set()  # sites that were asked about, in steps before
+        self._now: set[str] = set()  # in the open one
         self.problem = ""
         self.seconds = 0.0
         runs = {name: _Run(writer.path / FOLDER / name, name, writer.rank, self._failed) for name in self.names}
@@ -65,12 +69,21 @@ class WhatIf:
     def begin_step(self, step: int, recorded: bool) -> None:
         """Open a step if it is `recorded`."""
         self.end_step()
-        asked = recorded and (self._selection.seldom or not self.seldom)
-        self._open = asked and bool(self.names) and not self.problem
-        if not self._open:
-            return
-        for judge in self._judges:
-            judge.collector.begin_step(step)
+        self._step = step if recorded and self.names and not self.problem else None
+        if not self.seldom or self._selection.seldom:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._step is not None and not self._open:
+            self._open = True
+            for judge in self._judges:
+                judge.collector.begin_step(self._step)
+
+    def _asks(self, site: str) -> bool:
+        if self.seldom and not self._selection.seldom and site in self._known:
+            return False
+        self._begin()
+        return self._open
 
     def wants(self) -> bool:
         """Whether the open step is looked at, every operand of it."""
@@ -80,10 +93,13 @@ class WhatIf:
     def operand(self, module: str, role: str, x: Tensor) -> None:
         """See an operand x [M, K], or the weights [E, N, K] of experts."""
         site, began = f"{module}:{role}", time.perf_counter()
-        if not self._open or role not in ROLES or not x.numel() or x.shape[-1] < SHORTEST or site in self._weights:
+        if self._step is None or role not in ROLES or not x.numel() or x.shape[-1] < SHORTEST or site in self._weights:
+            return
+        if not self._asks(site):
             return
         if role == "weight":
             self._weights.add(site)
+        self._now.add(site)
         try:
             for judge in self._judges:
                 if judge.counted(module, role, x) or (self.seldom and not x.is_cpu):
@@ -96,8 +112,10 @@ class WhatIf:
 
     def end_step(self) -> None:
         """The step ended."""
-        self._open = False
+        self._step, self._open = None, False
         self._weights.clear()
+        self._known |= self._now
+        self._now.clear()
         for judge in self._judges:
             judge.end_step()
             if self.seldom:
@@ -105,11 +123,15 @@ class WhatIf:
 
     def drop_step(self) -> None:
         """The open step is none."""
+        self._step, self._open = None, False
+        self._now.clear()
         for judge in self._judges:
             judge.collector.drop_step()
 
     def begin_anew(self) -> None:
         """What was seen in the open step so far was none of it."""
+        self._weights.clear()
+        self._now.clear()
         for judge in self._judges:
             judge.collector.begin_anew()
 
@@ -128,7 +150,7 @@ class WhatIf:
         return {"recipes": list(self.names), "seconds": self.seconds}
 
     def _failed(self, error: Exception) -> None:
-        self._open = False
+        self._step, self._open = None, False
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         self.problem = self.problem or f"watch.what_if: it ended early, and rows of it are missing: {cause}"
 

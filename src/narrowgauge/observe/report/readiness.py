@@ -4,8 +4,8 @@
     RUN/what_if/NAME/       by the others
 
 A site is in trouble under a recipe if one of the verdict's signs says so (`verdict.worst`), over the second half of the
-steps in which all were asked. `best` is the first recipe, in the order in which they were asked, without trouble that
-comes near the best of these (`verdict.choice`).
+steps in which all were asked of it (`together.py`). `best` is the first recipe, in the order in which they were asked,
+without trouble that comes near the best of these (`verdict.choice`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from narrowgauge.errors import RunError
+from narrowgauge.observe.report.together import LeftOut, left_out, together
 from narrowgauge.observe.store import Run, open_run
 from narrowgauge.observe.verdict.choice import simplest
 from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import WorstTensor
-from narrowgauge.observe.verdict.worst import NOTHING, worst_tensors
+from narrowgauge.observe.verdict.worst import NOTHING, every_step, worst_tensors
 
 FOLDER = "what_if"
 EVERYTHING = 1 << 30
@@ -65,11 +65,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Readiness:
-    """What a run knows of each recipe by these `steps`; `tensors` are ranked, the worst under the first one first."""
+    """What a run knows of each recipe by these `steps`; `tensors` are ranked, the worst under the first one first.
+
+    `without` are those that could be among them, and are not.
+    """
 
     recipes: tuple[Asked, ...]
     tensors: tuple[Tensor, ...]
     steps: tuple[int, ...]
+    without: LeftOut = field(default_factory=LeftOut)
 
 
 def readiness(run: Run) -> Readiness | None:
@@ -77,13 +81,15 @@ def readiness(run: Run) -> Readiness | None:
     runs = _runs(run)
     if len(runs) < 2:
         return None
-    steps, sites = _together([part for part in runs.values() if part is not run])
+    beside = [part for part in runs.values() if part is not run]
+    steps = together(beside)
     if not steps:  # it was killed before any of its rows were written
         return None
     others = _of_another_recipe(run)  # the sites whose own rows are no rows of the run's recipe
-    known = {name: {site for site in sites if part is not run or not others(site)} for name, part in runs.items()}
-    ranked = {name: worst_tensors(part, EVERYTHING, steps, known[name].__contains__) for name, part in runs.items()}
-    sqnr = {name: _sqnr(part, steps, known[name]) for name, part in runs.items()}
+    own = {site: its for site, its in steps.items() if not others(site)}
+    known = {name: own if part is run else steps for name, part in runs.items()}
+    ranked = {name: worst_tensors(part, EVERYTHING, known[name]) for name, part in runs.items()}
+    sqnr = {name: _sqnr(part, known[name]) for name, part in runs.items()}
     recipes = tuple(_asked(name, ranked[name], sqnr[name]) for name in runs)
     why = {name: {t.site: "" if t.remedy == NOTHING else t.why for t in tensors} for name, tensors in ranked.items()}
     order = dict.fromkeys(t.site for tensors in ranked.values() for t in tensors)
@@ -93,7 +99,8 @@ def readiness(run: Run) -> Readiness | None:
         trouble = {name: why[name].get(site, "") for name in runs}
         if db:
             tensors.append(Tensor(site, db, trouble, _best(db, trouble)))
-    return Readiness(recipes, tuple(tensors), tuple(steps))
+    without = left_out(run, beside, steps, lambda site: not others(site))
+    return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without)
 
 
 def table(found: Readiness, top: int = 20) -> RenderableType:
@@ -111,7 +118,8 @@ def table(found: Readiness, top: int = 20) -> RenderableType:
         Text(in_short(found)), Text(""),
         Text(f"Tensors, the worst under {names[0]} first: SQNR in dB; ! is in trouble", style="bold"), tensors,
     ]  # fmt: skip
-    return Group(*parts, *([Text(f"and {left} more")] if left > 0 else []))
+    below = [f"and {left} more" if left > 0 else "", found.without.said]
+    return Group(*parts, *(Text(line) for line in below if line))
 
 
 def plain(found: Readiness, top: int = 20, width: int = 160) -> str:
@@ -183,26 +191,15 @@ def _folders(run: Run) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
-def _together(others: Sequence[Run]) -> tuple[list[int], set[str]]:
-    """The steps that all of them have, and the sites that any has. The second half, if it has all sites."""
-    tables = [run.tensors(columns=[]) for run in others]
-    each = [set(np.unique(table["step"]).tolist()) for table in tables if table.rows]
-    steps = sorted(set.intersection(*each) or set.union(*each)) if each else []
-    half = steps[len(steps) // 2 :]
-    late = {str(site) for table in tables for site in np.unique(table["site"][np.isin(table["step"], half)])}
-    sites = {str(site) for table in tables for site in np.unique(table["site"])}
-    return half if late == sites else steps, sites
-
-
-def _sqnr(run: Run, steps: Sequence[int], sites: Set[str]) -> dict[str, float]:
-    """The median of each site's SQNR over these steps."""
+def _sqnr(run: Run, steps: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """The median of each site's SQNR over its steps."""
     if "sqnr_db" not in run.metrics:
         return {}
-    rows = run.tensors(columns=["sqnr_db"], steps=steps)
+    rows = run.tensors(columns="sqnr_db", steps=every_step(steps))
     by_site: dict[str, list[float]] = {}
-    for site, value in zip(rows["site"], np.asarray(rows["sqnr_db"], dtype=float).tolist(), strict=True):
-        if value == value and site in sites:
-            by_site.setdefault(str(site), []).append(value)
+    for site, step, value in zip(rows["site"], rows["step"], rows["sqnr_db"], strict=True):
+        if value == value and step in steps.get(site, ()):
+            by_site.setdefault(str(site), []).append(float(value))
     return {site: statistics.median(found) for site, found in by_site.items()}
 
 

@@ -8,7 +8,7 @@ of them is listed by its SQNR, as healthy.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,7 +106,7 @@ NOTHING = "nothing to do"
 def worst_tensors(
     run: Run,
     count: int = WORST,
-    steps: Sequence[int] | None = None,
+    steps: Mapping[str, Sequence[int]] | None = None,
     of: Callable[[str], bool] | None = None,
 ) -> tuple[WorstTensor, ...]:
     """The `count` worst sites of a run, worst first; fewer if it recorded fewer.
@@ -114,27 +114,33 @@ def worst_tensors(
     Args:
         run: whose.
         count: how many at most.
-        steps: by all of these, instead of the recorded steps of the last half.
+        steps: of each site by these, instead of the recorded steps of the last half; other sites are left out.
         of: which sites; None: all that were in FP8, or all if the run converted nothing (`high.stays_high`).
     """
     high, recipe = stays_high(run.meta), str(run.meta.get("recipe") or "")
-    of = of or (lambda site: not high(site))
+    of = of or (steps.__contains__ if steps is not None else lambda site: not high(site))
     metrics = [sign.metric for sign in SIGNS if sign.metric in run.metrics]
     if not metrics:
         return ()
-    table = run.tensors(columns=metrics, steps=steps)
+    table = run.tensors(columns=metrics, steps=None if steps is None else every_step(steps))
     sites, made = np.asarray(table["site"]), np.asarray(table["step"])
     if made.size == 0:
         return ()
-    recent = made >= (np.median(np.unique(made)) if steps is None else 0)
+    recent = made >= np.median(np.unique(made))
     rows: list[tuple[float, WorstTensor]] = []
     for site in filter(of, map(str, np.unique(sites))):
-        chosen = recent & (sites == site)
+        chosen = sites == site
+        chosen &= recent if steps is None else np.isin(made, steps.get(site, ()))
         if chosen.any():
             rows.append(_judge(site, {m: _median(table[m][chosen]) for m in metrics}, recipe))
     rows = [row for row in rows if np.isfinite(row[0])]
     rows.sort(key=lambda row: (-row[0], row[1].site))
     return tuple(tensor for _, tensor in rows[:count])
+
+
+def every_step(steps: Mapping[str, Sequence[int]]) -> list[int]:
+    """All steps that any site has, ascending."""
+    return sorted({step for its in steps.values() for step in its})
 
 
 def _judge(site: str, values: dict[str, float], recipe: str) -> tuple[float, WorstTensor]:
