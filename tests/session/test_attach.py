@@ -168,11 +168,51 @@ for step in range(6):
 def test_a_scaler_s_loss_is_unscaled_and_its_skipped_step_counts_as_one(tmp_path):
     session, writer = follow(tmp_path, SCALED)
     assert session.ledger.steps == 6
-    assert session.updates.skipped == 1
+    assert session.facts()["skipped_steps"] == 1
     assert writer.column("skipped") == {3: 1.0}
     assert writer.column("loss_scale")[1] == 4.0
     assert writer.column("lr") == dict.fromkeys(range(1, 7), 0.01)
     assert writer.column("loss")[1] == pytest.approx(float(writer.column("loss")[2]), rel=0.2)
+
+
+HIGH = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(16, 16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=FUSED)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
+for step in range(6):
+    loss = model(torch.ones(4, 16)).square().sum() * 64
+    if step == 4:
+        loss = loss * float("nan")
+    scaler.scale(loss).backward()
+    if CLIP:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scale_that_is_too_high_makes_no_nan_steps(tmp_path, fused, clip):
+    """Whoever decides that a step is skipped, and where: its gradients moved nothing. A loss is no scale's doing."""
+    session, writer = follow(tmp_path, HIGH.replace("FUSED", str(fused)).replace("CLIP", str(clip)))
+    assert writer.column("skipped") == {1: 1.0, 5: 1.0}
+    assert writer.column("nonfinite") == {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: 1.0, 6: 0.0}
+    assert [session.facts()[of] for of in ("nan_steps", "skipped_steps")] == [1, 2]
+
+
+def test_a_gradient_that_is_not_finite_and_moves_the_weights_is_a_nan_step(tmp_path):
+    session, writer = follow(
+        tmp_path, HIGH.replace("FUSED", "False").replace("if CLIP", "optimizer.step()\n    if False")
+    )
+    assert writer.column("nonfinite")[1] == 1.0
+    assert math.isfinite(writer.column("loss")[1])
+    assert session.facts()["skipped_steps"] == 0
 
 
 def test_a_mask_that_a_part_is_given_counts_no_tokens(tmp_path):

@@ -255,7 +255,7 @@ class Session:
             **self.roots.facts(),
             "steps": steps.ledger.steps,
             "nan_steps": steps.ledger.nonfinite_steps,
-            "skipped_steps": self.updates.skipped,
+            "skipped_steps": steps.ledger.skipped_steps,
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),

@@ -63,7 +63,7 @@ def lines(runs: list[dict[str, Any]]) -> tuple[Line, ...]:
         for label, key, hint, *_ in SCALARS
         if key in ALWAYS or any(run[key] != words.NONE for run in runs)
     ]
-    wrong = Line("NaN steps", "nan", "loss or gradient not finite"), Line("Skipped steps", "skipped")
+    wrong = Line("NaN steps", "nan", words.NAN_STEPS), Line("Skipped steps", "skipped", words.SKIPPED_STEPS)
     return (Line("Ended", "status"), Line("Steps", "steps"), *shown, *wrong)
 
 

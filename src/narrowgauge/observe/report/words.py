@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 NONE = "—"
+NAN_STEPS = "loss, or gradient of an update, not finite"
+SKIPPED_STEPS = "no update: gradients not finite under the loss scale"
 
 
 def percent(value: float | None, *, signed: bool = True) -> str:

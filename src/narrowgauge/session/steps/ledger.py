@@ -6,6 +6,8 @@
     tokens_per_second  tokens / step_seconds
     data_seconds       waited for batches of torch's data loaders that the step was trained on
     turn               where not every step is of the same optimizers: of which it is (`turns.py`)
+    nonfinite          1 where the loss is not finite, or a gradient that the weights were moved by; one that a gradient
+                       scaler finds, and skips the step for, is what it is there to find
     clean              1 where that time is undisturbed: no evaluation, probe or recording fell into it
     pace               what a recorded step takes beside another
 
@@ -75,7 +77,7 @@ class Ledger:
         self.pace = Pace()
         self.steps = 0
         self.last_loss = float("nan")
-        self.nonfinite_steps = 0
+        self.nonfinite_steps = self.skipped_steps = 0
 
     def open(self) -> Line:
         """Begin the next step's line, closing the last one."""
@@ -170,8 +172,11 @@ class Ledger:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
             del row["skipped"]  # a fused optimizer's own word, which says that it did step
-        finite = all(math.isfinite(row.get(name, 0.0)) for name in ("loss", "grad_norm", "grad_square_local"))
+        skipped = "skipped" in row
+        judged = ("loss",) if skipped else ("loss", "grad_norm", "grad_square_local")
+        finite = all(math.isfinite(row.get(name, 0.0)) for name in judged)
         row["nonfinite"] = float(not finite)
+        self.skipped_steps += skipped
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)
         self._writer.add_scalars(step, **row)

@@ -69,7 +69,6 @@ class Updates:
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
         self.losses = self._vectors = 0
-        self.skipped = 0
 
     @heard_if(lambda self, scaler, before, after: self.same.loss(before))
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
@@ -262,7 +261,6 @@ class Updates:
     def _skipped(self) -> None:
         if self._steps.line is not None:
             self._steps.line.scalars["skipped"] = 1.0
-            self.skipped += 1
             self._made()
 
     def replayed(self) -> None:
