@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.steps import ledger
 from narrowgauge.session.steps.pace import Pace
 
@@ -74,3 +75,28 @@ def test_a_run_tells_by_how_much_recorded_steps_are_longer_and_an_evaluation_is_
     assert meta["watch"]["other_step_seconds"] == 100.0
     assert meta["watch"]["recorded_step_seconds"] == (300.0 if slow else 100.0)
     assert any(note.startswith("Watching made the program") for note in meta["notes"]) is slow
+
+
+@pytest.mark.parametrize(("seconds", "clean"), [(40.0, 1.0), (100.0, 1.0), (101.0, 0.0)])
+def test_what_a_recording_leaves_to_be_done_is_no_time_of_the_next_step(seconds, clean, tmp_path, monkeypatch):
+    """Files are opened, tables packed when the next step begins: that is the recorded one's; if it was long, told."""
+    clock, end_step = [0.0], Recorder.end_step
+
+    def slowly(self):
+        clock[0] += seconds if self.collector._open else 0.0
+        end_step(self)
+
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(Recorder, "end_step", slowly)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with ng.watch(out=tmp_path / "run", every=3):
+        for _ in range(8):
+            clock[0] += 100.0
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    table = ng.open_run(tmp_path / "run").scalars(["step_seconds", "clean"])
+    recorded = 100.0 + seconds
+    assert table["step_seconds"].tolist() == [100.0, 100.0, recorded, 100.0, 100.0, recorded, 100.0, 100.0]
+    assert table["clean"].tolist() == [1.0, 1.0, 0.0, clean, 1.0, 0.0, clean, 1.0]

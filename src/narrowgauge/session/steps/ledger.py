@@ -8,7 +8,8 @@
     turn               where not every step is of the same optimizers: of which it is (`turns.py`)
     nonfinite          1 where the loss is not finite, or a gradient that the weights were moved by; one that a gradient
                        scaler finds, and skips the step for, is what it is there to find
-    clean              1 where that time is undisturbed: no evaluation, probe or recording fell into it
+    clean              1 where that time is undisturbed: no evaluation, probe or recording fell into it, nor what
+                       was left of a recording, if that took longer than the step
     pace               what a recorded step takes beside another
 
 A line is written when the *next* step begins, because an evaluation after the optimizer's step still belongs to it.
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -126,13 +129,25 @@ class Ledger:
         if self.line is not None:
             # A program with two optimizers steps twice; both laps belong to the one step.
             so_far = self.line.scalars.get("step_seconds", 0.0)
-            self.line.disturbed |= self._clock.away > 0.0
-            self.line.scalars["step_seconds"] = so_far + self._clock.lap()
+            away, ending = self._clock.away, self._clock.ending
+            seconds = self._clock.lap()
+            self.line.disturbed |= away > 0.0 or ending > seconds
+            self.line.scalars["step_seconds"] = so_far + seconds
             self.steps = self.line.step
 
     def interrupted(self, seconds: float) -> None:
         """The program, or a probe, did something else: it falls into the time of the step that ends next."""
         self._clock.away += seconds
+
+    @contextmanager
+    def recording_ends(self) -> Iterator[None]:
+        """Meanwhile what the finished step recorded is put in order: as the next one begins, at its own cost."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self._clock.ending += seconds
+        if self.line is not None and not self.unfinished:
+            self.line.scalars["step_seconds"] = self.line.scalars.get("step_seconds", 0.0) + seconds
 
     def close(self) -> None:
         """Hand the finished line to the writer."""
@@ -192,14 +207,16 @@ class Laps:
 
     def __init__(self) -> None:
         self.away = 0.0  # of the lap, so many seconds were for something else
+        self.ending = 0.0  # and so many for what the step before had recorded
         self._last = time.perf_counter()
         self._before: torch.cuda.Event | None = None
         self._pair: Events = None
 
     def lap(self) -> float:
-        """Host seconds since the last lap, less what was `away`."""
+        """Host seconds since the last lap, less what was `away` or `ending`."""
         now = time.perf_counter()
-        seconds, self._last, self.away = now - self._last - self.away, now, 0.0
+        seconds, self._last = now - self._last - self.away - self.ending, now
+        self.away = self.ending = 0.0
         if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()

@@ -9,6 +9,7 @@ the program's end before one                                                    
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from narrowgauge.observe.store import RunWriter
@@ -197,6 +198,11 @@ class Steps:
         self.report()
 
     def _close(self) -> None:
+        recorded = self.line is not None and self.line.recorded
+        with self.ledger.recording_ends() if recorded else nullcontext():
+            self._put_in_order()
+
+    def _put_in_order(self) -> None:
         self.settle()
         self._take_evaluation()
         digest, line = self.batches.digest, self.line
