@@ -180,12 +180,19 @@ class Session:
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
-        self.steps.evals.optimizer_made()
+        self.steps.evals.training_changed()
 
     def optimizer_restored(self, optimizer: Optimizer) -> None:
         """It is a copy, was unpickled, or only loads a state."""
         if optimizer not in self.optimizers:
             self.optimizer_made(optimizer)
+        self.optimizer_grown(optimizer)
+
+    def optimizer_grown(self, optimizer: Optimizer) -> None:
+        """It may hold other parameters than before; one that is just being made is not known yet."""
+        if optimizer in self.optimizers:
+            self.optimizers.changed()
+            self.steps.evals.training_changed()
 
     def compile_refused(self) -> None:
         """The program asked for torch.compile."""

@@ -346,3 +346,37 @@ def test_a_program_may_go_on_with_a_loss_in_place(evals):
         total += F.mse_loss(torch.tensor([4.0]), torch.tensor([0.0]))
         total.div_(2)
     assert float(evals.take()[0]) == (4 + 16) / 2
+
+
+@pytest.mark.parametrize("way", ["group", "state"])
+def test_a_part_that_is_trained_from_some_step_on_is_the_models_from_then_on(tmp_path, way):
+    """An encoder is thawed: its losses were another model's, as a teacher's are that is evaluated beside it."""
+    x = torch.randn(3, 4)
+    with followed(tmp_path) as (session, writer):
+        model, teacher = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4).requires_grad_(False)
+        encoder, head = model
+        optimizer, wanted = torch.optim.SGD(head.parameters(), lr=0.1), {}
+        for step in range(1, 5):
+            if step == 3:
+                if way == "group":
+                    optimizer.add_param_group({"params": list(encoder.parameters())})
+                else:
+                    groups = [*optimizer.param_groups, {**optimizer.param_groups[0], "params": [*encoder.parameters()]}]
+                    optimizer.__setstate__({"param_groups": groups})
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses = [float(F.mse_loss(each(x), x)) for each in (encoder, teacher)]
+            wanted[step] = losses[0] if step > 2 else sum(losses) / 2
+    assert {step: float(loss) for step, loss in writer.column("eval_loss").items()} == pytest.approx(wanted, rel=1e-6)
+    assert [note.split()[0] for note in session.steps.evals.notes] == ["2", "4"]
+
+
+def test_an_optimizer_is_told_once_however_many_groups_it_is_made_with(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD([{"params": part.parameters()} for part in model], lr=0.1)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert session.optimizers_made == len(session.optimizers) == 1
+        assert len(session.optimizers.ids()) == 5

@@ -90,3 +90,12 @@ def test_optimizers_are_told_apart_as_objects_and_held_weakly():
     del first
     assert len(trained) == 1
     assert trained.ids() == {id(p) for p in models[1].parameters()}
+
+
+def test_a_model_whose_copies_come_in_a_later_group_is_trained_from_then_on(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model, late = nn.Linear(4, 4), nn.Linear(8, 8).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert not session.optimizers.owns(late)
+        optimizer.add_param_group({"params": [p.detach().float().requires_grad_() for p in late.parameters()]})
+        assert session.optimizers.owns(late)

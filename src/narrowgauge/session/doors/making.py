@@ -3,6 +3,7 @@
 held      torch's module registration hook         which module is a part of which
 made      torch.optim.Optimizer.__init__           which parameters are trained
           torch.optim.Optimizer.__setstate__       the same, of one that is copied or unpickled
+          torch.optim.Optimizer.add_param_group    the same, of one that is known: another group of them
 compiled  torch.compile, nn.Module.compile         turned into no-ops, and told; or let be (`compiled_calls`)
 """
 
@@ -30,6 +31,9 @@ class HearsMaking(Protocol):
     def optimizer_restored(self, optimizer: Optimizer) -> None:
         """An optimizer got a state as a whole: one that was copied or unpickled, or one that is known."""
 
+    def optimizer_grown(self, optimizer: Optimizer) -> None:
+        """An optimizer, known or just being made, got another group of parameters."""
+
     def compile_refused(self) -> None:
         """torch.compile was asked for."""
 
@@ -51,6 +55,13 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
 
         return set_state
 
+    def grown(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            making.optimizer_grown(self)
+
+        return add
+
     def no_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
             making.compile_refused()
@@ -70,6 +81,7 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
 
     seams.replace(Optimizer, "__init__", made)
     seams.replace(Optimizer, "__setstate__", restored)
+    seams.replace(Optimizer, "add_param_group", grown)
     if not compiling:
         seams.replace(torch, "compile", no_compile)
         seams.replace(nn.Module, "compile", no_module_compile)

@@ -126,7 +126,7 @@ class EvalLosses:
         self._called_since.clear()
         self._last_was_ours, self._ended = True, False
 
-    def optimizer_made(self) -> None:
+    def training_changed(self) -> None:
         """Other parameters are trained now."""
         self._holds.clear()
         self._trained = frozenset()

@@ -58,6 +58,10 @@ class Trained:
         self._made[number] = {id(p): ref(p) for p in made}
         self._elements[number] = sum(math.prod(shape_of(p)) for p in made)
         self._known[number] = ref(optimizer, gone)
+        self.changed()
+
+    def changed(self) -> None:
+        """Optimizers hold other parameters than before: any module may have copies among them."""
         self._asked.clear()
 
     def parameters(self) -> list[Tensor]:
