@@ -1,6 +1,8 @@
 """The numbers of a step, each compared with what the same tensors give by hand."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -262,12 +264,14 @@ def test_data_seconds_are_those_of_the_batches_a_step_trained_on(tmp_path, monke
     assert not any("DataLoader" in note for note in session.facts()["notes"])
 
 
-def test_without_a_loader_of_torch_s_nothing_is_said_of_waiting(tmp_path):
+@pytest.mark.parametrize("loads", [(), ("ffcv",), ("ffcv", "nvidia.dali")])
+def test_of_waiting_for_other_loaders_it_is_told_that_it_is_not_known(tmp_path, monkeypatch, loads):
+    """A program that has none, and samples from a tensor perhaps, waits for nothing that anybody would look for."""
+    for name in loads:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     model = nn.Linear(16, 16)
     with followed(tmp_path, compiling=True) as (session, writer):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert writer.column("data_seconds") == {}
-    assert (
-        "No torch DataLoader was seen: how long the program waits for its data is not known."
-        in (session.facts()["notes"])
-    )
+    told = f"How long the program waits for its data is not known: batches of {' and '.join(loads)} are not heard."
+    assert session.facts()["notes"] == ([told] if loads else [])

@@ -208,11 +208,6 @@ class Session:
     def _follows(self, optimizer: Optimizer) -> bool:
         return self._only is None or optimizer in self.optimizers
 
-    def _loader_notes(self) -> list[str]:
-        if not self.plan.compiling or not self.ledger.steps or self.loading.seen:
-            return []
-        return ["No torch DataLoader was seen: how long the program waits for its data is not known."]
-
     def _trouble(self, what: str) -> None:
         """Something of ours went wrong: said at once, the first time; the notes tell of all."""
         if self._troubled:
@@ -290,7 +285,7 @@ class Session:
                 *steps.notes,
                 *steps.batches.notes,
                 *steps.evals.notes,
-                *self._loader_notes(),
+                *(self.loading.notes if self.plan.compiling else ()),
                 *self.plain.notes,
                 *self.ranks.notes,
                 *self.recorder.notes,

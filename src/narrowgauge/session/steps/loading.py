@@ -1,15 +1,19 @@
 """How long a program waits for batches of torch's data loaders: the next step that is trained in the thread has waited.
 
-A batch that an evaluation is called with is none of a step's.
+A batch that an evaluation is called with is none of a step's. A program without such a loader need not wait for
+anything: it is told of only if it has another library's, whose batches nobody hears of.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.steps.ledger import Line
 from narrowgauge.session.steps.losses import EvalLosses
+
+OTHERS = ("ffcv", "grain", "nvidia.dali", "torchdata.nodes")  # modules whose loaders are none of torch's
 
 
 class _OfThread(threading.local):
@@ -51,3 +55,13 @@ class Loading:
         if self.seen:
             line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + self._thread.waited
             self._thread.waited = 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not known of the time for data, where somebody would look for it."""
+        loaded = [name for name in OTHERS if name in sys.modules]
+        if self.seen or not loaded:
+            return []
+        return [
+            f"How long the program waits for its data is not known: batches of {' and '.join(loaded)} are not heard."
+        ]
