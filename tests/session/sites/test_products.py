@@ -396,3 +396,16 @@ def test_an_error_of_ours_stays_with_us(monkeypatch):
         "Not seen as a weight in any recorded step: Embedding (1 of them, 100.0% of all parameters, looked up, not "
         "multiplied)."
     )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_exported_meanwhile_has_nothing_of_ours(strict):
+    model, other, made = Tied(), nn.Linear(8, 8), []
+
+    def export():
+        graph = torch.export.export(other, (torch.ones(2, 8),), strict=strict).graph
+        made.append([str(node.target) for node in graph.nodes])
+
+    export()
+    recorded(model, export)
+    assert made[0] == made[1]

@@ -205,7 +205,7 @@ class Products:
         @unseen
         @functools.wraps(original)
         def product(*args: Any, **kwargs: Any) -> Any:
-            if not self._listening:
+            if not self._listening or torch.compiler.is_compiling():  # exported, say: nothing of ours is traced with it
                 return original(*args, **kwargs)
             if overridden(args, kwargs):
                 with self._aside():
@@ -233,7 +233,7 @@ class Products:
         return product
 
     def _tell(self, name: str, call: Arguments, read: Callable[[Arguments], Iterable[Candidate]], y: Any) -> None:
-        if not isinstance(y, Tensor) or torch.compiler.is_compiling() or unreal():
+        if not isinstance(y, Tensor) or unreal():
             return
         try:
             for candidate in read(call):
