@@ -96,6 +96,7 @@ class Session:
             training=lambda: self.calls.training,
             compiles=lambda: self._compiled is not None and self._compiled.any(),
             followed=lambda: self._compiled is None or self._compiled.followed(),
+            telling=lambda: self._compiled is not None and self._compiled.told(),
             eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
             unheard=self.hearing.nothing,
             mine=lambda: self.calls.of_training(),
@@ -146,6 +147,8 @@ class Session:
             self._compiled.listener = CompiledModels(
                 *(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers)
             )
+            self._compiled.graphs = self.plain
+            self._compiled.told()
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
 
     @property

@@ -128,3 +128,29 @@ def test_one_of_ours_that_begins_before_the_last_has_ended_leaves_none_behind():
     assert stance() == "force_eager"
     ours.end()
     assert stance() == "default"
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_one_of_ours_that_is_paused_comes_back_unless_it_is_over(over):
+    ours = Uncompiled()
+    assert ours.pause()() is None  # there is none
+    ours.begin()
+    again = ours.pause()
+    assert stance() == "default"
+    if over:
+        ours.end()
+    again()
+    assert stance() == ("default" if over else "force_eager")
+    ours.end()
+    assert stance() == "default"
+
+
+def test_a_stance_that_the_program_takes_in_a_pause_stays():
+    ours = Uncompiled()
+    ours.begin()
+    again = ours.pause()
+    with torch.compiler.set_stance("eager_on_recompile"):
+        again()
+        assert stance() == "eager_on_recompile"
+    ours.end()
+    assert stance() == "default"

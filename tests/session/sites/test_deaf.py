@@ -1,5 +1,6 @@
-"""A converted run of a program that compiles: functions that come and go would have its graphs made anew."""
+"""A converted run of a program that compiles: products outside of its graphs are heard, those inside are not."""
 
+import threading
 from collections import Counter, defaultdict
 
 import pytest
@@ -11,8 +12,10 @@ from torch.nn import functional as F
 from narrowgauge.observe.stats import Collector
 from narrowgauge.session.sites.plain_sites import PlainSites
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
 
-def test_products_are_not_listened_to_and_that_is_told():
+
+def test_where_torch_does_not_tell_of_graphs_products_are_not_listened_to_and_that_is_told():
     sites = PlainSites("current", eager=False, training=lambda: True, compiles=lambda: True)
     sites.add(nn.Linear(8, 8), Collector(None, every=1))
     before = F.linear, torch.matmul
@@ -20,9 +23,44 @@ def test_products_are_not_listened_to_and_that_is_told():
     assert (F.linear, torch.matmul) == before
     sites.end()
     assert sites.notes[0] == (
-        "Products outside of known layers are not recorded: the program compiles, and converted layers are watched in "
-        "its graphs."
+        "Products outside of known layers are not recorded: the program compiles, and this torch does not tell when "
+        "what it compiled is called."
     )
+
+
+def test_while_something_compiled_runs_torch_is_as_it_was_found():
+    sites = PlainSites("current", eager=False, training=lambda: True, compiles=lambda: True, telling=lambda: True)
+    before, during = F.linear, []
+    sites.begin()
+    during.append(F.linear)
+    outer, inner = sites.compiled_runs("followed"), sites.compiled_runs("bare")
+    inner()
+    during.append(F.linear)
+    outer()
+    during.append(F.linear)
+    spanning = sites.compiled_runs("followed")
+    sites.end()
+    sites.begin()  # in it: the next recorded step
+    during.append(F.linear)
+    spanning()
+    during.append(F.linear)
+    sites.end()
+    assert [function is before for function in during] == [False, True, False, True, False]
+    assert F.linear is before
+
+
+def test_another_thread_that_runs_something_compiled_meanwhile_is_told():
+    sites, notes = PlainSites("current", eager=False, training=lambda: True, telling=lambda: True), []
+    sites.begin()
+    sites.compiled_runs("bare")()
+    notes.append(" ".join(sites.notes))
+    thread = threading.Thread(target=lambda: sites.compiled_runs("bare")())
+    thread.start()
+    thread.join()
+    notes.append(" ".join(sites.notes))
+    sites.end()
+    assert notes[0] == ""
+    assert notes[1].startswith("What is compiled ran in one thread while another was recorded")
 
 
 class Two(nn.Module):
@@ -36,8 +74,15 @@ class Two(nn.Module):
         return F.linear(self.layer(x), self.head)
 
 
-@pytest.mark.parametrize("how", ["not", "in place", "a function", "before"])
-def test_only_a_program_that_compiles_is_not_listened_to(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("how", ["not", "in place", "another function", "before"])
+def test_only_what_is_compiled_is_not_listened_to(tmp_path, monkeypatch, how):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     counters = defaultdict(Counter)  # of this program alone: other tests have compiled in this process
     monkeypatch.setattr("torch._dynamo.utils.counters", counters)
     if how == "before":
@@ -46,14 +91,14 @@ def test_only_a_program_that_compiles_is_not_listened_to(tmp_path, monkeypatch, 
         model = Two()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if how == "in place":
-            model.compile(backend="eager")
-        if how == "a function":
-            torch.compile(lambda x: x, backend="eager")
+            model.compile(backend=backend)
+        act = torch.compile(torch.tanh, backend=backend) if how == "another function" else torch.tanh
         for _ in range(2):
-            model(torch.ones(4, 32)).sum().backward()
+            act(model(torch.ones(4, 32))).sum().backward()
             optimizer.step()
     seen = {site for _, sites, _ in writer.tensors for site in sites}
     heard = {"head:input", "head:weight", "head:grad_output"} & seen
     told = [note for note in session.facts()["notes"] if note.startswith("Products outside of known layers")]
-    assert (len(heard), len(told)) == ((3, 0) if how == "not" else (0, 1))
+    assert (len(heard), len(told)) == ((0, 1) if how == "in place" else (3, 0))
     assert {"layer:input", "layer:weight", "layer:grad_output"} <= seen
+    assert len(graphs) == (how in ("in place", "another function"))

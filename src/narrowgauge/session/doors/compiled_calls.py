@@ -10,6 +10,9 @@ In recorded steps what the program compiles runs uncompiled, or in graphs of its
 layers are seen. Functions that a library compiles for itself have none inside (TransformerEngine's fused activations,
 torch's flex_attention): they run as ever, or their results would be rounded otherwise than in the step before. So does
 an optimizer's step without a closure, when all has been seen of the layers.
+
+What was compiled before we listened, or past us, has no wrapper: torch tells that it is called (entries.py). It runs as
+ever, too. Called inside of what runs uncompiled it does not: it is a part of that one's graph, and has none of its own.
 """
 
 from __future__ import annotations
@@ -17,22 +20,35 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors import recorded_graphs
-from narrowgauge.session.doors.stance import Uncompiled
+from narrowgauge.session.doors.entries import Entries, Leave
+from narrowgauge.session.doors.stance import Uncompiled, stance
 from narrowgauge.session.doors.unseen import unseen
 
 _LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
+
+# Of a call: followed, and layers may be in it; without layers (a library's, an optimizer's step); heard of by nobody.
+Whose = Literal["followed", "bare", "unheard"]
+
+
+class _OfThread(threading.local):
+    whose: Whose = "unheard"  # whose call the calling thread is in, the innermost that is not unheard
+
+
+_here = _OfThread()
 
 
 class HearsCompiled(Protocol):
@@ -52,9 +68,21 @@ class HearsCompiled(Protocol):
         ...
 
 
+class HearsGraphs(Protocol):
+    """Hears of calls that run compiled."""
+
+    def compiled_runs(self, whose: Whose) -> Leave:
+        """One begins; what is returned is called when it has ended."""
+        ...
+
+    def compiled_unheard(self, error: Exception) -> None:
+        """Hearing of one failed."""
+
+
 class CompiledCalls:
     """Wraps what is compiled from now on, and tells `listener` of its calls.
 
+    `graphs` is told of all calls that run compiled, whatever was compiled when.
     What one has wrapped tells the next one when the first is closed: a function may be compiled once and watched often.
     """
 
@@ -63,6 +91,8 @@ class CompiledCalls:
 
     def __init__(self) -> None:
         self.listener: HearsCompiled | None = None
+        self.graphs: HearsGraphs | None = None
+        self._entries = Entries(self._entered, self._unheard)
         self._heard = bool(self._wrapped)  # the program compiled something
         self._graphs = 0  # that libraries compiled for themselves
         self._eager = False
@@ -70,6 +100,7 @@ class CompiledCalls:
         self._gave_up = False  # one failed in this step: each call would try again
         self._depth = 0  # calls that are followed and have not returned
         self._stance, self._lasts = Uncompiled(), False  # which lasts until they have
+        self._ident = 0  # of the thread that has asked for it
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
         @unseen
@@ -108,13 +139,18 @@ class CompiledCalls:
         """Whether it has asked for it where we listened: of what is older than that no call is heard."""
         return self._heard
 
+    def told(self) -> bool:
+        """Whether torch tells of each call that begins from now on."""
+        self._entries.settle()
+        return self._entries.open()
+
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Meanwhile what the program compiled runs uncompiled, and until a call of it that runs now has returned.
 
         torch looks when a call of `fullgraph=True` returns whether it was compiled, or not to be.
         """
-        self._eager, self._lasts = True, False
+        self._eager, self._lasts, self._ident = True, False, threading.get_ident()
         self._stance.begin()
         try:
             yield
@@ -148,7 +184,8 @@ class CompiledCalls:
 
     def close(self) -> None:
         """Tell nobody any more, and wrap nothing more; what was wrapped runs on as it would without."""
-        self.listener = None
+        self.listener = self.graphs = None
+        self._entries.close()
         if torch.compile is self._ours[0]:  # unless somebody else has wrapped it since
             torch.compile = self._compile
         if nn.Module.compile is self._ours[1]:
@@ -166,13 +203,15 @@ class CompiledCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            before, heir = _graphs(), self._heir()
+            before, heir, around = _graphs(), self._heir(), _here.whose
+            _here.whose = "bare"
             try:
                 if not heir._eager:
                     return compiled(*args, **kwargs)
                 with torch.compiler.set_stance("default"):
                     return compiled(*args, **kwargs)
             finally:
+                _here.whose = around
                 heir._graphs += _graphs() - before
 
         return call
@@ -188,8 +227,12 @@ class CompiledCalls:
             stepping = optimizer()
             if stepping is not None and all(given is None for given in (*args, *kwargs.values())):
                 heir.listener.update_begins(stepping)
-            with heir._call(None) as told:
-                told[1] = compiled(*args, **kwargs)
+            around, _here.whose = _here.whose, "bare"
+            try:
+                with heir._call(None) as told:
+                    told[1] = compiled(*args, **kwargs)
+            finally:
+                _here.whose = around
             return told[1]
 
         self._wrapped.add(call)
@@ -215,11 +258,36 @@ class CompiledCalls:
     @unseen
     def _run(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._stance.look()
-        if self._failed is None or self.listener is None or not self.listener.learns():
-            return compiled(*args, **kwargs)
-        if self._gave_up:
-            return recorded_graphs.uncompiled(compiled, args, kwargs)
-        return recorded_graphs.run(compiled, args, kwargs, self._given_up)
+        around, _here.whose = _here.whose, "followed"
+        try:
+            if self._failed is None or self.listener is None or not self.listener.learns():
+                return compiled(*args, **kwargs)
+            if self._gave_up:
+                return recorded_graphs.uncompiled(compiled, args, kwargs)
+            return recorded_graphs.run(compiled, args, kwargs, self._given_up)
+        finally:
+            _here.whose = around
+
+    def _entered(self) -> Leave:
+        """A call of something compiled begins, anyone's."""
+        if self.graphs is None:
+            return _nothing
+        whose, again = _here.whose, _nothing
+        if whose == "unheard" and self._ident == threading.get_ident() and not inside_backward():
+            again = self._stance.pause()
+        if stance() == "force_eager":
+            return again
+        over = self.graphs.compiled_runs(whose)
+
+        def left() -> None:
+            again()
+            over()
+
+        return left
+
+    def _unheard(self, error: Exception) -> None:
+        if self.graphs is not None:
+            self.graphs.compiled_unheard(error)
 
     def _given_up(self, error: Exception) -> None:
         self._gave_up = True
@@ -255,6 +323,10 @@ class CompiledCalls:
         call.followed = True  # type: ignore[attr-defined]
         self._wrapped.add(call)
         return call
+
+
+def _nothing() -> None:
+    """Nothing is to be done."""
 
 
 def _of_a_library(function: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,9 +47,23 @@ class Uncompiled:
 
     def look(self) -> None:
         """Take back what stands of ours and is over, also where one was begun in another."""
-        while self._over and (before := self._before()) is not None:
-            _frames()._set_stance(before)
+        while self._over and (standing := self._standing()) is not None:
+            _frames()._set_stance(standing[1])
 
-    def _before(self) -> Any:
-        """What stood before ours; None if ours does not stand."""
-        return next((before for ours, before in self._ours if _frames()._stance is ours), None)
+    def pause(self) -> Callable[[], None]:
+        """As the program has it, until what is returned is called; then ours again if it is not over."""
+        standing = None if self._over else self._standing()
+        if standing is None:
+            return lambda: None
+        ours, before = standing
+        _frames()._set_stance(before)
+
+        def again() -> None:
+            if not self._over and _frames()._stance is before:
+                _frames()._set_stance(ours)
+
+        return again
+
+    def _standing(self) -> tuple[Any, Any] | None:
+        """Ours that stands, and what stood before it; None if none does."""
+        return next((pair for pair in self._ours if _frames()._stance is pair[0]), None)

@@ -128,18 +128,20 @@ class Census:
         self._seen.update((id(m), name) for m in module.modules() for name in m._parameters)
         return None
 
+    def lacks(self) -> bool:
+        """Whether a weight was not seen that could have been, or no model is known."""
+        self._note_late()
+        return not self._noted or any(row.kind not in _WHY for row in self._missing())
+
     def unseen(self) -> str:
         """What was never multiplied, in words; "" if nothing."""
         self._note_late()
-        everything = list(self._noted.values())
-        total = sum({row.parameter: row.elements for row in everything}.values())
-        seen = {row.parameter for row in everything if row.at in self._seen or row.converted}
+        total = sum({row.parameter: row.elements for row in self._noted.values()}.values())
         missing: dict[str, dict[int, int]] = {}
         owners: dict[str, set[int]] = {}
-        for row in everything:
-            if row.matrix and row.parameter not in seen:
-                missing.setdefault(row.kind, {})[row.parameter] = row.elements
-                owners.setdefault(row.kind, set()).add(row.at[0])
+        for row in self._missing():
+            missing.setdefault(row.kind, {})[row.parameter] = row.elements
+            owners.setdefault(row.kind, set()).add(row.at[0])
         words = []
         for kind, sizes in sorted(missing.items(), key=lambda item: -sum(item[1].values())):
             why = f", {_WHY[kind]}" if kind in _WHY else ""
@@ -147,6 +149,11 @@ class Census:
                 f"{kind} ({len(owners[kind])} of them, {sum(sizes.values()) / total:.1%} of all parameters{why})"
             )
         return "; ".join(words)
+
+    def _missing(self) -> list[Noted]:
+        everything = list(self._noted.values())
+        seen = {row.parameter for row in everything if row.at in self._seen or row.converted}
+        return [row for row in everything if row.matrix and row.parameter not in seen]
 
     def _living(self) -> Iterator[tuple[nn.Module, Observer]]:
         for known, observer in self._models:

@@ -9,13 +9,15 @@ layer tells of them. What becomes of a product's tensors is `showing`'s business
 notes.
 
 A compiled graph hears no hooks that come later. So a recorded step runs as if nothing had been compiled, or in graphs
-of its own (`choice`), and the next one uses the graphs again as they are. Where all that was compiled is older than the
-watch, nobody tells when it is called and returns: it stays compiled and is not seen inside, but for layers that were
-converted, whose operators look themselves. So do those of a converted run, which stays compiled as well.
+of its own (`choice`), and the next one uses the graphs again as they are. What was compiled before the watch stays
+compiled, and is not seen inside, but for layers that were converted, whose operators look themselves. So does all that
+a converted run compiles. Graphs ask whether torch's functions are those that they were made with: while such a call
+runs, and only then, products are not listened to.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -28,6 +30,7 @@ from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import by_name
+from narrowgauge.session.doors.compiled_calls import Whose
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name
@@ -39,6 +42,22 @@ from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.running import Running
 from narrowgauge.session.sites.showing import Showing
 
+_CLOSED = (
+    "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after ng.watch to "
+    "see its layers."
+)
+_CONVERTED = (
+    "Products outside of known layers are not recorded inside of what the program compiles: converted layers are "
+    "watched in its graphs."
+)
+_UNTOLD = (
+    "Products outside of known layers are not recorded: the program compiles, and this torch does not tell when what "
+    "it compiled is called."
+)
+_AT_ONCE = (
+    "What is compiled ran in one thread while another was recorded: products outside of known layers may be missing."
+)
+
 
 class PlainSites:
     """The layers of a program's models that narrowgauge did not convert.
@@ -49,6 +68,7 @@ class PlainSites:
         training: whether a training forward is running, asked at each layer's call.
         compiles: whether the program has compiled anything, asked at each recorded step.
         followed: whether calls of anything that it compiled are followed, asked then.
+        telling: whether `compiled_runs` is told of each call that runs compiled, asked then.
         eagerly: makes what it compiled run uncompiled, meanwhile.
         unheard: while it is open, nobody hears what the program does.
         mine: whether what the calling thread multiplies is of the training, asked at each layer's call.
@@ -70,6 +90,7 @@ class PlainSites:
         training: Callable[[], bool],
         compiles: Callable[[], bool] = lambda: False,
         followed: Callable[[], bool] = lambda: True,
+        telling: Callable[[], bool] = lambda: False,
         eagerly: Callable[[], AbstractContextManager[object]] = lambda: torch.compiler.set_stance("force_eager"),
         unheard: Callable[[], AbstractContextManager[object]] = nullcontext,
         mine: Callable[[], bool] = lambda: True,
@@ -82,15 +103,18 @@ class PlainSites:
     ) -> None:
         self.shown = Showing(by_name(recipe) if recipe else None, training, mine, told)
         self._eager, self._compiles, self._followed, self._mine = eager, compiles, followed, mine
+        self._telling = telling
         self._eagerly, self._unheard = eagerly, unheard
         self._in_graphs, self._inside, self.choice = in_graphs, inside, choice or Choice("uncompiled")
         self._layers: list[Layer] = []
         self._beside: dict[Callable[[], AbstractContextManager[None]], None] = {}  # what kinds of layers have to hear
         self._census = Census()
         self._products = Products(self._heard, self.shown.failed, lambda: self._running.tells())
-        self._steps = 0
+        self._steps = self._ident = 0
         self.uncompiled = self._graphs = False
-        self._deaf = False  # products were not listened to
+        self._compiled: set[Whose] = set()  # whose calls have run compiled
+        self._untold = False  # nobody told of them, and products were not listened to
+        self._launched = False  # what is compiled leaves its CUDA graphs aside, in this step
         self._open = ExitStack()
         self._listening = False  # in a recorded step, of which not all has been seen
         self._running = Running()
@@ -122,16 +146,11 @@ class PlainSites:
     def notes(self) -> list[str]:
         """What was not looked at; empty if everything was."""
         notes = [*self.shown.notes, *self.choice.notes]
-        if self._deaf and self._eager:
-            notes.append(
-                "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after "
-                "ng.watch to see its layers."
-            )
-        elif self._deaf:
-            notes.append(
-                "Products outside of known layers are not recorded: the program compiles, and converted layers are "
-                "watched in its graphs."
-            )
+        closed = {"unheard"} if self._eager else {"unheard", "followed"}
+        if self._steps and self._compiled & closed and self._census.lacks():
+            notes.append(_CLOSED if self._eager else _CONVERTED)
+        if self._untold:
+            notes.append(_UNTOLD)
         unseen = self._census.unseen() if self._steps else ""
         if unseen:
             notes.append(f"Not seen as a weight in any recorded step: {unseen}.")
@@ -152,7 +171,7 @@ class PlainSites:
         eager = self._eager and self._followed()
         self._graphs = compiles and eager and self.choice.begin()
         self.uncompiled = compiles and eager and not self._graphs
-        self._deaf = compiles and not eager  # a graph would be made anew for functions that come and go
+        told, self._ident, self._launched = self._telling(), threading.get_ident(), False
         hook = Layer.hook_in_graphs if self._graphs else Layer.hook
         self._layers = [layer for layer in self._layers if hook(layer)]
         if self._graphs:  # nothing but layers has to be heard: that was made sure
@@ -161,11 +180,32 @@ class PlainSites:
             return
         for heard in self._beside:
             self._open.enter_context(heard())
-        if not self._deaf:
+        if told or self.uncompiled or not compiles:
             self._products.open()
             self._open.callback(self._products.close)
+        else:
+            self._untold = True  # their graphs would be made anew for functions that come and go
         if compiles:
             self._open.enter_context(self._eagerly() if eager else launched(self._unheard))
+
+    def compiled_runs(self, whose: Whose) -> Callable[[], None]:
+        """As `HearsGraphs` says: meanwhile torch's functions are those that its graphs were made with."""
+        self._compiled.add(whose)
+        if self._listening and threading.get_ident() == self._ident:
+            self._launch(whose)
+        elif self._listening and not (self._graphs or inside_backward()):
+            self.shown.say(_AT_ONCE)
+        return self._products.aside()
+
+    def compiled_unheard(self, error: Exception) -> None:
+        """So is this."""
+        self.shown.failed("a call of something compiled", error)
+
+    def _launch(self, whose: Whose) -> None:
+        """Where the step runs uncompiled, converted layers in what does not would be silent in a CUDA graph."""
+        if whose == "unheard" and self.uncompiled and not self._launched:
+            self._launched = True
+            self._open.enter_context(launched(self._unheard))
 
     def end(self, *, seen: bool = False) -> None:
         """It ended, or all of it was `seen`: no hook is left, and no parameter held."""

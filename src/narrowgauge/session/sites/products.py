@@ -6,17 +6,18 @@
     F.conv1d, 2d, 3d, transposed    see `convolution`
 
 While a recorded step runs, each of these names leads to a function that calls torch's own and then tells what was
-multiplied, if one of the two is made of a parameter. Afterwards torch is as it was found. A function that a program
-took out of torch before (`from torch.nn.functional import linear`) is not heard: its parameters are in the census.
+multiplied, if one of the two is made of a parameter. Afterwards torch is as it was found, and so it is meanwhile, as
+often as somebody needs it (`aside`). A function that a program took out of torch before (`from torch.nn.functional
+import linear`) is not heard: its parameters are in the census.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,6 +141,10 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[[Arguments], Iterable[Candidate]]], .
     *((F, f"conv_transpose{n}d", partial(convolution, dims=n, transposed=True)) for n in (1, 2, 3)),
 )
 
+_CHANGING = threading.RLock()  # what stands in torch's places; nobody forks meanwhile, or it would be held for good
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_CHANGING.acquire, after_in_parent=_CHANGING.release, after_in_child=_CHANGING.release)
+
 
 class Products:
     """Hears products between `open` and `close`.
@@ -158,7 +163,8 @@ class Products:
         told: Callable[[], bool] = lambda: False,
     ) -> None:
         self._heard, self._failed, self._told = heard, failed, told
-        self._listening = False
+        self._open = self._listening = False
+        self._asides = 0
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
         # For each function what was found there, and what took its place; and now: where, what, and what was there.
         self._ours: list[tuple[Any, Any]] = [(None, None)] * len(_FUNCTIONS)
@@ -166,7 +172,32 @@ class Products:
 
     def open(self) -> None:
         """Listen."""
-        self._listening = True
+        self._open = True
+        self._settle()
+
+    def close(self) -> None:
+        """Leave torch as it was found, and what the program has put there meanwhile where it is."""
+        self._open = False
+        self._settle()
+
+    def aside(self) -> Callable[[], None]:
+        """Have torch as it was found until what is returned is called, on whichever thread."""
+        self._count(1)
+        return partial(self._count, -1)
+
+    def _count(self, more: int) -> None:
+        with _CHANGING:
+            self._asides += more
+            self._settle()
+
+    def _settle(self) -> None:
+        with _CHANGING:
+            listening = self._open and not self._asides
+            if listening != self._listening:
+                self._listening = listening
+                (self._put_ours if listening else self._put_back)()
+
+    def _put_ours(self) -> None:
         for number, (owner, name, read) in enumerate(_FUNCTIONS):
             found = getattr(owner, name, None)
             if found is None:
@@ -178,9 +209,7 @@ class Products:
             self._put.append((owner, name, ours, owner.__dict__.get(name)))
             setattr(owner, name, ours)
 
-    def close(self) -> None:
-        """Leave torch as it was found, and what the program has put there meanwhile where it is."""
-        self._listening = False
+    def _put_back(self) -> None:
         while self._put:
             owner, name, ours, before = self._put.pop()
             if owner.__dict__.get(name) is not ours:
@@ -190,15 +219,6 @@ class Products:
             else:
                 setattr(owner, name, before)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Meanwhile torch is as it was found: a `__torch_function__` of the program's is told of torch's functions."""
-        self.close()
-        try:
-            yield
-        finally:
-            self.open()
-
     def _replacement(
         self, original: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
     ) -> Callable[..., Any]:
@@ -207,9 +227,12 @@ class Products:
         def product(*args: Any, **kwargs: Any) -> Any:
             if not self._listening or torch.compiler.is_compiling():  # exported, say: nothing of ours is traced with it
                 return original(*args, **kwargs)
-            if overridden(args, kwargs):
-                with self._aside():
+            if overridden(args, kwargs):  # the program's `__torch_function__` is told of torch's functions
+                back = self.aside()
+                try:
                     y = original(*args, **kwargs)
+                finally:
+                    back()
                 if not getattr(self._mine, "busy", False) and not self._told():
                     unseen_by_modes(self._tell, name, (args, kwargs), read, y)
                 return y
