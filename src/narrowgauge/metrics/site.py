@@ -18,6 +18,7 @@ from narrowgauge.errors import UsageError, nearest
 OPERAND_ROLES = ("input", "weight", "grad_output")
 RESULT_ROLES = ("output", "grad_input", "grad_weight")
 ROLES = OPERAND_ROLES + RESULT_ROLES
+WHOLE = "(model)"  # the name of a model that is one layer
 
 
 @dataclass(frozen=True, order=True)

@@ -7,8 +7,8 @@ from tests.ports import free_port
 from tests.session.test_watch import PLAIN
 from torch import nn
 
+from narrowgauge.metrics.stages import Stages
 from narrowgauge.observe.store import open_run
-from narrowgauge.session.ranks.stages import Stages
 
 STEPS, BATCH, LENGTH = 2, 8, 4
 MODEL = """

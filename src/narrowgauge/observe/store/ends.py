@@ -100,17 +100,25 @@ class Ends:
         >>> Ends({}, 16)._named([1, 4, 5, 6, 7])
         'ranks 1 and 4 to 7 of 16'
         """
-        spans: list[list[int]] = []
-        for rank in ranks:
-            if spans and spans[-1][-1] == rank - 1:
-                spans[-1].append(rank)
-            else:
-                spans.append([rank])
-        if len(spans) == 1 and len(spans[0]) == self.world:
-            return f"all {self.world} ranks"
-        names = [f"{s[0]} to {s[-1]}" if len(s) > 2 else " and ".join(map(str, s)) for s in spans]
-        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        return f"rank{'' if spans == [spans[0][:1]] else 's'} {listed} of {self.world}"
+        ranks = list(ranks)
+        return f"all {self.world} ranks" if len(ranks) == self.world else f"{in_words(ranks)} of {self.world}"
+
+
+def in_words(ranks: Iterable[int]) -> str:
+    """Ranks, which ascend.
+
+    >>> in_words([3]), in_words([1, 4, 5, 6, 7])
+    ('rank 3', 'ranks 1 and 4 to 7')
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    names = [f"{s[0]} to {s[-1]}" if len(s) > 2 else " and ".join(map(str, s)) for s in spans]
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"rank{'' if spans == [spans[0][:1]] else 's'} {listed}"
 
 
 def _lasting(seconds: float) -> str:

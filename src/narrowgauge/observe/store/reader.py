@@ -16,6 +16,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -109,6 +111,20 @@ class Run:
     def meta(self) -> dict[str, Any]:
         """The facts that the writer was given, as run.json had them when the run was opened."""
         return dict(self.manifest.get("meta", {}))
+
+    @cached_property
+    def metas(self) -> dict[int, dict[str, Any]]:
+        """The facts of every rank, ascending, as they were when first asked for; `meta` is `rank`'s.
+
+        What cannot be read is left out, and so is what an earlier attempt with more ranks has left.
+        """
+        found = {self.rank: self.manifest}
+        for rank in manifests.ranks(self.path):
+            with suppress(OSError, RunError):
+                found.setdefault(rank, manifests.read(self.path, rank))
+        attempt = self.manifest.get("attempt", 0)
+        newest = {rank: each for rank, each in sorted(found.items()) if each.get("attempt", 0) >= attempt}
+        return {rank: dict(each.get("meta") or {}) for rank, each in newest.items()}
 
     @property
     def status(self) -> str:

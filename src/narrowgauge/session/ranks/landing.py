@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from narrowgauge.metrics.stages import Stages
 from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.observe.stats.transfer import HostCopy
 from narrowgauge.observe.store import RunWriter
@@ -23,7 +24,6 @@ from narrowgauge.session.ranks.group import Gather
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.merging import Merger
 from narrowgauge.session.ranks.scalars import Joined, Rows, disagreements, rows_of
-from narrowgauge.session.ranks.stages import Stages
 
 MOST_EVENTS = 16  # sites of one step that are named one by one
 KEPT = 8  # combinations of layouts that are remembered

@@ -3,7 +3,7 @@
     [ operands S x W | results R x H | scalars K x (1 + N) | nothing ]
 
 A row of scalars is its step and its N numbers, NaN for what the step has not. Ranks may have different sites (pipeline
-stages, experts); who merges knows every rank's layout, and unites them by name, which stages.py tells apart. A site has
+stages, experts); who merges knows every rank's layout, and unites them by name, which `Stages` tells apart. A site has
 a further row for each further recipe that looked at it (`what_if`).
 
 Legend: S, R = operand and result sites, W, H = packed and head width, K = rows of scalars, N = names.
@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from narrowgauge.metrics import MOMENTS
-from narrowgauge.session.ranks.stages import Staged
+from narrowgauge.metrics.stages import Staged
 
 BY = "\t"  # behind the recipe; no module has it in its name
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.metrics import MOMENTS
+from narrowgauge.metrics.stages import Stages
 from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.session.ranks.alike import COMPARED, Alike, Owner, fed_alike
 from narrowgauge.session.ranks.layout import BY, Layout, address
-from narrowgauge.session.ranks.stages import Stages
 
 CHUNK = 256  # sites merged together: bounds the room for intermediate results
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from narrowgauge.compute.kernels import Given
-from narrowgauge.compute.nn.conversion.structure import WHOLE
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.quant import Granularity, Scaling
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import Format
+from narrowgauge.metrics.site import WHOLE
 from narrowgauge.session.sites.tensor_parallel import NONE, Copies
 from narrowgauge.session.tensors.sharded import Held
 

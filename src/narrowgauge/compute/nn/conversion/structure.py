@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from narrowgauge.compute.nn.parallel.placements import gathered_modules, shape_in_use
+from narrowgauge.metrics.site import WHOLE
 
-WHOLE = "(model)"  # the name of a model that is one layer
 # Path components that wrappers insert; a layer's name does not depend on how the model was wrapped.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Names under which models keep the layer that makes logits or scores.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from narrowgauge.compute.nn.conversion.structure import WHOLE
+from narrowgauge.metrics.site import WHOLE
 
 Staged = tuple[str, int | None]  # a site, and the stage of a pipeline that it is in
 
