@@ -69,6 +69,12 @@ def test_segments_without_run_json(run_folder):
     assert run.steps.tolist() == [0, 1, 2]
 
 
+def test_nothing_is_lost_of_a_run_that_needs_no_recovery(run_folder):
+    run, plain = open_run(run_folder, recover=True), open_run(run_folder)
+    assert run.meta == plain.meta != {}
+    assert run.status == plain.status == "complete"
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"schema": 1, '])
 def test_half_a_run_json(run_folder, text):
     (run_folder / "run.json").write_text(text)

@@ -49,7 +49,7 @@ def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recove
     Where rank 0's part is missing, the others' are opened, with a warning that says whose they are.
 
     Arguments: `skip_corrupt`, go on without segments that cannot be read, with a warning that names them;
-    `recover`, read the segments of a folder whose run.json is missing or damaged.
+    `recover`, read the segments of a folder even if its run.json is missing or damaged.
     Errors: RunError if the folder is missing, is not a run, or needs a newer narrowgauge; UsageError for no path.
     """
     if not isinstance(path, str | os.PathLike):
@@ -58,7 +58,12 @@ def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recove
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise RunError(f"{folder} {found}; expected the folder of a run (the one that holds run.json).")
-    manifest = manifests.unknown() if recover else _manifest(folder)
+    try:
+        manifest = _manifest(folder)
+    except RunError:
+        if not recover:
+            raise
+        manifest = manifests.unknown()
     run = Run(folder, manifest, Source(folder, skip_corrupt=skip_corrupt))
     if run.rank:
         warnings.warn(f"{folder}: {run.ends.words}.", stacklevel=2)
