@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from narrowgauge.observe.stats import host
-from narrowgauge.session.doors import compiled_calls
+from narrowgauge.session.doors import compilations
 
 ROLES = ("input", "weight", "grad_output")
 SITES = {f"{name}:{role}" for name in ("0", "2", "projection") for role in ROLES}
@@ -102,7 +102,7 @@ def test_it_sees_its_own_operations(tmp_path, monkeypatch, case, compiled):
     if not compiled:  # then everything is counted by operations of torch's
         monkeypatch.setattr(host, "ready", lambda: False)
         monkeypatch.setattr(host, "kernel", lambda: None)
-    monkeypatch.setattr(compiled_calls, "_graphs", lambda: 0)  # other tests of this process may have made some
+    monkeypatch.setattr(compilations, "graphs", lambda: 0)  # other tests of this process may have made some
     alone, weights = train(*CASES[case])
     with followed(tmp_path, every=2, judge="current", compiling=True) as (session, writer):
         seen, watched = train(*CASES[case])

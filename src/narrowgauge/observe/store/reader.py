@@ -21,7 +21,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 
@@ -29,18 +28,18 @@ from narrowgauge.errors import RunError, UsageError
 from narrowgauge.metrics.site import ROLES
 from narrowgauge.observe.store import asked
 from narrowgauge.observe.store import manifest as manifests
-from narrowgauge.observe.store.downsample import bin_width, extreme, keep_extrema
+from narrowgauge.observe.store.cells import cells
+from narrowgauge.observe.store.downsample import extreme, keep_extrema
 from narrowgauge.observe.store.ends import Ends
 from narrowgauge.observe.store.ends import Reader as EndsReader
 from narrowgauge.observe.store.schema import HEATMAP_STEPS, KINDS, role_of
 from narrowgauge.observe.store.segments import quoted
-from narrowgauge.observe.store.source import Source, parquet, segments_in
-from narrowgauge.observe.store.table import Table, plain_column
+from narrowgauge.observe.store.source import QUERY, Source, segments_in
+from narrowgauge.observe.store.table import Table
 
 Array = npt.NDArray[Any]
 Keep = Literal["extreme", "min", "max", "mean"]
 SITE = "layers.0.mlp.up:input"  # as messages show one
-QUERY = "SQL, such as 'SELECT max(amax) FROM tensors'"
 
 
 def open_run(path: str | os.PathLike[str], *, skip_corrupt: bool = False, recover: bool = False) -> Run:
@@ -168,17 +167,17 @@ class Run:
     @property
     def sites(self) -> tuple[str, ...]:
         """Every site that was recorded, sorted."""
-        return tuple(row[0] for row in self._rows("SELECT DISTINCT site FROM tensors ORDER BY site"))
+        return tuple(row[0] for row in self._source.rows("SELECT DISTINCT site FROM tensors ORDER BY site"))
 
     @property
     def steps(self) -> Array:
         """The steps that have tensor rows or scalars, ascending, int64 [T]."""
-        return self._columns("SELECT step FROM tensors UNION SELECT step FROM scalars ORDER BY step")["step"]
+        return self._source.columns("SELECT step FROM tensors UNION SELECT step FROM scalars ORDER BY step")["step"]
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
         """Names of the scalars that were recorded, sorted."""
-        return tuple(row[0] for row in self._rows("SELECT DISTINCT name FROM scalars ORDER BY name"))
+        return tuple(row[0] for row in self._source.rows("SELECT DISTINCT name FROM scalars ORDER BY name"))
 
     def tensors(
         self,
@@ -203,7 +202,7 @@ class Run:
             where.append("step IN (SELECT unnest(?::BIGINT[]))")
             parameters.append(asked.wholes("steps", steps))
         query = f"SELECT {picks} FROM tensors WHERE {' AND '.join(where)} ORDER BY site, step, rank"
-        table = Table(self._columns(query, parameters))
+        table = Table(self._source.columns(query, parameters))
         if only is not None:
             self._there("site", set(only).difference(table["site"]), lambda: self.sites)
         return table
@@ -220,7 +219,7 @@ class Run:
         picks = "".join(f', arg_max(value, wall_time) FILTER (name = ?) AS "{at}"' for at in range(len(names)))
         only = "AND name IN (SELECT unnest(?::VARCHAR[])) " if which else ""
         query = f"SELECT step{picks} FROM scalars WHERE rank = ? {only}GROUP BY step ORDER BY step"
-        found = self._columns(query, [*names, whose, *which])
+        found = self._source.columns(query, [*names, whose, *which])
         values = {each: found[str(at)] for at, each in enumerate(names)}
         if which:
             empty = [each for each in names if np.isnan(values[each].astype(np.float64)).all()]
@@ -235,7 +234,7 @@ class Run:
         kinds = None if kind is None else asked.names("kind", kind, "nan")
         only, which = ("", []) if kinds is None else ("WHERE kind IN (SELECT unnest(?::VARCHAR[])) ", [kinds])
         picks = "step, rank, kind, site, message, data, wall_time"
-        return Table(self._columns(f"SELECT {picks} FROM events {only}ORDER BY step, wall_time", which))
+        return Table(self._source.columns(f"SELECT {picks} FROM events {only}ORDER BY step, wall_time", which))
 
     def series(
         self, site: str, metric: str, *, rank: int | None = None, max_points: int | None = None
@@ -249,12 +248,12 @@ class Run:
         most = None if max_points is None else asked.whole("max_points", max_points, least=1)
         whose = self._rank(rank)
         value = quoted(self._metric(metric))
-        found = self._fetched(
-            lambda db: db.execute(
+        found = self._source.columns(
+            lambda: (
                 f"SELECT step, {value} AS value FROM {self._source.tensors_of(whose)} "
-                f"WHERE site = ? AND {value} IS NOT NULL ORDER BY step",
-                [site],
-            )
+                f"WHERE site = ? AND {value} IS NOT NULL ORDER BY step"
+            ),
+            [site],
         )
         steps, values = found["step"], found["value"]
         self._there("site", () if len(steps) else {site}, lambda: self.sites)
@@ -287,7 +286,7 @@ class Run:
         of = None if role is None else asked.name("role", role, ROLES[0])
         whose = None if rank is None else self._rank(rank)
         most = asked.whole("max_steps", max_steps, least=1)
-        sites, found = self._source.ask(lambda db: self._cells(db, name, of, whose, most))
+        sites, found = self._source.ask(lambda db: cells(db, self._source, name, role=of, rank=whose, max_steps=most))
         if of is not None and not sites:
             self._there("role", {of}, lambda: {*ROLES, *map(role_of, self.sites)} - {""})
         steps, columns = np.unique(found["step"], return_inverse=True)
@@ -304,37 +303,7 @@ class Run:
         """
         if not isinstance(query, str):
             raise asked.wrong("query", query, QUERY)
-        return Table(self._columns(query, asked.values(parameters)))
-
-    def _cells(
-        self, db: duckdb.DuckDBPyConnection, metric: str, role: str | None, rank: int | None, max_steps: int
-    ) -> tuple[tuple[str, ...], dict[str, Array]]:
-        """The sites of a heatmap, and per cell its site's place, its (first) step, minimum, maximum and mean."""
-        if rank is None and len(ranks := self._source.tensor_ranks()) == 1:
-            rank = ranks[0]
-        rollup = self._source.rollup(rank) if rank is not None and max_steps == HEATMAP_STEPS else []
-        if rollup:
-            low, high, mean = (quoted(f"{each}:{metric}") for each in ("min", "max", "mean"))
-            picks = f"site, step, {low}::DOUBLE AS low, {high}::DOUBLE AS high, {mean} AS mean"
-            cells = f"SELECT {picks} FROM {parquet(rollup)} WHERE {low} IS NOT NULL"
-        else:
-            rows, value = "tensors" if rank is None else self._source.tensors_of(rank), quoted(metric)
-            span = db.execute(f"SELECT min(step), max(step) FROM {rows}").fetchone()
-            first, last = span if span and span[0] is not None else (0, 0)
-            picks = f"min({value})::DOUBLE AS low, max({value})::DOUBLE AS high, avg({value}) AS mean"
-            bin_start = f"step - (step - {first}) % {bin_width(first, last, max_steps)}"
-            cells = f"SELECT site, {bin_start} AS step, {picks} FROM {rows} WHERE {value} IS NOT NULL GROUP BY ALL"
-        db.execute(f"CREATE OR REPLACE TEMP TABLE cells AS {cells}")
-        found = db.execute("SELECT DISTINCT site FROM cells ORDER BY site").fetchall()
-        sites = tuple(site for (site,) in found if role is None or role_of(site) == role)
-        # Sites travel as numbers: a Python string per cell would cost more than the query.
-        fetched = db.execute(
-            "WITH wanted AS (SELECT unnest(?::VARCHAR[]) AS site, unnest(range(?)) AS place) "
-            "SELECT place, step, low, high, mean FROM cells JOIN wanted USING (site)",
-            [list(sites), len(sites)],
-        ).fetchnumpy()
-        db.execute("DROP TABLE cells")
-        return sites, {name: plain_column(values) for name, values in fetched.items()}
+        return Table(self._source.columns(query, asked.values(parameters)))
 
     def _known(self, names: list[str]) -> list[str]:
         metrics = self.metrics
@@ -364,19 +333,3 @@ class Run:
             for each in missed:
                 if there and each not in there:
                     raise asked.unknown(self.path, what, each, there)
-
-    def _rows(self, query: str, parameters: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
-        given = list(parameters)
-        return self._source.ask(lambda db: db.execute(query, given).fetchall())
-
-    def _columns(self, query: str, parameters: list[Any] | dict[str, Any] | None = None) -> dict[str, Array]:
-        return self._fetched(lambda db: db.execute(query, parameters or []))
-
-    def _fetched(self, query: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyConnection]) -> dict[str, Array]:
-        def fetch(db: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-            answer: duckdb.DuckDBPyConnection | None = query(db)
-            if answer is None:
-                raise UsageError(f"the query is empty; expected {QUERY}.")
-            return answer.fetchnumpy()
-
-        return {name: plain_column(values) for name, values in self._source.ask(fetch).items()}

@@ -13,15 +13,20 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import duckdb
+import numpy.typing as npt
 
-from narrowgauge.errors import RunError
+from narrowgauge.errors import RunError, UsageError
 from narrowgauge.observe.store.database import connect, spill
 from narrowgauge.observe.store.schema import KEYS, KINDS, ROLLUPS, Kind, Segment, live
 from narrowgauge.observe.store.segments import literal
+from narrowgauge.observe.store.table import plain_column
 
+Array = npt.NDArray[Any]
+
+QUERY = "SQL, such as 'SELECT max(amax) FROM tensors'"  # as messages show one
 MANY = 16  # groups of segments with the same columns; beyond, DuckDB unites them itself
 
 Result = TypeVar("Result")
@@ -86,6 +91,25 @@ class Source:
             except duckdb.Error as error:
                 self._handle(error)
         raise RunError(f"{self.folder} changes faster than it can be read. Try again when its writer has closed it.")
+
+    def rows(self, query: str, parameters: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+        """What a query finds, row by row."""
+        given = list(parameters)
+        return self.ask(lambda db: db.execute(query, given).fetchall())
+
+    def columns(
+        self, query: str | Callable[[], str], parameters: list[Any] | dict[str, Any] | None = None
+    ) -> dict[str, Array]:
+        """What a query finds, column by column; one that names segments is made when they have been looked at."""
+
+        def fetch(db: duckdb.DuckDBPyConnection) -> dict[str, Any]:
+            asked = query if isinstance(query, str) else query()
+            answer: duckdb.DuckDBPyConnection | None = db.execute(asked, parameters or [])
+            if answer is None:
+                raise UsageError(f"the query is empty; expected {QUERY}.")
+            return answer.fetchnumpy()
+
+        return {name: plain_column(values) for name, values in self.ask(fetch).items()}
 
     def files(self, kind: Kind) -> list[Path]:
         """The live segments of one kind that are not skipped."""

@@ -18,13 +18,11 @@ ever, too. Called inside of what runs uncompiled it does not: it is a part of th
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar
 from weakref import WeakSet, ref
 
 import torch
@@ -32,16 +30,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
-from narrowgauge.session.doors import recorded_graphs
+from narrowgauge.session.doors import compilations, recorded_graphs
+from narrowgauge.session.doors.compilations import HearsCompiled, HearsGraphs, Whose
 from narrowgauge.session.doors.entries import Entries, Leave
 from narrowgauge.session.doors.stance import Uncompiled, stance
 from narrowgauge.session.doors.unseen import unseen
 
-_LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
-
-# Of a call: followed, and layers may be in it; without layers (a library's, an optimizer's step); heard of by nobody.
-Whose = Literal["followed", "bare", "unheard"]
 
 
 class _OfThread(threading.local):
@@ -49,34 +44,6 @@ class _OfThread(threading.local):
 
 
 _here = _OfThread()
-
-
-class HearsCompiled(Protocol):
-    """Hears of what is compiled."""
-
-    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function, or a module compiled in place, is called; returns what `compiled_ended` is to know."""
-
-    def compiled_ended(self, known: Any, output: Any) -> None:
-        """The call returned."""
-
-    def update_begins(self, optimizer: Optimizer) -> Any:
-        """An optimizer's step is called, without a closure."""
-
-    def learns(self) -> bool:
-        """Whether what is called now is called with gradients, or will be."""
-        ...
-
-
-class HearsGraphs(Protocol):
-    """Hears of calls that run compiled."""
-
-    def compiled_runs(self, whose: Whose) -> Leave:
-        """One begins; what is returned is called when it has ended."""
-        ...
-
-    def compiled_unheard(self, error: Exception) -> None:
-        """Hearing of one failed."""
 
 
 class CompiledCalls:
@@ -109,10 +76,10 @@ class CompiledCalls:
             if model is None:
                 return lambda function: compile_(function, *args, **kwargs)
             compiled: Any = self._compile(model, *args, **kwargs)
-            if _of_a_library(model):
+            if compilations.of_a_library(model):
                 return self._as_ever(compiled)
             self._heard = True
-            optimizer = _optimizer_of(model)
+            optimizer = compilations.optimizer_of(model)
             if optimizer is not None:
                 return self._updating(optimizer, compiled)
             return self._of_module(compiled) if isinstance(model, nn.Module) else self._followed(model, compiled)
@@ -133,7 +100,7 @@ class CompiledCalls:
 
     def any(self) -> bool:
         """Whether the program compiles: it has asked for it, or something was compiled before we listened."""
-        return self._heard or _graphs() > self._graphs
+        return self._heard or compilations.graphs() > self._graphs
 
     def followed(self) -> bool:
         """Whether it has asked for it where we listened: of what is older than that no call is heard."""
@@ -203,7 +170,7 @@ class CompiledCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            before, heir, around = _graphs(), self._heir(), _here.whose
+            before, heir, around = compilations.graphs(), self._heir(), _here.whose
             _here.whose = "bare"
             try:
                 if not heir._eager:
@@ -212,7 +179,7 @@ class CompiledCalls:
                     return compiled(*args, **kwargs)
             finally:
                 _here.whose = around
-                heir._graphs += _graphs() - before
+                heir._graphs += compilations.graphs() - before
 
         return call
 
@@ -327,26 +294,3 @@ class CompiledCalls:
 
 def _nothing() -> None:
     """Nothing is to be done."""
-
-
-def _of_a_library(function: Any) -> bool:
-    """Whether it is a library's own function; a method (`optimizer.step`) is the program's, whose object it is."""
-    home = f"{getattr(function, '__module__', '')}."
-    return inspect.isfunction(function) and any(home.startswith(f"{name}.") for name in _LIBRARIES)
-
-
-def _optimizer_of(function: Any) -> ref[Optimizer] | None:
-    """The optimizer whose step this is: a method of its, or what a learning rate scheduler has put in its place."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, Optimizer):
-        return ref(owner)
-    if hasattr(function, "_wrapped_by_lr_sched"):
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
-        return next((found for found in held if isinstance(found, ref) and isinstance(found(), Optimizer)), None)
-    return None
-
-
-def _graphs() -> int:
-    """How many have been compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # which we load as well
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -30,7 +30,7 @@ from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import by_name
-from narrowgauge.session.doors.compiled_calls import Whose
+from narrowgauge.session.doors.compilations import Whose
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name

@@ -1,0 +1,68 @@
+"""What is compiled: whose it is, how much of it there is, and who hears of its calls (compiled_calls.py)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Literal, Protocol
+from weakref import ref
+
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.doors.entries import Leave
+
+LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
+
+# Of a call: followed, and layers may be in it; without layers (a library's, an optimizer's step); heard of by nobody.
+Whose = Literal["followed", "bare", "unheard"]
+
+
+class HearsCompiled(Protocol):
+    """Hears of what is compiled."""
+
+    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function, or a module compiled in place, is called; returns what `compiled_ended` is to know."""
+
+    def compiled_ended(self, known: Any, output: Any) -> None:
+        """The call returned."""
+
+    def update_begins(self, optimizer: Optimizer) -> Any:
+        """An optimizer's step is called, without a closure."""
+
+    def learns(self) -> bool:
+        """Whether what is called now is called with gradients, or will be."""
+        ...
+
+
+class HearsGraphs(Protocol):
+    """Hears of calls that run compiled."""
+
+    def compiled_runs(self, whose: Whose) -> Leave:
+        """One begins; what is returned is called when it has ended."""
+        ...
+
+    def compiled_unheard(self, error: Exception) -> None:
+        """Hearing of one failed."""
+
+
+def of_a_library(function: Any) -> bool:
+    """Whether it is a library's own function; a method (`optimizer.step`) is the program's, whose object it is."""
+    home = f"{getattr(function, '__module__', '')}."
+    return inspect.isfunction(function) and any(home.startswith(f"{name}.") for name in LIBRARIES)
+
+
+def optimizer_of(function: Any) -> ref[Optimizer] | None:
+    """The optimizer whose step this is: a method of its, or what a learning rate scheduler has put in its place."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, Optimizer):
+        return ref(owner)
+    if hasattr(function, "_wrapped_by_lr_sched"):
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        return next((found for found in held if isinstance(found, ref) and isinstance(found(), Optimizer)), None)
+    return None
+
+
+def graphs() -> int:
+    """How many have been compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # which we load as well
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
