@@ -292,7 +292,8 @@ def test_of_two_models_the_one_that_can_is_converted_and_the_other_told(tmp_path
     session, _ = follow(tmp_path, programs.GAN, recipe="current", compiling=True)
     facts = session.facts()
     assert facts["models"] == 2
-    assert [(row["name"], row["recipe"]) for row in facts["conversion"]] == [("0", "current"), ("2", "current")]
+    rows = [(row["name"], row["recipe"]) for row in facts["conversion"]]
+    assert rows == [("0", "current"), ("2", "current"), ("Sequential1.0", None), ("Sequential1.2", None)]
     note = facts["notes"][0]
     assert note.startswith("One of the script's models stays in the baseline's precision: none of the 2 linear layers")
     assert facts["refusal"] == ""

@@ -81,6 +81,7 @@ def test_it_survives_json():
         "reason": "output head: its name says so ('lm_head')",
         "backend": None,
         "flops_per_token": 6 * 96 * 64,
+        "fp8_gemms": 0,
         "calls": None,
         "aliases": [],
         "shared_with": ["embed"],

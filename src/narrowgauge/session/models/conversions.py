@@ -4,11 +4,13 @@ convert     to FP8; a comparison's baseline does it in a rehearsal, and back aga
 added       the same for what the program adds to a model, or exchanges in it, once it trains
 hear        those that the program itself has converted
 switch      products of other packages' layers that shall stay high
+
+What became of each layer is kept in layer_rows.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,13 +19,14 @@ from torch import nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert
 from narrowgauge.compute.nn.conversion.rules import covers_name
-from narrowgauge.compute.nn.conversion.structure import clean, linear_shape
+from narrowgauge.compute.nn.conversion.structure import clean
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.session.machine import native_fp8
+from narrowgauge.session.models.layer_rows import LayerRows, stayed
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.sites.part import named
@@ -36,8 +39,8 @@ class Conversions:
 
     def __init__(self, plan: Plan, recorder: Recorder) -> None:
         self._plan, self._recorder = plan, recorder
-        self._reports: dict[str, ConversionReport] = {}  # by the prefix of the model's names
-        self._added: set[str] = set()  # layers that their model had not at first
+        self._rows = LayerRows()
+        self._any = False  # something was converted
         self._refusals: list[ConversionError | RecipeError] = []
         self._ended = False  # a refusal ended the program, and is its error
         self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
@@ -46,69 +49,93 @@ class Conversions:
         self._idle: list[str] = []  # switches that did nothing
         self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
         self.observed = False  # layers that are converted are looked at
-        self.notes: list[str] = []
+        self._notes: list[str] = []
 
-    def convert(self, model: nn.Module, prefix: str, *, shares: bool, whole: Callable[[], bool]) -> None:
+    @property
+    def notes(self) -> list[str]:
+        """What is to be told of models and layers that could not be converted."""
+        return [*self._notes, *self._rows.notes]
+
+    def convert(
+        self,
+        model: nn.Module,
+        prefix: str,
+        shared: Set[int],
+        *,
+        whole: Callable[[], bool],
+        part: Callable[[], str],
+    ) -> None:
         """Convert a model whose layers' names begin with `prefix`, or hear the layers that the program converted.
 
-        `shares` if it has parts of another; `whole()` says whether with it all is seen that is trained. Raises
-        RecipeError, or ConversionError when no other model is converted or left.
+        Raises RecipeError, or ConversionError when no other model is converted or left.
+
+        Args:
+            model, prefix: which.
+            shared: the ids of its parts that are parts of another one, too.
+            whole: says whether with it all is seen that is trained, here and on other ranks.
+            part: says which part of a model it is, if other ranks may have others; "" if none.
         """
         if self._plan.recipe is None and not self._plan.rehearse:
             self._hear(model, prefix)
             return
-        if shares and not any(isinstance(m, nn.Linear) and not isinstance(m, Fp8Linear) for m in model.modules()):
+        which = part() if self._plan.recipe is not None else ""  # before a conversion makes anything of its weights
+        if shared and not any(_is_plain(m) and id(m) not in shared for m in model.modules()):
             return  # a wrapper, say
         try:
-            report = self._converted(model, beside=shares)
+            report = self._converted(model, beside=bool(shared))
         except RecipeError as refusal:  # a backend that cannot: no other model of this program will be converted
             self._refusals.append(refusal)
             self._ended = True
             raise
         except ConversionError as refusal:
             self._refusals.append(refusal)
-            if not self._reports and whole():
+            if not self._any and whole():
                 self._ended = True
                 raise
             if self._plan.recipe is None:
                 return
-            self.notes.append(f"One of the script's models stays in the baseline's precision: {refusal}")
+            but = ", but for what it shares with another" if shared else ""
+            self._notes.append(f"One of the script's models stays in the baseline's precision{but}: {refusal}")
+            report = self._stayed(model, refusal, beside=bool(shared))
+        else:
+            self._any = True
+        if self._plan.recipe is None:
             return
-        self._reports[prefix] = report
-        if self._plan.recipe is not None:
+        self._rows.put(model, prefix, report, self._recorder.under(prefix, model).name, shared, which)
+        if report.converted:
             self._observe(model, prefix)
 
-    def added(self, model: nn.Module, prefix: str, left_alone: list[str]) -> str:
+    def _stayed(self, model: nn.Module, refusal: ConversionError, *, beside: bool) -> ConversionReport:
+        """Why each layer of a refused model stays high."""
+        try:
+            return self._converted(model, beside=beside, strict=False)
+        except ConversionError:  # not for what its layers are: something that was asked does not fit it
+            return stayed(model, str(self._plan.recipe), str(refusal))
+
+    def added(self, model: nn.Module, prefix: str, left_alone: list[str], shared: Set[int]) -> str:
         """Convert, or hear, what the program has added to a model since; in words what was done, "" if nothing.
 
-        `left_alone` are parts by name that do not train, and stay as they are.
+        `left_alone` are parts by name that do not train, and stay as they are; `shared` is as above.
         """
         if self._plan.recipe is None:
             self._hear(model, prefix)
             return ""
         alone = [clean(name) for name in left_alone]
-        before = self._reports.get(prefix)
-        known = {(row.name, row.recipe is None) for row in before.rows} if before else set()
         try:
             report = self._converted(model, beside=True, strict=False, skip=alone)
         except (ConversionError, RecipeError) as refusal:
             note = f"What the script added to its model stays in the baseline's precision: {refusal}"
-            self.notes += [note] if note not in self.notes else []
+            self._notes += [note] if note not in self._notes else []
             return ""
+        self._any |= bool(report.converted)
         rows = tuple(row for row in report.rows if not any(covers_name(name, row.name) for name in alone))
-        report = replace(report, rows=rows)
-        if before:
-            modules = model.named_modules(remove_duplicate=False)
-            here = {clean(name) for name, module in modules if linear_shape(module) is not None}
-            report = before.within(here).joined(report)
-        self._reports[prefix] = report
+        name = self._recorder.under(prefix, model).name
+        new = self._rows.join(model, prefix, replace(report, rows=rows), name, shared)
         self._observe(model, prefix)
-        new = [row for row in rows if row.recipe is not None or (row.name, True) not in known]
-        self._added.update(named(prefix, row.name) for row in new)
         return "; ".join(
-            f"{named(prefix, row.name)} was converted to {row.recipe}"
+            f"{name(row.name)} was converted to {row.recipe}"
             if row.recipe
-            else f"{named(prefix, row.name)} stays high ({row.reason})"
+            else f"{name(row.name)} stays high ({row.reason})"
             for row in new
         )
 
@@ -142,7 +169,7 @@ class Conversions:
         """Look at the layers that the program itself converted, unless somebody does already."""
         observers = [module._fp8.observer for module in model.modules() if isinstance(module, Fp8Linear)]
         if any(observer is not None and not self._is_ours(observer) for observer in observers):
-            self.notes.append(
+            self._notes.append(
                 "The program watches the layers that it converted by an observer of its own; their tensors are not "
                 "recorded here."
             )
@@ -211,26 +238,19 @@ class Conversions:
     @property
     def refusal(self) -> str:
         """Why no model was converted, though at least one was tried; "" if one was."""
-        return "" if self._reports else " ".join(dict.fromkeys(map(str, self._refusals)))
+        return "" if self._any else " ".join(dict.fromkeys(map(str, self._refusals)))
 
     def facts(self) -> dict[str, Any]:
         """What is known about converted layers, for the run's metadata."""
-        reports = self._reports if self._plan.recipe is not None else {}
-        rows = [
-            {**row, "name": named(prefix, row["name"])}
-            for prefix, report in reports.items()
-            for row in report.to_dict()["rows"]
-        ]
-        for row in rows:
-            if row["name"] in self._added:
-                row["added"] = True
+        told = self._rows.facts()
         # A recipe can be emulated on a GPU whose other recipes are native: what ran decides, not the machine.
-        backends = {row["backend"] for row in rows if row["recipe"]}
+        backends = {row["backend"] for row in told["conversion"] if row["recipe"]}
         return {
             **({"emulated": "reference" in backends or not native_fp8()} if backends else {}),
-            "conversion": rows,
+            **told,
             **({"switched": self._switched} if self._switched else {}),
-            "conversion_summary": [
-                {k: v for k, v in report.to_dict().items() if k != "rows"} for report in reports.values()
-            ],
         }
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and not isinstance(module, Fp8Linear)

@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from narrowgauge.compute.nn.conversion.rule_checks import some
 from narrowgauge.session.models.conversions import Conversions
+from narrowgauge.session.models.everywhere import held_by_all, part_of
 from narrowgauge.session.models.family import Family, is_wrapper
 from narrowgauge.session.models.model import Model
 from narrowgauge.session.models.perturb import perturb
@@ -99,7 +100,7 @@ class Roots:
                 continue
             known.look(model)
             self._count(known)
-            what = self.conversions.added(model, known.prefix, known.left_alone(model))
+            what = self.conversions.added(model, known.prefix, known.left_alone(model), self._shared(known))
             new = self._plain.add(model, self._recorder.under(known.prefix, model))
             if new and not what:
                 what = f"{some([named(known.prefix, name) for name in new], MOST_NAMED)}, watched from now on"
@@ -135,8 +136,8 @@ class Roots:
         whole = self.family.model_of(module, trained)
         model = unwrapped(whole)
         root.belongs_to(model)
-        shares = self._add(model, *self.family.holder_of(whole, trained), stage)
-        if not shares:
+        shared = self._add(model, *self.family.holder_of(whole, trained), stage)
+        if not shared:
             self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
             self._watch_dtype(model)
             if self._plan.noise:
@@ -146,7 +147,11 @@ class Roots:
         if stage is not None or self._stages:
             self._stages.update(dict.fromkeys((named(prefix, layer) for layer in self._models[-1].layers), stage))
         self.conversions.switch(model, module, prefix)
-        self.conversions.convert(model, prefix, shares=shares, whole=lambda: trained <= self._parameters_seen())
+        self.conversions.convert(
+            *(model, prefix, shared),
+            whole=lambda: trained <= self._parameters_seen() and stage is None and held_by_all(module, whole),
+            part=lambda: part_of(module, whole) if stage is None else "",  # the number tells stages apart
+        )
         self._plain.add(model, self._recorder.under(prefix, model))
         return root
 
@@ -173,14 +178,17 @@ class Roots:
         if self._roots.get(at) is root:  # and not another's, at the same address
             del self._roots[at]
 
-    def _add(self, model: nn.Module, holder: nn.Module, own: str, stage: int | None) -> bool:
-        """Keep a model in mind; whether it shares parts with one that is known: two towers, actor and critic."""
+    def _add(self, model: nn.Module, holder: nn.Module, own: str, stage: int | None) -> set[int]:
+        """Keep a model in mind; the ids of what it shares with those that are known: two towers, actor and critic."""
         new = Model(model, self._models.remove, holder, own, stage)
-        known = any(not other.parts.isdisjoint(new.parts) for other in self._models)
         self._models.append(new)
         self._count(new)
         self._taken += 1
-        return known
+        return self._shared(new)
+
+    def _shared(self, model: Model) -> set[int]:
+        others = [known.module() for known in self._models if known is not model]
+        return {id(m) for other in others if other is not None for m in other.modules()} & model.parts
 
     def _count(self, model: Model) -> None:
         """Count the parameters that are no other model's."""
@@ -272,6 +280,7 @@ class Roots:
             "baseline_dtype": self._plain.shown.dtype or self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),
             **self.conversions.facts(),
+            **({"stages": staged} if (staged := {n: s for n, s in self._stages.items() if s is not None}) else {}),
         }
 
 

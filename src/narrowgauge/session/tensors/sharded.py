@@ -45,6 +45,7 @@ __all__ = [
     "members",
     "mesh_size",
     "used_of",
+    "wrapped_over",
 ]
 
 PLAIN = frozenset((Tensor, nn.Parameter))  # of these nothing has to be asked
@@ -130,12 +131,17 @@ def shape_of(p: Tensor) -> tuple[int, ...]:
 
 def copied_by(modules: Iterable[nn.Module]) -> int | None:
     """The lowest rank with the same weights, if one of these wrappers keeps them the same: DDP, or FSDP1 in use."""
+    return min(wrapped_over(modules), default=None)
+
+
+def wrapped_over(modules: Iterable[nn.Module]) -> list[int]:
+    """The ranks that the first of such wrappers among these modules is for; none without one."""
     for module in modules:
         for where, name in WRAPPERS:
             kind = getattr(sys.modules.get(where), name, None)
             if kind is not None and isinstance(module, kind):
-                return min(members(module.process_group), default=None)
-    return None
+                return members(module.process_group)
+    return []
 
 
 def members(group: Any) -> list[int]:

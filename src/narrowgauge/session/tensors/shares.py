@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.session.tensors.sharded import members
@@ -38,6 +39,12 @@ def copies_in_group(p: Tensor) -> int:
 def is_experts(p: Tensor) -> bool:
     """Whether it is an expert's."""
     return PLACE in sys.modules and not getattr(p, "allreduce", True)
+
+
+def stage_here() -> int | None:
+    """This rank's place in Megatron-Core's pipeline; None where it cuts the model into no stages."""
+    ranks = _asked("get_pipeline_model_parallel_group")
+    return ranks.index(dist.get_rank()) if len(ranks) > 1 else None
 
 
 def _asked(what: str, **how: bool) -> list[int]:

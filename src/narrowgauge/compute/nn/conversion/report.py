@@ -110,6 +110,7 @@ class ConversionReport:
                     "reason": row.reason,
                     "backend": row.backend,
                     "flops_per_token": row.flops_per_token,
+                    "fp8_gemms": row.fp8_gemms if row.recipe is not None else 0,
                     "calls": row.calls,
                     "aliases": list(row.aliases),
                     "shared_with": list(row.shared_with),
