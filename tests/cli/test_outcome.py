@@ -90,6 +90,14 @@ def test_layers_of_all_ranks_are_told_once(tmp_path):
     assert line.startswith("2 of 3 linear layers in FP8 (rowwise), 1 kept high: lm_head")
 
 
+def test_layers_of_hand_made_stages_are_told_for_each_though_their_names_are_equal(tmp_path):
+    first = [{**layer("0"), "part": "a"}, {**layer("2"), "part": "a"}]
+    last = [{**layer("0"), "part": "b"}, {**layer("2", None, "skip='2'"), "part": "b"}]
+    for name, rows in (("run.json", first), ("run.rank1.json", last)):
+        (tmp_path / name).write_text(json.dumps({"meta": {"conversion": rows}}))
+    assert converted(tmp_path) == ["3 of 4 linear layers in FP8 (rowwise), 1 kept high: 2 (rank 1): skip='2'"]
+
+
 @pytest.mark.parametrize("meta", [{}, {"conversion": []}, {"conversion": [HEAD]}])
 def test_where_nothing_was_converted_that_is_told_elsewhere(tmp_path, meta):
     (tmp_path / "run.json").write_text(json.dumps({"meta": meta}))

@@ -272,11 +272,11 @@ def test_what_was_added_or_is_gone(tmp_path):
         "body.0": ("current", True),
         "body.1": ("current", True),
     }
-    high = stays_high({"recipe": "current", **facts})
+    high = stays_high({0: {"recipe": "current", **facts}})
     assert [high(site) for site in ("top.0:input", "top:input", "body.0:input")] == [True, True, False]
 
 
 def test_a_name_that_is_an_fp8_layers_by_now_is_not_high():
     converted = [{"name": "1", "recipe": "current"}, {"name": "up.lora", "recipe": "current"}]
-    high = stays_high({"recipe": "current", "judged": ["1", "up"], "conversion": converted})
+    high = stays_high({0: {"recipe": "current", "judged": ["1", "up"], "conversion": converted}})
     assert [high(site) for site in ("1:input", "up:input", "up.lora:input")] == [False, True, False]

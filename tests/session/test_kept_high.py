@@ -60,7 +60,7 @@ def test_its_rows_are_those_of_the_runs_recipe(tmp_path):
 
 def test_it_is_shown_apart(tmp_path):
     run = recorded(tmp_path, "rowwise", **Config().for_watching("rowwise"))
-    high = stays_high(run.meta)
+    high = stays_high(run.metas)
     assert {site.split(":")[0] for site in map(str, run.tensors(columns=[])["site"]) if high(site)} == {
         "lm_head",
         "conv",

@@ -15,7 +15,7 @@ MOST_REASONS, MOST_NAMES = 3, 2  # that are told of layers that stay high
 
 def not_found(folder: Path) -> list[str]:
     """What a program that trains has and no rank found, in the words of the first: the loss may be another stage's."""
-    first, *others = [facts.get("not_found") for facts in _of_ranks(folder)] or [None]
+    first, *others = [facts.get("not_found") for facts in _of_ranks(folder).values()] or [None]
     # A rank that ended without a word says nothing.
     also = [{_what(missing) for missing in found} for found in others if found is not None]
     return [missing for missing in first or () if all(_what(missing) in found for found in also)]
@@ -27,22 +27,25 @@ def _what(missing: str) -> str:
 
 def unrecorded(folder: Path) -> list[str]:
     """That a program ended before its first recorded step, in one sentence; none if it did not."""
-    return [str(facts["unrecorded"]) for facts in _of_ranks(folder)[:1] if facts.get("unrecorded")]
+    return [str(facts["unrecorded"]) for facts in [*_of_ranks(folder).values()][:1] if facts.get("unrecorded")]
 
 
 def converted(folder: Path) -> list[str]:
     """How many layers were converted, and which were not and why, in one line; none where there is nothing to tell."""
+    from narrowgauge.observe.verdict.converted import converted as rows_of
+    from narrowgauge.observe.verdict.converted import label
+
     ranks = _of_ranks(folder)
-    rows = {row["name"]: row for facts in ranks for row in facts.get("conversion") or ()}
-    recipes = dict.fromkeys(str(row["recipe"]) for row in rows.values() if row["recipe"])
+    rows = rows_of(ranks)
+    recipes = dict.fromkeys(str(row["recipe"]) for row in rows if row["recipe"])
     if not recipes:
         return []
     high: dict[str, list[str]] = {}
-    for row in rows.values():
+    for row in rows:
         if not row["recipe"]:
-            high.setdefault(row["reason"], []).append(row["name"])
+            high.setdefault(row["reason"], []).append(label(row))
     many = sum(map(len, high.values()))
-    emulated = ", emulated" if any(facts.get("emulated") for facts in ranks) else ""
+    emulated = ", emulated" if any(facts.get("emulated") for facts in ranks.values()) else ""
     told = f"{len(rows) - many} of {len(rows)} linear layer{'' if len(rows) == 1 else 's'} in FP8"
     told += f" ({' and '.join(recipes)}{emulated})"
     commonest = sorted(high.items(), key=lambda item: -len(item[1]))
@@ -82,11 +85,11 @@ def unended(folder: Path, code: int) -> list[str]:
     return told
 
 
-def _of_ranks(folder: Path) -> list[dict[str, Any]]:
+def _of_ranks(folder: Path) -> dict[int, dict[str, Any]]:
     """What the session of each rank that has a part here learned."""
     from narrowgauge.observe.store import manifest as manifests
 
-    return [facts_of(folder / manifests.name(rank)) for rank in manifests.ranks(folder)]
+    return {rank: facts_of(folder / manifests.name(rank)) for rank in manifests.ranks(folder)}
 
 
 def facts_of(manifest: Path) -> dict[str, Any]:

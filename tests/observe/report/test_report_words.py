@@ -200,4 +200,6 @@ def test_conversion_lines_join_equal_blocks():
     assert [line.name for line in lines if not line.runs_in] == ["lm_head"]
     assert sum(line.layers for line in lines) == len(rows)
     assert conversion.lines([]) == ()
+    stages = [{"name": f"layers.{n}", "of_ranks": [rank]} for rank in (0, 1) for n in (0, 1)]
+    assert [line.name for line in conversion.lines(stages)] == ["layers.0–1 (rank 0)", "layers.0–1 (rank 1)"]
     assert conversion.lines([{"name": "fc"}])[0].share == "—"

@@ -10,6 +10,7 @@ class FakeRun:
 
     def __init__(self, meta, scalars, sites=None):
         self.meta = meta
+        self.metas = {0: meta}
         self._scalars = scalars
         self._sites = sites or {}
         self.scalar_names = tuple(sorted(scalars))

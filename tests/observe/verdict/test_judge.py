@@ -216,6 +216,15 @@ def test_flop_share_counts_layers_that_ran():
     assert any("converted but never called: b" in note for note in verdict.notes)
 
 
+def test_the_share_of_linear_layers_is_of_all_models_and_ranks():
+    run = evidence("current", FLAT)
+    row = {"name": "a", "recipe": "current", "calls": 1, "flops_per_token": 300, "fp8_gemms": 2, "part": "x"}
+    run.run.metas = {0: {"conversion": [row]}, 1: {"conversion": [{**row, "recipe": None, "part": "y"}]}}
+    _, variant = judge_one(run)
+    assert variant.linear_share_pct == pytest.approx(100 / 3)
+    assert [each["of_ranks"] for each in variant.conversion] == [[0], [1]]
+
+
 def test_the_verdict_survives_json():
     sites = {"mlp:input": {"sqnr_db": 31.0, "gain": 1.0}}
     verdict, _ = judge_one(evidence("current", FLAT, sites=sites), same=same_weights())

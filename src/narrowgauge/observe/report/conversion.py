@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.observe.report import words
+from narrowgauge.observe.verdict.converted import label
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Line:
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, ...]:
-    """Grouped lines in forward order; rows as `ConversionReport.to_dict()["rows"]` has them, missing keys allowed."""
+    """Grouped lines in forward order; rows as `verdict.converted` has them, missing keys allowed."""
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", str(row.get("name", "?")))
@@ -35,6 +36,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> tuple[Line, ...]:
             row.get("reason"),
             row.get("backend"),
             _idle(row),
+            tuple(row.get("of_ranks") or ()),
         )
         groups.setdefault(key, []).append(row)
     total = sum(float(row.get("flops_per_token") or 0) for row in rows)
@@ -55,7 +57,7 @@ def _line(rows: list[Mapping[str, Any]], total: float) -> Line:
         reason += f"; weight shared with {', '.join(map(str, first['shared_with']))}"
     shape = first.get("shape") or ()
     return Line(
-        name=_name([str(row.get("name", "?")) for row in rows]),
+        name=label({**first, "name": _name([str(row.get("name", "?")) for row in rows])}),
         layers=len(rows),
         shape=" × ".join(f"{n:,}" for n in reversed(shape)) if shape else words.NONE,
         share=words.percent(100 * flops / total, signed=False) if total else words.NONE,

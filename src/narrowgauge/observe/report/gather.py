@@ -88,7 +88,7 @@ def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
     """
     found: dict[tuple[str, str, str], tuple[list[str], Array, Array]] = {}
     for name, run in runs.items():
-        metrics, high = set(run.metrics), stays_high(run.meta)
+        metrics, high = set(run.metrics), stays_high(run.metas)
         for metric in METRICS:
             if metric.column not in metrics:
                 continue

@@ -34,6 +34,7 @@ from narrowgauge.observe.report import (
 from narrowgauge.observe.report.further import further
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.converted import converted
 from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import VariantVerdict, Verdict, WorstTensor
 from narrowgauge.observe.verdict.worst import worst_tensors
@@ -85,10 +86,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     inside_runs = {name: run for name, run in runs.items() if run.meta.get("recipe") or run.metrics}
     judged = {v.name: v for v in verdict.variants} if verdict else {}
     worst = {n: judged[n].worst if n in judged else worst_tensors(run) for n, run in inside_runs.items()}
-    rows = {
-        n: (judged[n].conversion if n in judged else ()) or run.meta.get("conversion") or ()
-        for n, run in inside_runs.items()
-    }
+    rows = {n: (judged[n].conversion if n in judged else ()) or converted(run.metas) for n, run in inside_runs.items()}
     order = [str(row.get("name")) for each in rows.values() for row in each]
     layers = gather.layers(inside_runs, order)
     opened = _opened([n for n in inside_runs if n in layers.variants] or list(inside_runs), judged)
@@ -101,7 +99,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             conversion.lines(rows[n]),
             str(run.meta.get("judged_by") or ""),
             bool(run.meta.get("recipe") or rows[n]),
-            worst_tensors(run, WORST_HIGH, of=stays_high(run.meta)),
+            worst_tensors(run, WORST_HIGH, of=stays_high(run.metas)),
         )
         for i, (n, run) in enumerate(inside_runs.items())
     ]

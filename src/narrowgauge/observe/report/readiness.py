@@ -182,7 +182,7 @@ def _runs(run: Run) -> dict[str, Run]:
 def _of_another_recipe(run: Run) -> Callable[[str], bool]:
     """Whether a site stayed high, and was judged by another recipe than the one that the run was converted to."""
     same = run.meta.get("judged_by") == run.meta.get("recipe")
-    return (lambda site: False) if same else stays_high(run.meta)
+    return (lambda site: False) if same else stays_high(run.metas)
 
 
 def _folders(run: Run) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.converted import converted
 from narrowgauge.observe.verdict.gap import QUARTER, Series
 from narrowgauge.observe.verdict.types import TwinFacts
 
@@ -27,6 +28,10 @@ class Evidence:
     def meta(self) -> dict[str, Any]:
         """The run's metadata; empty if there is no run."""
         return dict(self.run.meta) if self.run is not None else {}
+
+    def conversion(self) -> tuple[dict[str, Any], ...]:
+        """What became of each linear layer, of all ranks."""
+        return converted(self.run.metas) if self.run is not None else ()
 
     def series(self, name: str) -> Series:
         """One scalar by step; empty if it was never recorded."""

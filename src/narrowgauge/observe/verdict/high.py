@@ -9,27 +9,31 @@ to a layer that stays high has done nothing to the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+from narrowgauge.observe.verdict.converted import Ranks, names, rows
 
 
-def stays_high(meta: Mapping[str, Any]) -> Callable[[str], bool]:
+def stays_high(ranks: Ranks) -> Callable[[str], bool]:
     """Whether a site, such as "head:input", stayed high; always no of a run that converted nothing: there all did.
 
-    >>> high = stays_high({"recipe": "rowwise", "judged": ["head"]})
+    >>> high = stays_high({0: {"recipe": "rowwise", "judged": ["head"]}})
     >>> high("head:input"), high("head.in_proj:weight"), high("body:input")
     (True, True, False)
 
     Args:
-        meta: the run's metadata.
+        ranks: the metadata of each rank of the run.
     """
-    told = meta.get("judged")
-    rows = [row for row in meta.get("conversion") or () if isinstance(row, Mapping)] if meta.get("recipe") else []
-    low = {str(row.get("name")) for row in rows if row.get("recipe")}
-    if meta.get("recipe") and isinstance(told, list):
-        high = set(map(str, told)) - low  # a name may be another layer's by now
-    else:
-        high = {str(row.get("name")) for row in rows if not row.get("recipe")}
+    name_of = names(ranks)
+    high, low = set[str](), set[str]()
+    for rank, meta in ranks.items():
+        if not meta.get("recipe"):
+            continue
+        told, own = meta.get("judged"), rows(meta)
+        low |= {name_of(rank, str(row.get("name"))) for row in own if row.get("recipe")}
+        kept = told if isinstance(told, list) else [row.get("name") for row in own if not row.get("recipe")]
+        high |= {name_of(rank, str(name)) for name in kept}
+    high -= low  # a name may be another layer's by now
 
     def of(site: str) -> bool:
         name = site.rpartition(":")[0]

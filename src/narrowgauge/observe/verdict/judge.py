@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from narrowgauge.observe.verdict import words
+from narrowgauge.observe.verdict.converted import label
 from narrowgauge.observe.verdict.evidence import Evidence, first_difference
 from narrowgauge.observe.verdict.gap import (
     FEWEST_STEPS,
@@ -153,7 +154,7 @@ def _judge_variant(
         exit_code=run.exit_code,
         error=run.error,
         worst=worst,
-        conversion=tuple(meta.get("conversion", ())),
+        conversion=run.conversion(),
     )
     next_step = words.next_step(facts, why_not, int(meta.get("models", 1)))
     return replace(facts, sentence=why_not or words.sentence(facts), next_step=next_step)
@@ -239,16 +240,18 @@ def _flop_share(run: Evidence, baseline: Evidence) -> float | None:
     """Percent of the model's matmul FLOPs, forward and backward, that ran in FP8."""
     flops = baseline.meta.get("flops") or {}
     total, per_layer = flops.get("total"), flops.get("linear") or {}
-    converted = {row["name"] for row in run.meta.get("conversion", []) if row.get("recipe") and row.get("calls")}
+    converted = {row["name"] for row in run.conversion() if row.get("recipe") and row.get("calls")}
     if not total or not per_layer or not converted or int(baseline.meta.get("models", 1)) > 1:
         return None  # of several models, one loss was counted
     return float(100.0 * sum(per_layer.get(name, 0) for name in converted) / total)
 
 
 def _linear_share(run: Evidence) -> float | None:
-    summaries = run.meta.get("conversion_summary", [])
-    shares = [s["coverage"] for s in summaries if s.get("coverage") is not None]
-    return 100.0 * float(np.mean(shares)) if shares else None
+    """Percent of the linear layers' FLOPs, of all models and ranks, that was converted."""
+    rows = [row for row in run.conversion() if row.get("flops_per_token")]
+    total = sum(row["flops_per_token"] for row in rows)
+    low = sum(row["flops_per_token"] * row.get("fp8_gemms", 3) / 3 for row in rows if row.get("recipe"))
+    return float(100.0 * low / total) if total else None
 
 
 def _no_same_weights(baseline: Evidence) -> str:
@@ -257,7 +260,7 @@ def _no_same_weights(baseline: Evidence) -> str:
 
 
 def _never_called(run: Evidence) -> list[str]:
-    names = [r["name"] for r in run.meta.get("conversion", []) if r.get("recipe") and not r.get("calls")]
+    names = [label(r) for r in run.conversion() if r.get("recipe") and not r.get("calls")]
     if not names:
         return []
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

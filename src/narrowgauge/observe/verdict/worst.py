@@ -117,7 +117,7 @@ def worst_tensors(
         steps: of each site by these, instead of the recorded steps of the last half; other sites are left out.
         of: which sites; None: all that were in FP8, or all if the run converted nothing (`high.stays_high`).
     """
-    high, recipe = stays_high(run.meta), str(run.meta.get("recipe") or "")
+    high, recipe = stays_high(run.metas), str(run.meta.get("recipe") or "")
     of = of or (steps.__contains__ if steps is not None else lambda site: not high(site))
     metrics = [sign.metric for sign in SIGNS if sign.metric in run.metrics]
     if not metrics:
