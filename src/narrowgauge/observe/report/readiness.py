@@ -196,9 +196,10 @@ def _sqnr(run: Run, steps: Mapping[str, Sequence[int]]) -> dict[str, float]:
     if "sqnr_db" not in run.metrics:
         return {}
     rows = run.tensors(columns="sqnr_db", steps=every_step(steps))
+    wanted = {site: set(those) for site, those in steps.items()}
     by_site: dict[str, list[float]] = {}
     for site, step, value in zip(rows["site"], rows["step"], rows["sqnr_db"], strict=True):
-        if value == value and step in steps.get(site, ()):
+        if value == value and step in wanted.get(site, ()):
             by_site.setdefault(str(site), []).append(float(value))
     return {site: statistics.median(found) for site, found in by_site.items()}
 
