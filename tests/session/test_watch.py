@@ -1,6 +1,7 @@
 """`narrowgauge run`: programs that know nothing of it, in as many processes as they like, run as they always did."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -96,6 +97,7 @@ if __name__ == "__main__":
 
 # Libraries that only ask for torch, before anything imports it, are not to be taken for its import.
 LOADER = """
+import sys
 from importlib.util import find_spec
 assert find_spec("torch") and find_spec("torch")
 import torch
@@ -103,9 +105,37 @@ from torch import nn
 from torch.utils.data import DataLoader
 model = nn.Linear(32, 32)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x in DataLoader(torch.randn(64, 32), batch_size=16, num_workers=2):
-    model(x).square().mean().backward()
-    optimizer.step()
+def main():
+    for x in DataLoader(torch.randn(64, 32), batch_size=16, num_workers=2, multiprocessing_context=sys.argv[1]):
+        model(x).square().mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+
+# Each process has the module's own model and optimizer; only what is started by the first one trains them.
+TRAINS_ELSEWHERE = """
+import multiprocessing, sys, torch
+from torch import nn
+model = nn.Linear(32, 32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model, optimizer):
+    torch.set_num_threads(1)
+    nn.ReLU()(torch.ones(2, 2))
+    with torch.no_grad():
+        model(torch.ones(4, 32))
+    for _ in range(3):
+        model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+def on_its_own():
+    train(model, optimizer)
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    given = (on_its_own, ()) if sys.argv[2] == "own" else (train, (model, optimizer))
+    child = context.Process(target=given[0], args=given[1])
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
 """
 
 FORKS = """
@@ -206,11 +236,25 @@ def test_processes_that_a_program_spawns_are_its_ranks(tmp_path, free_port):
     assert set(table["ranks"].tolist()) == {2}
 
 
-def test_data_loader_workers_open_no_run(tmp_path):
-    done = run(tmp_path, "train.py", script=LOADER)
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_data_loader_workers_open_no_run(tmp_path, method):
+    done = run(tmp_path, "train.py", method, script=LOADER)
     assert (done.returncode, quiet(done.stderr)) == (0, "narrowgauge: the run is in out\n")
     assert steps(tmp_path / "out") == 4
     assert sorted(p.name for p in (tmp_path / "out").glob("*run*")) == ["run.json"]
+    assert not list((tmp_path / "out").glob("process-*"))
+
+
+@pytest.mark.parametrize("whose", ["own", "given"])
+@pytest.mark.parametrize("method", [m for m in multiprocessing.get_all_start_methods() if m != "fork"])
+def test_a_process_that_trains_what_it_was_prepared_with_is_watched_from_its_first_step(tmp_path, method, whose):
+    done = run(tmp_path, "train.py", method, whose, options=("--every", "1"), script=TRAINS_ELSEWHERE)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "out").glob("process-*")
+    found = open_run(folder)
+    assert (found.status, found.meta["steps"]) == ("complete", 3)
+    assert all(0 < loss < 10 for loss in found.scalars("loss")["loss"].tolist())
+    assert found.tensors(["numel"], sites=["(model):input"])["numel"].tolist() == [4 * 32] * 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

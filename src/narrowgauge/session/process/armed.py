@@ -4,8 +4,9 @@
     first optimizer     made or unpickled: here something is trained. The run is opened and a session attached
     end of process      the session is closed, and the run with it
 
-Workers of data loaders and compilers import torch as well and make no optimizer. A forked child of a process that is
-watched goes on unwatched: the run is its parent's.
+Workers of data loaders and compilers import torch as well and make no optimizer, or have the program's only because
+they were started from its module (preparing.py). A forked child of a process that is watched goes on unwatched: the run
+is its parent's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.process.launched import rank_of_this_process, times_started_again, world_of_this_process
+from narrowgauge.session.process.preparing import Prepared, preparing
 
 _attached: list[Any] = []  # the process's session, once there is one
 
@@ -38,14 +40,24 @@ def arm(plan_path: str) -> None:
         lambda parent, name, child: family.registered(parent, child)
     )
 
+    def trains(optimizers: Sequence[Optimizer]) -> None:
+        if not _attached:
+            hook.remove()  # the session follows registrations itself
+            _attach(Path(plan_path), family, compiled, optimizers)
+
+    prepared = Prepared(trains)
+
     def first(original: Callable[..., None]) -> Callable[..., None]:
         @unseen
         @functools.wraps(original)
         def run(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if not _attached:
-                hook.remove()  # the session follows registrations itself
-                _attach(Path(plan_path), family, compiled, self)
+            if _attached:
+                return
+            if preparing():
+                prepared.keep(self)
+            else:
+                trains([*prepared.end(), self])
 
         return run
 
@@ -53,7 +65,7 @@ def arm(plan_path: str) -> None:
     Optimizer.__setstate__ = first(Optimizer.__setstate__)  # type: ignore[method-assign]
 
 
-def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer: Optimizer) -> None:
+def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizers: Sequence[Optimizer]) -> None:
     _attached.append(None)  # whatever fails now is not tried again
     try:
         watched = Watched(plan_path, family, compiled)
@@ -62,7 +74,8 @@ def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizer:
         print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
         return
     _attached[:] = [watched]
-    watched.live.session.optimizer_made(optimizer)
+    for optimizer in optimizers:
+        watched.live.session.optimizer_made(optimizer)
 
 
 class Watched:
