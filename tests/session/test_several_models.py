@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.session.around import Around
 from tests.session.inline import followed
 from torch import nn
 
@@ -28,15 +29,6 @@ class Critic(nn.Module):
 
     def forward(self, x):
         return self.value(self.trunk(x))
-
-
-class Around(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def train(*models, steps=2):

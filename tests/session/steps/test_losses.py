@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.session.around import Around
 from tests.session.inline import followed
 from torch import nn
 
@@ -228,20 +229,11 @@ def test_several_passes_over_data_are_told(tmp_path, passes):
     assert notes == ([told] if passes > 1 else [])
 
 
-class Wrap(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x)
-
-
 def test_what_a_wrapper_holds_is_the_model(tmp_path):
     """Its inner module is evaluated, beside an averaged copy, and a teacher is asked in every training step."""
     with followed(tmp_path) as (session, writer):
-        model = Wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        copy, teacher = torch.optim.swa_utils.AveragedModel(model.net), nn.Linear(4, 4).requires_grad_(False)
+        model = Around(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        copy, teacher = torch.optim.swa_utils.AveragedModel(model.inner), nn.Linear(4, 4).requires_grad_(False)
         with torch.no_grad():
             for p in copy.parameters():
                 p.mul_(3.0)
@@ -253,10 +245,10 @@ def test_what_a_wrapper_holds_is_the_model(tmp_path):
             (y - target).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            evaluated(model.net, x)
+            evaluated(model.inner, x)
             evaluated(copy, x)
             with torch.no_grad():
-                wanted.append(float(model.net(x).square().mean()))
+                wanted.append(float(model.inner(x).square().mean()))
     assert list(writer.column("eval_loss").values()) == pytest.approx(wanted, rel=1e-6)
     assert session.steps.evals.notes[0].startswith("3 losses were computed without gradients of models that do not")
     assert session.hearing.notes == []
@@ -327,7 +319,7 @@ def test_a_module_is_asked_once_for_what_it_holds(tmp_path):
 
     with followed(tmp_path):
         inner = Asked(*(nn.Linear(4, 4) for _ in range(5)))
-        model = Wrap(inner)
+        model = Around(inner)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             asked.clear()
