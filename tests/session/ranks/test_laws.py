@@ -19,6 +19,12 @@ def test_each_scalar_has_its_law():
     assert merged([first, second], ["", ""]) == want
 
 
+@pytest.mark.parametrize("name", ["turn", "lr", "loss_scale", "data_digest"])
+def test_what_names_a_step_or_was_set_is_the_first_rank_s(name):
+    """A mean would be of none of them: there is no turn 0.5."""
+    assert merged([{"loss": 1.0}, {name: 1.0}, {name: 0.0}], "aaa")[name] == 1.0
+
+
 def test_a_nan_on_one_rank_is_one_of_all():
     assert math.isnan(merged([{"loss": 1.0}, {"loss": NAN}], ["", ""])["loss"])
 
