@@ -53,7 +53,7 @@ class Histogram:
     inv_scale: float
     zero_pct: float
     many_scales: bool
-    clipped: bool  # whether any element exceeds the format's range
+    clipped: bool  # whether any element exceeds the format's range, as far as is known
 
 
 def trace(name: str, run: Run, color: str, scalar: str = "loss") -> Trace:
@@ -170,5 +170,5 @@ def histogram(run: Run, site: str) -> Histogram | None:
     zero = 100 * all_counts[0] / total if total else 0.0
     inv_scale = 1 / scale if math.isfinite(scale) and scale > 0 else 1.0
     step, many = int(found["step"][last]), 2 * smallest <= scale
-    clipped = "saturation_pct" not in known or float(found["saturation_pct"][last]) > 0
+    clipped = "saturation_pct" not in known or float(found["saturation_pct"][last]) != 0  # NaN: nobody could count
     return Histogram(step, all_counts[1:], exponents[1:], inv_scale, float(zero), many, clipped)
