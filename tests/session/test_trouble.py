@@ -60,9 +60,9 @@ def test_a_disk_that_fills(tmp_path, monkeypatch, caplog):
 
     losses = watched(tmp_path / "a", lambda: monkeypatch.setattr("narrowgauge.observe.store.segments.copy_aside", full))
     (told,) = warnings_of(caplog)  # one for the run and all that is beside it
-    assert "No space left on device. Training goes on unrecorded" in told
+    assert "no space left on the device. Training goes on unrecorded" in told
     run = ng.open_run(tmp_path / "a")
-    assert (run.status, run.reason) == ("stopped", "[Errno 28] No space left on device")
+    assert (run.status, run.reason) == ("stopped", "no space left on the device")
     # The sixth step's scalars wait for the seventh to begin.
     assert run.scalars("loss")["loss"].tolist() == pytest.approx(losses[:5])
     assert run.lost["scalars"] > 0

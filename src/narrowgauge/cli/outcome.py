@@ -61,7 +61,7 @@ def _some(names: list[str]) -> str:
 
 
 def unended(folder: Path, code: int) -> list[str]:
-    """Which ranks of the run, and of those inside of it, did not come to their end; none where there is one rank.
+    """Which ranks of the run, and of those inside of it, did not come to their end; of one alone, why its watch stopped.
 
     Where that cannot be read although somebody wrote there, why.
     """
@@ -80,7 +80,7 @@ def unended(folder: Path, code: int) -> list[str]:
             continue
         # A rank that makes no optimizer records nothing, and that is no news where all went well, unless it is the
         # one whose part is looked at first.
-        if ends.words and (ends.unended or (ends.missing and code) or 0 in ends.missing):
+        if ends.words and (ends.unended or ends.stopped or (ends.missing and code) or 0 in ends.missing):
             told.append(f"{'' if path == folder else f'{path.name}: '}{ends.words}; what was written is kept.")
     return told
 
@@ -103,7 +103,7 @@ def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
     from narrowgauge.observe.store.inside import runs_inside
 
-    if not folder.exists():  # it held at least the plan
+    if not folder.is_dir():  # it held at least the plan
         return f"{folder} was removed while the command ran, and what was recorded with it."
     inside = runs_inside(folder)
     if _of_ranks(folder):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from narrowgauge.errors import UsageError
 
+FIRST = 8192  # bytes that a run cannot begin without: those of its plan and its run.json
+
 
 def prepare(folder: Path, how: str = "with --out") -> None:
     """Make `folder`, or find it empty; `how` is how a user names another one.
 
-    Raises UsageError when it is a file, holds something already, or cannot be made or written to, and for a name that
-    is no UTF-8.
+    Raises UsageError when it is a file, holds something already, cannot be made or written to, or has no room, and for
+    a name that is no UTF-8.
     """
     try:
         str(folder.absolute()).encode()
@@ -24,7 +26,9 @@ def prepare(folder: Path, how: str = "with --out") -> None:
             raise UsageError(f"{folder} is not empty; give another folder {how}, or delete it first.")
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(FIRST))
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}; give another folder {how}.") from error

@@ -68,6 +68,19 @@ def test_a_run_is_what_its_ranks_say(tmp_path, ranks, world, status, words):
     assert words in facts.how_it_ended(run)
 
 
+def test_a_watch_that_stopped_says_why_wherever_its_run_is_told(tmp_path):
+    """Of one process alone; the program that was watched may have gone on, and failed."""
+    run = made(tmp_path, FULL)
+    assert (run.status, run.ends.words) == ("stopped", "stopped: disk full")
+    assert unended(tmp_path, 0) == ["stopped: disk full; what was written is kept."]
+    assert next(lines(run)) == "status stopped: disk full"
+    assert facts.how_it_ended(run) == "stopped: disk full"
+    run = made(tmp_path, (*FULL[:2], {"reason": "disk full", "meta": {"error": "E: a"}}))
+    assert facts.how_it_ended(run) == "stopped: disk full; the program ended with an error: E: a"
+    assert made(tmp_path, FULL[:2]).ends.words == ""  # by its writer's caller, who says no reason
+    assert unended(tmp_path, 0) == []
+
+
 def test_a_rank_that_did_not_end_is_told_and_one_that_recorded_nothing_only_of_a_command_that_failed(tmp_path):
     made(tmp_path / "run", WELL, KILLED, world=2)
     made(tmp_path / "run" / "restart-1", WELL, None, world=2)

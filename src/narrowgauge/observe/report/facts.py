@@ -63,14 +63,11 @@ def run_facts(name: str, run: Run) -> RunFacts:
 
 def how_it_ended(run: Run) -> str:
     """In words, with the ranks that did not come to their end."""
-    state, ends = run.status, run.ends
+    state, ends, error = run.status, run.ends, words.scrub(str(run.meta.get("error") or ""))
     if ends.words and state != "complete":
-        return words.scrub(ends.words)
-    told = ENDS.get(state, state)
-    if run.reason:
-        told = f"the watch stopped: {words.scrub(run.reason)}"
-    if run.meta.get("error"):
-        told += f": {words.scrub(str(run.meta['error']))}"
+        failed = f"; the program ended with an error: {error}" if error and ends.world < 2 else ""
+        return words.scrub(ends.words) + failed
+    told = ENDS.get(state, state) + (f": {error}" if error else "")
     return f"{told}; {words.scrub(ends.words)}" if ends.words else told
 
 

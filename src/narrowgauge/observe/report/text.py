@@ -34,7 +34,7 @@ def text(run: Run) -> str:
 
 def lines(run: Run) -> Iterator[str]:
     """All that was recorded, line by line. Missing values are left out, values that are not finite are not."""
-    why = run.ends.words or run.reason
+    why = run.ends.words.removeprefix("stopped: ")  # as the status says already
     yield f"status {run.status}" + (f": {words.scrub(why)}" if why else "")
     meta = run.meta
     for key in HEAD:

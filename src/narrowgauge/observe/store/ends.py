@@ -70,9 +70,14 @@ class Ends:
         return tuple(sorted(rank for rank, end in self.by_rank.items() if end.state in OPEN))
 
     @property
+    def stopped(self) -> bool:
+        """Whether the watch of any rank had to end before its program."""
+        return any(end.state == "stopped" for end in self.by_rank.values())
+
+    @property
     def words(self) -> str:
         """Which ranks did not come to their end, in words; "" if all did, none has yet, or there is only one that
-        is not silent.
+        is neither silent nor says why it stopped.
 
         >>> Ends({0: End("complete"), 1: End("killed")}, 4).words
         'rank 1 of 4 was killed; ranks 2 and 3 of 4 recorded nothing here'
@@ -80,7 +85,8 @@ class Ends:
         silences = [end.silence for end in self.by_rank.values() if end.state == "silent"]
         lasting = f" for {_lasting(min(silences))}" if silences else ""
         if self.world < 2:
-            return f"no sign of life{lasting}" if silences else ""
+            why = next((end.why for end in self.by_rank.values() if end.state == "stopped"), "")
+            return f"no sign of life{lasting}" if silences else why and f"stopped: {why}"
         told = []
         kinds = {rank: "writes" if end.writes else end.state for rank, end in self.by_rank.items()}
         for kind, (is_, are) in SAID.items():

@@ -2,9 +2,13 @@
 
     status   running -> complete | failed | stopped          (a reader adds: killed, silent)
 
-It is replaced as a whole (written aside, then renamed), so a reader never sees half of it. The process id,
-its start time and the host are there for one purpose: to tell a run that is still being written from one
-whose process is gone.
+It is replaced as a whole (written aside, then renamed), so a reader never sees half of it. Only an end for which the
+disk has no room is written over what is there: ROOM is kept for it, blanks in front of `meta`, from the first time on.
+
+    {"schema": .., "status": "running", .., "reason": "", [blanks] "meta": {..}}      the head is less than a block
+
+The process id, its start time and the host are there for one purpose: to tell a run that is still being written from
+one whose process is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from narrowgauge.errors import RunError
 from narrowgauge.observe.store.schema import SCHEMA
 
 Manifest = dict[str, Any]
+
+ROOM = 512  # bytes: for a reason, times and counts
+REASON = 200  # characters of a reason that find room there
+META = '\n "meta": '  # in the text; a line break inside of a string is escaped
 
 
 def name(rank: int) -> str:
@@ -64,7 +72,8 @@ def unknown() -> Manifest:
 
 def dump(manifest: Manifest) -> str:
     """The manifest as JSON text; what JSON cannot say (a path, a dtype, a NaN) becomes a string."""
-    return json.dumps(plain(manifest), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(plain(manifest), indent=1, allow_nan=False) + "\n"
+    return text.replace(META, " " * ROOM + META, 1) if manifest["status"] == "running" else text
 
 
 def write(folder: Path, manifest: Manifest, *, exclusive: bool = False) -> None:
@@ -83,6 +92,26 @@ def write(folder: Path, manifest: Manifest, *, exclusive: bool = False) -> None:
         raise
 
 
+def write_end(folder: Path, manifest: Manifest) -> None:
+    """Put how it ended in place: with all facts, or where the disk has no room for them, with those that are there.
+
+    Errors: OSError, ValueError where not even that can be.
+    """
+    try:
+        write(folder, manifest)
+    except OSError:
+        with (folder / name(int(manifest["rank"]))).open("r+b", buffering=0) as file:
+            there = file.read()
+            head, meta, _ = there.partition(META.encode())
+            ended = {key: manifest[key] for key in ("status", "ended", "lost", "reason")}
+            whole = {**json.loads(there), **ended, "reason": str(manifest["reason"])[:REASON]}
+            over = dump(whole).partition(META)[0].encode()
+            if not meta or len(over) > len(head):
+                raise
+            file.seek(0)
+            file.write(over.ljust(len(head)))
+
+
 def _link(aside: Path, target: Path) -> None:
     """Name a file without ever replacing another, which rename would do."""
     try:
@@ -91,7 +120,12 @@ def _link(aside: Path, target: Path) -> None:
         raise
     except OSError:  # a filesystem without hard links
         with target.open("x", encoding="utf-8") as file:
-            file.write(aside.read_text(encoding="utf-8"))
+            try:
+                file.write(aside.read_text(encoding="utf-8"))
+                file.flush()
+            except OSError:
+                target.unlink()
+                raise
 
 
 def read(folder: Path, rank: int = 0) -> Manifest:

@@ -23,6 +23,7 @@ from typing import Any
 import duckdb
 
 from narrowgauge.observe.store import manifest as manifests
+from narrowgauge.observe.store.cause import cause
 from narrowgauge.observe.store.compaction import merge_tier
 from narrowgauge.observe.store.forking import GATE
 from narrowgauge.observe.store.moments import finished
@@ -151,7 +152,7 @@ class WriterThread:
                 self._manifest |= {"status": "stopped" if self.problem else closing, "ended": manifests.now()}
             current = dict(self._manifest)
         if dirty or closing is not None:
-            manifests.write(self._path, current)
+            (manifests.write_end if self.problem else manifests.write)(self._path, current)
         elif not self.problem:
             manifests.give_sign(self._path, self._rank)
 
@@ -186,10 +187,10 @@ class WriterThread:
             taken.events.append((step, "rows_lost", None, message, json.dumps({"rows": dropped}), time.time()))
 
     def _stop(self, error: Exception, taken: Rows) -> None:
-        """Give up writing: one warning, and the status in run.json if that can still be written."""
-        cause = " ".join(str(error).split()) or type(error).__name__
+        """Give up writing: one warning, and the status in run.json, for which room was kept."""
+        why = cause(error)
         with self._changed:
-            already, self.problem = self.problem, self.problem or cause
+            already, self.problem = self.problem, self.problem or why
             self._waiting.closed = True
             if not already:
                 self._waiting.give_up(taken)
@@ -200,7 +201,7 @@ class WriterThread:
         self._warn(
             "narrowgauge: the watch of %s stopped near step %d: %s. Training goes on unrecorded, and what "
             "was written before stays readable. Make room or choose another folder before the next run.",
-            self._path, self._waiting.last_step, cause,
+            self._path, self._waiting.last_step, why,
         )  # fmt: skip
-        with contextlib.suppress(OSError):  # a disk that takes nothing at all; the warning has said so
-            manifests.write(self._path, current)
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or takes nothing at all; the warning has said so
+            manifests.write_end(self._path, current)
