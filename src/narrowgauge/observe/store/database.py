@@ -24,8 +24,9 @@ def connect(spill: Path, *, threads: int | None = None, rereads: bool = True) ->
     """A new in-memory DuckDB whose large sorts use the folder `spill`.
 
     `threads` None means all cores. `rereads`: the same files are asked many times. Their footers are then kept, and
-    for ever: whoever reads every file once would grow with each.
+    for ever: whoever reads every file once would grow with each. Errors: OSError where no file can be opened.
     """
+    os.close(os.open(os.devnull, os.O_RDONLY))  # without a file descriptor, DuckDB would end the whole process
     settings: dict[str, str | bool | int | float | list[str]] = {"temp_directory": str(spill)}
     if threads is not None:
         settings["threads"] = threads

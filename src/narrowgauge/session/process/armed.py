@@ -101,7 +101,7 @@ class Watched:
         sys.excepthook = self._failed
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.live.error = f"{kind.__name__}: {error}"
+        self.live.error = f"{kind.__name__}: {error}".rstrip(": ")
         if self.live.open and self.live.session.roots.conversions.refused(error):
             self.live.refused = True
             print(  # a traceback would lead from the program into us, and say nothing more

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from narrowgauge.errors import UsageError
 from narrowgauge.session.plan import STATUS_FILE, Plan
-from narrowgauge.session.process import inject
+from narrowgauge.session.process import inject, untold
 from narrowgauge.session.process.command import parse
 from narrowgauge.session.process.exporting import exporting
 from narrowgauge.session.steps import status
@@ -83,13 +83,15 @@ def watch(plan: Plan, argv: Sequence[str]) -> int:
     """
     path = plan.write()
     with exporting(plan.folder, plan.export) as told:
-        code = _follow(path, argv)
+        code, pid = _follow(path, argv)
+        untold.tell(plan.folder, pid, code)
     for line in told:
         print(f"narrowgauge: {line}", file=sys.stderr)
     return code
 
 
-def _follow(path: Path, argv: Sequence[str]) -> int:
+def _follow(path: Path, argv: Sequence[str]) -> tuple[int, int]:
+    """Its exit code, and which process it was."""
     search = os.pathsep.join([str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())}
     try:
@@ -102,7 +104,7 @@ def _follow(path: Path, argv: Sequence[str]) -> int:
     try:
         while True:
             try:
-                return child.wait()
+                return child.wait(), child.pid
             except KeyboardInterrupt:
                 continue  # the program has been sent the same; it ends as it likes
     finally:
