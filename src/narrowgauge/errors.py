@@ -15,8 +15,11 @@ A message says what was found, what was expected and what to do next.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import CodeType
+from typing import Any
 
 
 class NarrowgaugeError(Exception):
@@ -66,3 +69,23 @@ def nearest(word: str, options: Iterable[str]) -> str:
     by_fold = {name.casefold(): name for name in known}
     matches = get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.5)
     return f"did you mean {by_fold[matches[0]]!r}?" if matches else f"there is: {', '.join(known)}."
+
+
+def let_pass(error: BaseException) -> None:
+    """Raise it again if a signal handler of the program's raised it: a time limit, say, that ended while we worked."""
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            raise error
+        trace = trace.tb_next
+
+
+def _code(handler: Any) -> CodeType | None:
+    """What a frame of it runs: of a function, a method, a partial, an object that is called."""
+    handler = getattr(handler, "func", handler)
+    called = (vars(kind).get("__call__") for kind in type(handler).__mro__)
+    for each in (getattr(handler, "__func__", handler), *called):
+        if isinstance(code := getattr(each, "__code__", None), CodeType):
+            return code
+    return None

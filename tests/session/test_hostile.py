@@ -1,9 +1,15 @@
 """What a program may do to the process that it shares with the watch: it runs as without us, and its end is told."""
 
+import functools
 import json
+import signal
+import subprocess
 
 import pytest
-from tests.session.test_watch import run
+import torch
+from tests.session.inline import followed
+from tests.session.test_watch import NARROWGAUGE, PLAIN, run
+from torch import nn
 
 from narrowgauge.observe.store import open_run
 
@@ -65,7 +71,75 @@ def test_it_ends_as_without_us_and_its_run_says_why_it_stopped(warm_python, tmp_
     assert json.loads((tmp_path / "out" / "run.json").read_text())["ended"]
 
 
+def test_a_folder_without_room_for_a_run_is_refused_before_anything_runs(tmp_path):
+    pytest.importorskip("resource")
+    (tmp_path / "train.py").write_text("print('ran')")
+    command = ["sh", "-c", 'ulimit -f 4; exec "$@"', "sh", *NARROWGAUGE, "run", "--out", "out", "--", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=60)
+    told = "narrowgauge: cannot write to out: File too large; give another folder with --out.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_what_a_signal_ended_is_killed(warm_python, tmp_path):
     done = run(tmp_path, "train.py", script=TRAINS + "os.kill(os.getpid(), 9)", warm=warm_python)
     assert done.returncode == 128 + 9
     assert open_run(tmp_path / "out").status == "killed"
+
+
+class TookTooLong(Exception):
+    """Of the program, whose time limit ends whatever runs just then."""
+
+
+def stop(*_):
+    raise TookTooLong
+
+
+class Limit:
+    def __call__(self, *_):
+        stop()
+
+    def method(self, *_):
+        stop()
+
+
+class Interrupted(nn.Linear):
+    """A layer at whose weight only we look, of all that does outside of its call."""
+
+    armed = False
+
+    def named_parameters(self, *rest, **further):
+        self.interrupt()
+        return super().named_parameters(*rest, **further)
+
+    def parameters(self, recurse=True):
+        self.interrupt()
+        return super().parameters(recurse)
+
+    def interrupt(self):
+        if self.armed:
+            self.armed = False
+            signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
+@pytest.mark.parametrize("handler", [stop, Limit(), Limit().method, functools.partial(stop, 1)])
+def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_path, handler):
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with followed(tmp_path, every=1) as (session, _):
+            model = Interrupted(32, 32)
+            optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+            model.armed = True
+            with pytest.raises(TookTooLong):
+                model(torch.randn(4, 32)).sum().backward()
+            for _ in range(2):
+                model(torch.randn(4, 32)).sum().backward()
+                optimizer.step()
+            model.armed = True
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+        assert session.facts()["steps"] == 3
+    finally:
+        signal.signal(signal.SIGALRM, before)

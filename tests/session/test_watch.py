@@ -533,6 +533,7 @@ def test_the_watch_that_cannot_write_leaves_the_program_alone(warm_python, tmp_p
     assert done.returncode == 0
     assert done.stdout.endswith("finished\n")
     assert "narrowgauge: this process is not watched:" in done.stderr
+    assert done.stderr.endswith("out was removed while the command ran, and what was recorded with it.\n")
     assert Path(tmp_path / "out").is_file()
 
 

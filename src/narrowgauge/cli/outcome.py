@@ -61,7 +61,7 @@ def _some(names: list[str]) -> str:
 
 
 def unended(folder: Path, code: int) -> list[str]:
-    """Which ranks of the run, and of those inside of it, did not come to their end; of one alone, why its watch stopped.
+    """Which ranks of the run, and of those inside of it, did not come to their end; of one alone, why it stopped.
 
     Where that cannot be read although somebody wrote there, why.
     """

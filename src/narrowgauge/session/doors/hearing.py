@@ -23,7 +23,7 @@ import torch
 
 from narrowgauge.compute.nn.tracing.marks import not_compiled
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.errors import NarrowgaugeError, let_pass
 from narrowgauge.session.doors.threads import Threads
 
 P = ParamSpec("P")
@@ -45,6 +45,7 @@ class Hearing(Threads):
 
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""
+        let_pass(error)
         what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
         self._failed[what] = self._failed.get(what, 0) + 1
         self._told(f"following the program failed in {what}")

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from narrowgauge.errors import let_pass
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.observe.store import RunWriter
@@ -237,6 +238,7 @@ class Ranks:
             self._writer.add_event(first, "ranks_apart", self.notes[-1])
             self._together.give_up()
         self._keep_unmerged()
+        let_pass(error)
 
     def _keep_unmerged(self) -> None:
         """Write this rank's own rows of all that is open."""

@@ -21,6 +21,7 @@ from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import Recipe
+from narrowgauge.errors import let_pass
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
 from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Turn, rows
@@ -100,6 +101,7 @@ class Showing:
 
     def failed(self, what: str, error: Exception) -> None:
         """Leave a note of an error; of several, the first says enough."""
+        let_pass(error)
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         self._told(f"watching {what} failed: {cause}")
         if not any(note.startswith("Watching ") for note in self._said):
