@@ -39,6 +39,14 @@ def test_all_zeros_have_no_sqnr_cosine_or_gain():
         assert math.isnan(values[name]), name
 
 
+def test_a_tensor_of_zeros_only_has_no_scale():
+    under = {"scale_n": 1, "scale_mean": 1.0, "scale_min": 1.0, "scale_max": 1.0}
+    zeros, others = row(numel=4, n=4, amax=0.0, **under), row(numel=4, n=4, amax=1e-4, **under)
+    for name, value in (("scale_min", 1.0), ("scale_max", 1.0), ("scale_std", 0.0)):
+        assert math.isnan(zeros[name])
+        assert others[name] == value
+
+
 def test_population_spread_and_plain_kurtosis():
     # 0, 0, 0, 4: mean 1, population variance 3, fourth moment (3 * 1 + 81) / 4 = 21.
     values = row(n=4, mean=1.0, m2=12.0, sample_n=4, sample_m2=12.0, sample_m4=84.0)

@@ -73,3 +73,19 @@ def test_every_slot_has_a_law_and_groups_cover_theirs():
     assert in_groups == {slot.name for slot in MOMENTS.slots if slot.law == "group"}
     assert MOMENTS.width == sum(slot.width for slot in MOMENTS.slots)
     assert len({slot.name for slot in MOMENTS.slots}) == len(MOMENTS.slots)
+
+
+def test_a_part_of_zeros_only_has_no_say_in_scales():
+    # Its scale is what a rule gives to nothing (1, or the smallest that there is), beside 1e-4 it would be a jump.
+    part = packed(np.full((4, 3), 1e-4), scale=1e-6)
+    for zeros in (packed(np.zeros((4, 3)), scale=1.0), packed(np.zeros((4, 3)), scale=1e-30)):
+        merged = finalize(merge(np.stack([zeros, part, part]))[None])
+        assert merged["scale_min"][0] == merged["scale_max"][0] == np.float32(1e-6)
+        assert merged["scale_std"][0] == 0
+        assert merged["numel"][0] == 36
+
+
+def test_zeros_merged_with_zeros_have_no_scale():
+    merged = finalize(merge(np.stack([packed(np.zeros((4, 3)), scale=1.0)] * 2))[None])
+    assert np.isnan([merged[name][0] for name in ("scale_min", "scale_max", "scale_std")]).all()
+    assert merged["amax"][0] == merged["underflow_pct"][0] == 0

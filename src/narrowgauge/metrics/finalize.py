@@ -5,6 +5,7 @@
     gain = xd / xx                      cosine = xd / sqrt(xx dd)             lost energy % = 100 flushed_xx / xx
     gemm_gain = wg / ww                 gemm_cosine = wg / sqrt(ww gg)        gemm_sqnr_db = 10 log10(ww / ee)
 
+A tensor of zeros alone has no scale: that of its codes is what the rule gives to nothing.
 0/0 is null, written NaN; a perfect copy (ee = 0) has an SQNR of +inf.
 """
 
@@ -46,7 +47,7 @@ def finalize(moments: Array, layout: Layout = MOMENTS, columns: Sequence[str] = 
 
     n, m2, s_m2 = slot("n"), slot("m2"), slot("sample_m2")
     xx, xd, dd = slot("xx"), slot("xd"), slot("dd")
-    scale_n, ww = slot("scale_n"), slot("gemm_ww")
+    ww, zeros = slot("gemm_ww"), slot("amax") == 0
     values: dict[str, Callable[[], Array]] = {
         "numel": lambda: _count(slot("numel")),
         "amax": lambda: _extreme(slot("amax")),
@@ -69,9 +70,9 @@ def finalize(moments: Array, layout: Layout = MOMENTS, columns: Sequence[str] = 
         "kurtosis": lambda: _ratio(slot("sample_n") * slot("sample_m4"), s_m2**2),
         "exponent_histogram": lambda: _count(slot("exponents")),
         "block_range_histogram": lambda: _count(slot("block_range")),
-        "scale_min": lambda: _extreme(slot("scale_min")),
-        "scale_max": lambda: _extreme(slot("scale_max")),
-        "scale_std": lambda: np.sqrt(_ratio(slot("scale_m2"), scale_n)),
+        "scale_min": lambda: np.where(zeros, np.nan, _extreme(slot("scale_min"))),
+        "scale_max": lambda: np.where(zeros, np.nan, _extreme(slot("scale_max"))),
+        "scale_std": lambda: np.where(zeros, np.nan, np.sqrt(_ratio(slot("scale_m2"), slot("scale_n")))),
         "amax_ratio": lambda: _extreme(slot("amax_ratio"), keep_inf=np.inf),
         "gemm_gain": lambda: _ratio(slot("gemm_wg"), ww),
         "gemm_cosine": lambda: _cosine(slot("gemm_wg"), ww, slot("gemm_gg")),

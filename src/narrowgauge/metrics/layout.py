@@ -12,6 +12,8 @@ A vector says everything that the metrics need, so tiles, microbatches and ranks
 
 `empty()` is the neutral element: merging with it changes nothing. It stands for a rank without data.
 
+A part of zeros alone (amax 0) has no say in scales: its own is what a rule gives to nothing.
+
 All sums are in the tensor's own units: float64 holds the fourth power of 1e-38 and of 1e38 alike.
 """
 
@@ -102,6 +104,11 @@ class Layout:
     def empty(self, *shape: int) -> npt.NDArray[np.float64]:
         """Neutral vectors, [*shape, width]."""
         return np.broadcast_to(self.neutral, (*shape, self.width)).copy() if shape else self.neutral.copy()
+
+    @cached_property
+    def scales(self) -> slice:
+        """Where the slots that speak of scales lie, side by side."""
+        return slice(self.offsets["scale_n"], self.offsets["scale_max"] + 1)
 
     @cached_property
     def neutral(self) -> npt.NDArray[np.float64]:

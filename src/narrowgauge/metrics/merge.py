@@ -8,7 +8,7 @@ Groups of central moments, k parts at once: n = sum n_i, mean = sum n_i mean_i /
 
 which for k = 2 is the pairwise law of Chan, Golub and LeVeque (1979), extended to higher powers by Pébay
 (SAND2008-6212).
-Every term that squares delta is added, never subtracted: a wrong sign there makes a variance negative.
+A part of zeros alone brings no scale. Every term that squares delta is added, never subtracted: a wrong sign there makes a variance negative.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def merge(parts: Vector, layout: Layout = MOMENTS) -> Vector:
     Returns:
         [..., width] float64.
     """
-    parts = np.asarray(parts, dtype=np.float64)
+    parts = np.array(parts, dtype=np.float64)
+    parts[parts[..., layout["amax"]] == 0, layout.scales] = layout.neutral[layout.scales]
     out = parts.sum(0)
     for law, reduce in (("min", np.min), ("max", np.max)):
         columns = list(layout.columns(law))

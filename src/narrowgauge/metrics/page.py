@@ -18,6 +18,10 @@ Non-finite elements are counted and left out of everything else; what compares x
 the elements under a scale that is not finite (the mark of a granule that held one). 0/0 is null, read back as
 NaN. A perfect copy has an SQNR of infinity. `std` is the population's; `kurtosis` is not the excess.
 
+A tensor of zeros alone has no scale: what a rule gives to nothing (1, or the smallest that there is) and what a delayed
+scale kept say nothing of it. Its scale columns are null, and as a microbatch or a rank's part it has no say in them. A
+row, tile or block of zeros in a tensor that has other numbers counts, with the scale that it got.
+
 | column | unit | applies to | healthy |
 |---|---|---|---|
 """

@@ -277,6 +277,19 @@ def test_layers_come_in_forward_order_and_grids_agree(synthetic_runs):
     assert layers({}).names == ()
 
 
+def test_a_step_in_which_a_tensor_was_all_zeros_is_no_histogram_and_no_scale(tmp_path: Path):
+    counts = np.zeros(EXPONENT_BINS, dtype=np.uint32)
+    with RunWriter(tmp_path / "run", {}) as writer:
+        for step, scale in ((1, 2.0**-20), (2, 2.0**-21), (3, np.nan)):
+            counts[0 if scale != scale else 40] = 9
+            columns = {"scale_max": [scale], "scale_min": [scale], "exponent_histogram": counts[None]}
+            writer.add_tensors(step, ["a:grad_output"], columns)
+    run = open_run(tmp_path / "run")
+    assert (histogram(run, "a:grad_output").step, histogram(run, "a:grad_output").inv_scale) == (2, 2.0**21)
+    drawn = layers({"run": run}).grids["scale_max"]["run|grad_output"][0]
+    assert np.log2(drawn[np.isfinite(drawn)]).tolist() == [-20, -21]
+
+
 def test_rows_that_ranks_wrote_for_themselves_are_shown_and_told(tmp_path: Path):
     """Step 1 is merged; of step 2 each rank has rows of its own, of layers that are on both or on one of them."""
     counts = np.zeros(EXPONENT_BINS, dtype=np.uint32)

@@ -138,3 +138,24 @@ def test_moments_packed_by_someone_else_join_in():
     found, wanted = finalize(packer.pack()[1].numpy()), gathered(*parts)
     for name in set(OPERAND_COLUMNS) - {"p5_col_sqnr_db"}:
         assert found[name] == pytest.approx(wanted[name], rel=1e-6, abs=1e-9, nan_ok=True), name
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), BLOCK_1x128], ids=str)
+def test_a_microbatch_of_zeros_only_does_not_spoil_the_scales_of_the_others(granularity):
+    x = torch.randn(16, 128) * 1e-4
+    packer, alone = Packer(), Packer()
+    for part in (torch.zeros_like(x), x, torch.zeros_like(x)):
+        packer.add("a", tallies_of(part, quantize(part, E4M3FN, granularity), None))
+    alone.add("a", tallies_of(x, quantize(x, E4M3FN, granularity), None))
+    found, want = finalize(packer.pack()[1].numpy()), finalize(alone.pack()[1].numpy())
+    for name in ("scale_min", "scale_max", "scale_std"):
+        assert found[name] == want[name]
+    assert found["scale_max"] < 1e-5
+
+
+def test_both_laws_leave_out_the_scale_of_zeros():
+    zeros, x = torch.zeros(4, 128), torch.randn(4, 128)
+    parts = torch.stack([moments(each, quantize(each, E4M3FN)) for each in (zeros, x, zeros)])
+    before = parts.clone()
+    np.testing.assert_array_equal(merge(parts).numpy(), oracle(parts.numpy()))
+    assert parts.equal(before)

@@ -162,7 +162,8 @@ def histogram(run: Run, site: str) -> Histogram | None:
     rows = [row for row, counts in enumerate(found["exponent_histogram"]) if counts is not None]
     if not rows:
         return None
-    last = rows[-1]  # where ranks have rows of their own, one of them: counts and scale belong together
+    scaled = [row for row in rows if np.isfinite(found["scale_max"][row])]  # zeros alone have no scale, and no shape
+    last = (scaled or rows)[-1]  # where ranks have rows of their own, one of them: counts and scale belong together
     scale, smallest = float(found["scale_max"][last]), float(found["scale_min"][last])
     all_counts = np.asarray(found["exponent_histogram"][last], dtype=np.float64)
     exponents = np.asarray(exponent_of_bin(), dtype=np.float64)[: len(all_counts)]

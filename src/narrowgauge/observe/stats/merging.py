@@ -1,6 +1,8 @@
 """The merge law on the device: the twin of `metrics.merge`, in float64, with no host in the loop.
 
 sum, min, max, and for central moments  M2 = sum M2_i + n_i delta_i^2, ...      (see metrics.merge)
+
+A part of zeros alone brings no scale.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ def merge(parts: Tensor, layout: Layout = MOMENTS) -> Tensor:
     Returns:
         [..., width] float64 on the same device.
     """
+    zeros, neutral = parts[..., layout["amax"], None] == 0, _neutral(parts.device, parts.shape[-1])
+    parts = parts.clone()
+    parts[..., layout.scales] = torch.where(zeros, neutral[layout.scales], parts[..., layout.scales])
     out = parts.sum(0)
     for law, reduce in (("min", torch.amin), ("max", torch.amax)):
         for column in layout.columns(law):
