@@ -13,6 +13,8 @@ import pytest
 from tests.session import programs
 
 import narrowgauge
+from narrowgauge.observe.report.facts import how_it_ended
+from narrowgauge.observe.report.single import single
 from narrowgauge.observe.store import open_run
 
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
@@ -479,6 +481,17 @@ def test_how_a_program_ended_is_known_whoever_tells_its_errors(tmp_path, how):
     assert done.returncode == (3 if "exit" in how else 1)
     assert f"The command ended: exit code {done.returncode}." in found.meta["notes"]
     assert (found.status, found.meta["error"]) == (("failed", "ValueError: odd") if "odd" in how else ("complete", ""))
+    told = "with an error: ValueError: odd" if "odd" in how else "with exit code 3"
+    assert how_it_ended(found) == told
+    assert single({"out": found})[0]["status"] == told.partition(":")[0]
+
+
+def test_of_a_program_that_is_killed_before_its_first_row_it_is_told_that_nothing_was_recorded(tmp_path):
+    dies = "import os, signal, torch\ntorch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)\nos.kill(os.getpid(), 9)\n"
+    done = run(tmp_path, "train.py", script=dies)
+    assert done.returncode == 137
+    nothing = "; nothing was recorded before the command ended (killed by SIGKILL (often: out of memory))\n"
+    assert done.stderr.endswith(f"narrowgauge: the run is in out{nothing}")
 
 
 def test_a_program_may_empty_its_environment(tmp_path):

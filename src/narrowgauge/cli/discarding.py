@@ -36,29 +36,25 @@ def take_back(folder: Path) -> str:
 def _refused(folder: Path) -> bool:
     """Whether a rank was ended because of it, and none has a step, or anything without saying how it ended."""
     from narrowgauge.observe.store import manifest as manifests
+    from narrowgauge.observe.store.inside import written
     from narrowgauge.observe.store.schema import Segment
 
     facts = {rank: facts_of(folder / manifests.name(rank)) for rank in manifests.ranks(folder)}
     refused = {rank for rank, its in facts.items() if its.get("refused")}
-    wrote = {segment.rank for path in _segments(folder) if (segment := Segment.parse(path.name))}
+    wrote = {segment.rank for path in written(folder) if (segment := Segment.parse(path.name))}
     return bool(refused) and wrote <= refused and not any(its.get("steps") for its in facts.values())
 
 
 def _clear(folder: Path) -> None:
     from narrowgauge.observe.store import manifest as manifests
+    from narrowgauge.observe.store.inside import written
     from narrowgauge.observe.store.schema import KINDS
 
-    for path in (*_segments(folder), *(folder / manifests.name(rank) for rank in manifests.ranks(folder))):
+    for path in (*written(folder), *(folder / manifests.name(rank) for rank in manifests.ranks(folder))):
         path.unlink()
     for kind in KINDS:
         if (folder / kind).is_dir():
             (folder / kind).rmdir()
-
-
-def _segments(folder: Path) -> list[Path]:
-    from narrowgauge.observe.store.schema import KINDS
-
-    return [path for kind in KINDS for path in (folder / kind).glob("rank*.parquet")]
 
 
 def _beside_the_run(folder: Path) -> list[Path]:

@@ -101,21 +101,21 @@ def facts_of(manifest: Path) -> dict[str, Any]:
 
 def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
-    from narrowgauge.observe.store.inside import runs_inside
+    from narrowgauge.observe.store.inside import runs_inside, written
+    from narrowgauge.session.process.launch import describe_code
 
     if not folder.is_dir():  # it held at least the plan
         return f"{folder} was removed while the command ran, and what was recorded with it."
     inside = runs_inside(folder)
+    before = f" before the command ended ({describe_code(code)})" if code else ""
     if _of_ranks(folder):
         more = f"; inside of it are those of processes that began later: {', '.join(inside)}" if inside else ""
-        return f"the run is in {folder}{more}"
+        return f"the run is in {folder}{'' if written(folder) else f'; nothing was recorded{before}'}{more}"
     if inside:
         return f"the run is in {', '.join(str(folder / name) for name in inside)}"
     nothing = "nothing was watched: no Python process below this command made a torch.optim optimizer"
     if code:
-        from narrowgauge.session.process.launch import describe_code
-
-        return f"{nothing} before the command ended ({describe_code(code)})."
+        return f"{nothing}{before}."
     return (
         f"{nothing}. A program that starts Python with -I, -E or -S, or in a container or on another machine, cannot "
         "be followed from here."

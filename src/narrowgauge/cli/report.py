@@ -84,11 +84,11 @@ def _ended(run: Run) -> str:
     """How it ended, and after how much; "" of a run that came to its end, with all of its ranks."""
     from narrowgauge.observe.report.facts import how_it_ended
 
-    if run.status == "complete":
+    if run.status == "complete" and not run.meta.get("exit_code"):
         return run.ends.words
     how = how_it_ended(run)
     # What it did in its last seconds is lost if it had no time to write it.
-    return f"{'ended ' if how.startswith('with ') else ''}{how}; recorded: {_how_far(run)}"
+    return f"{'ended ' if how.startswith(('with ', 'by ')) else ''}{how}; recorded: {_how_far(run)}"
 
 
 def _why_none(run: Run) -> list[str]:

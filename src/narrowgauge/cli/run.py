@@ -72,6 +72,7 @@ def run_command(
     if code:
         from narrowgauge.session.process.exporting import note
 
-        note(folder, [f"The command ended: {describe_code(code)}."])  # sys.exit tells nobody in the process
+        # sys.exit tells nobody in the process
+        note(folder, [f"The command ended: {describe_code(code)}."], exit_code=code)
         discard(folder)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)

@@ -61,13 +61,21 @@ def run_facts(name: str, run: Run) -> RunFacts:
     )
 
 
+def state_of(run: Run) -> str:
+    """How it ended in two or three words: a program that ends itself with an exit code tells that to its command alone."""
+    code = run.meta.get("exit_code")
+    if run.status == "complete" and isinstance(code, int) and code:
+        return f"with exit code {code}" if code > 0 else f"by signal {-code}"
+    return ENDS.get(run.status, run.status)
+
+
 def how_it_ended(run: Run) -> str:
     """In words, with the ranks that did not come to their end."""
     state, ends, error = run.status, run.ends, words.scrub(str(run.meta.get("error") or ""))
     if ends.words and state != "complete":
         failed = f"; the program ended with an error: {error}" if error and ends.world < 2 else ""
         return words.scrub(ends.words) + failed
-    told = ENDS.get(state, state) + (f": {error}" if error else "")
+    told = state_of(run) + (f": {error}" if error else "")
     return f"{told}; {words.scrub(ends.words)}" if ends.words else told
 
 

@@ -90,7 +90,7 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
                 "steps": f"{int(trained.sum()):,}",
                 "nan": int(np.nansum(column("nonfinite"))),
                 "skipped": int(np.nansum(column("skipped"))),
-                "status": facts.ENDS.get(run.status, run.status),
+                "status": facts.state_of(run),
             }
         )
     return rows

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from narrowgauge.observe.store import manifest as manifests
+from narrowgauge.observe.store.schema import KINDS
 
 INSIDE = ("process", "restart")  # what their names begin with
 
@@ -22,3 +23,8 @@ def runs_inside(folder: Path) -> list[str]:
 
 def _natural(path: Path) -> list[tuple[int, str | int]]:
     return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def written(folder: Path) -> list[Path]:
+    """The files of rows that a run has, of all ranks."""
+    return [path for kind in KINDS for path in (folder / kind).glob("rank*.parquet")]
