@@ -447,6 +447,50 @@ def test_what_was_begun_and_thrown_away_is_asked_about_again(tmp_path):
     assert list(zip(rows["step"].tolist(), rows["site"], strict=True)) == [(2, "a:weight"), (3, "b:weight")]
 
 
+BY_HAND = """
+import torch
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.t() @ x
+
+class ByHand(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        return Own.apply(x, self.w)
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), ByHand())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(16, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_readiness_says_of_which_layers_no_gradient_was_seen(tmp_path):
+    facts = follow(tmp_path, program=BY_HAND, **SELDOM)
+    assert facts["gradients_not_seen"] == ["1.w"]
+    (note,) = [note for note in facts["notes"] if note.startswith("Gradients not seen: 1.w.")]
+    with RunWriter(tmp_path / "told", {}) as writer:
+        writer.update_meta(**facts)
+        writer.add_tensors(1, ["1.w:input"], {"sqnr_db": [31.0]})
+    below = tmp_path / "told" / "what_if" / "rowwise"
+    with RunWriter(below, {}) as writer:
+        writer.add_tensors(1, ["1.w:input"], {"sqnr_db": [31.0]})
+    assert "Nothing is known of the gradients of 1.w: they were not seen." in in_short(readiness(open_run(tmp_path / "told")))
+
+
 def test_each_tensor_is_ranked_by_its_own_steps_and_what_is_in_none_is_named(tmp_path):
     """Of a run in which recipes were asked in few steps only."""
     steps = {"usual:input": range(8), "early:input": [0], "late:input": [7], "seldom:input": [3, 5], "tiny:input": [0]}

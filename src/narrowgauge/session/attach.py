@@ -295,6 +295,7 @@ class Session:
                 *filter(None, [few, pace, host.why_not()]),
             ],
             "judged_by": self.plan.judge,
+            "gradients_not_seen": self.plain.shown.ungraded.names,
             **({"judged": sorted(self.plain.shown.judged)} if self.plan.recipe else {}),
             "unrecorded": few or ("" if conversions.observed else self.plain.shown.unrecorded),
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends

@@ -290,6 +290,17 @@ def test_a_step_in_which_a_tensor_was_all_zeros_is_no_histogram_and_no_scale(tmp
     assert np.log2(drawn[np.isfinite(drawn)]).tolist() == [-20, -21]
 
 
+def test_a_run_without_rows_of_gradients_shows_what_it_has(tmp_path: Path):
+    with RunWriter(tmp_path / "run", {"gradients_not_seen": ["a"]}) as writer:
+        for step in (1, 2):
+            columns = {"sqnr_db": [30.0, 31.0], "scale_max": [0.1, 0.2], "scale_min": [0.1, 0.2]}
+            writer.add_tensors(step, ["a:input", "a:weight"], columns)
+    page = html(None, {"run": open_run(tmp_path / "run")}, tmp_path / "page.html").read_text()
+    assert 'value="input" checked' in page
+    assert 'name="role" value="grad_output"' not in page
+    assert "SQNR over layers and steps" in page
+
+
 def test_rows_that_ranks_wrote_for_themselves_are_shown_and_told(tmp_path: Path):
     """Step 1 is merged; of step 2 each rank has rows of its own, of layers that are on both or on one of them."""
     counts = np.zeros(EXPONENT_BINS, dtype=np.uint32)

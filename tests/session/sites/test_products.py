@@ -409,3 +409,42 @@ def test_what_is_exported_meanwhile_has_nothing_of_ours(strict):
     export()
     recorded(model, export)
     assert made[0] == made[1]
+
+
+class Own(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.t() @ x
+
+
+class ByHand(nn.Module):
+    def __init__(self, learns=True):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 16) / 4, requires_grad=learns)
+
+    def forward(self, x):
+        return Own.apply(x, self.w)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_gradient_inside_of_an_autograd_function_is_named_where_its_weight_learns(learns):
+    model = nn.Sequential(nn.Linear(16, 16), ByHand(learns))
+    found, notes = recorded(model, lambda: model(torch.randn(4, 16)).square().sum().backward())
+    assert sorted(found) == [*(f"0:{role}" for role in ("grad_output", "input", "weight")), "1.w:input", "1.w:weight"]
+    assert notes.startswith("Gradients not seen: 1.w. ") if learns else notes == ""
+
+
+def test_a_gradient_that_comes_when_the_forward_is_recomputed_is_seen():
+    model = nn.Linear(16, 16)
+    x = torch.randn(4, 16, requires_grad=True)
+    found, notes = recorded(model, lambda: checkpoint(model, x, use_reentrant=True).square().sum().backward())
+    assert ":grad_output" in found
+    assert notes == ""

@@ -39,6 +39,12 @@ class Layers:
     variants: tuple[str, ...] = ()
     merged: int = 1  # recorded steps per column
 
+    def roles(self, variant: str = "") -> list[str]:
+        """Those that a variant has rows of; without a name, any of them."""
+        of = [variant] if variant else self.variants
+        known = {key for grids in self.grids.values() for key in grids}
+        return [role for role in OPERAND_ROLES if any(f"{name}|{role}" in known for name in of)]
+
 
 @dataclass(frozen=True)
 class Histogram:

@@ -17,7 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from narrowgauge.errors import RunError
-from narrowgauge.metrics import OPERAND_ROLES
 from narrowgauge.observe.figures import DARK, METRICS, variant_colors
 from narrowgauge.observe.report import (
     conversion,
@@ -90,7 +89,9 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     order = [str(row.get("name")) for each in rows.values() for row in each]
     layers = gather.layers(inside_runs, order)
     opened = _opened([n for n in inside_runs if n in layers.variants] or list(inside_runs), judged)
-    pictures.inside(drawn, layers, colors, worst, f"{opened}|{ROLE}")
+    of_opened = layers.roles(opened)
+    role = ROLE if ROLE in of_opened else next(iter(of_opened), ROLE)
+    pictures.inside(drawn, layers, colors, worst, f"{opened}|{role}")
     inside = [
         Inside(
             n,
@@ -133,8 +134,8 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             inside=inside,
             opened=opened,
             layers=layers,
-            roles=OPERAND_ROLES,
-            role=ROLE,
+            roles=layers.roles(),
+            role=role,
             metrics=METRICS,
             title=_title(verdict, runs),
             bokeh_js=Markup(bokeh_js()),

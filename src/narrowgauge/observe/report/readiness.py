@@ -31,6 +31,7 @@ from narrowgauge.observe.verdict.worst import NOTHING, every_step, worst_tensors
 FOLDER = "what_if"
 EVERYTHING = 1 << 30
 MOST_STEPS = 4  # that are named one by one
+MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ class Asked:
 class Readiness:
     """What a run knows of each recipe by these `steps`; `tensors` are ranked, the worst under the first one first.
 
-    `without` are those that could be among them, and are not.
+    `without` are those that could be among them, and are not; `ungraded` layers that learn, and whose gradients were
+    not seen.
     """
 
     recipes: tuple[Asked, ...]
     tensors: tuple[Tensor, ...]
     steps: tuple[int, ...]
     without: LeftOut = field(default_factory=LeftOut)
+    ungraded: tuple[str, ...] = ()
 
 
 def readiness(run: Run) -> Readiness | None:
@@ -100,7 +103,8 @@ def readiness(run: Run) -> Readiness | None:
         if db:
             tensors.append(Tensor(site, db, trouble, _best(db, trouble)))
     without = left_out(run, beside, steps, lambda site: not others(site))
-    return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without)
+    ungraded = tuple(map(str, run.meta.get("gradients_not_seen") or ()))
+    return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without, ungraded)
 
 
 def table(found: Readiness, top: int = 20) -> RenderableType:
@@ -144,6 +148,10 @@ def in_short(found: Readiness) -> str:
     said = [f"No tensor is in trouble under {_listed(fine)}."] if fine else []
     if rest:
         said.append(f"In trouble: {_listed(rest)}.")
+    if found.ungraded:
+        more = len(found.ungraded) - MOST_NAMES
+        named = [*found.ungraded[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])]
+        said.append(f"Nothing is known of the gradients of {_listed(named)}: they were not seen.")
     return " ".join(said)
 
 

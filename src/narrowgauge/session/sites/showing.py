@@ -26,6 +26,7 @@ from narrowgauge.session.sites.gradients import at_gradient, copied_output, made
 from narrowgauge.session.sites.judging import judge
 from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Turn, rows
 from narrowgauge.session.sites.tensor_parallel import NONE
+from narrowgauge.session.sites.ungraded import Ungraded
 from narrowgauge.session.tensors.sharded import PLAIN, Held, is_distributed, local_of, used_of
 
 NO_FLOAT64 = "Training in BF16 or FP8 holds no float64"
@@ -46,6 +47,7 @@ class Showing:
         heard: what came in the open step, wanted or not, by observer, name and role.
         judged: layers that are put through the recipe, by their names in the run; others have rules of their own.
         dtype: of the first product's result.
+        ungraded: layers of which no gradient comes by.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Showing:
         self.heard: set[tuple[int, str, str]] = set()
         self.judged: set[str] = set()
         self.dtype = ""
+        self.ungraded = Ungraded()
         self._passed_over: Counter[str] = Counter()
         self._some = False  # operands were taken in earlier steps
         self._said: dict[str, None] = {}
@@ -74,12 +77,14 @@ class Showing:
         self.copies.clear()
         self.meshes.clear()
         self._some |= bool(self.heard)
+        self.ungraded.arrived(self.heard)
         self.heard.clear()
 
     @property
     def notes(self) -> list[str]:
         """What was not looked at, or not as it is; what failed."""
-        notes = list(self._said)
+        self.ungraded.arrived(self.heard)
+        notes = [*self._said, *self.ungraded.notes]
         if self._passed_over:
             kinds = ", ".join(sorted(self._passed_over))
             why = f" {NO_FLOAT64}." if "float64" in kinds else ""
@@ -133,6 +138,7 @@ class Showing:
                 self._bring(show, part.by_cast, own, x)
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
+                self._without_gradient(state, wanted, learns, w)
                 self._bring(partial(self._show, state, wanted, "weight", part.w_rows, None), part.by_cast, own, w, kept)
         if y is not None and y.requires_grad:
             same, told = copied_output(w, held, y), part.copies.of("grad_output")
@@ -157,6 +163,7 @@ class Showing:
             seen = id(state.observer), state.name
             if w is not None and seen not in self._weights:
                 self._weights.add(seen)
+                self._without_gradient(state, wanted, learns, w)
                 self._show_here(state, wanted, "weight", part.w_rows, w)
         if y is not None and y.requires_grad:
             made, turn = made_as(y), part.dy_rows
@@ -166,6 +173,11 @@ class Showing:
                 unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, dy, shape)
 
             at_gradient(made, arrived)
+
+    def _without_gradient(self, state: LayerState, wanted: bool, learns: bool, w: Tensor) -> None:
+        if wanted and not learns:
+            name = getattr(state.observer, "name", str)(state.name)
+            self.ungraded.multiplied((id(state.observer), state.name), name, w)
 
     def _show_here(
         self,
