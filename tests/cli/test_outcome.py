@@ -83,6 +83,24 @@ def test_what_was_converted_is_told_in_one_line(tmp_path, rows, emulated, says):
     assert converted(tmp_path) == [says]
 
 
+def test_what_is_multiplied_beside_linear_layers_is_counted_and_named(tmp_path):
+    facts = {
+        "conversion": [layer("fc"), HEAD],
+        "judged": ["conv1", "conv2", "attention.in_proj_weight", "lm_head"],
+        "convolutions": ["conv1", "conv2"],
+    }
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    [linear, others] = converted(tmp_path)
+    assert linear.startswith("1 of 2 linear layers in FP8 (rowwise), 1 kept high: lm_head: output head")
+    assert others == (
+        "in high precision, as only linear layers are converted: 2 convolutions (conv1, conv2) and 1 other product "
+        "(attention.in_proj_weight)"
+    )
+    facts |= {"judged": ["conv1"], "convolutions": ["conv1"]}
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    assert converted(tmp_path)[1] == "in high precision, as only linear layers are converted: 1 convolution (conv1)"
+
+
 def test_layers_of_all_ranks_are_told_once(tmp_path):
     for name, rows in (("run.json", [layer("0"), HEAD]), ("run.rank1.json", [layer("0"), layer("1")])):
         (tmp_path / name).write_text(json.dumps({"meta": {"conversion": rows}}))

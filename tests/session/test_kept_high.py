@@ -52,7 +52,7 @@ def test_who_judges_it(recipe, judge):
 
 def test_its_rows_are_those_of_the_runs_recipe(tmp_path):
     run = recorded(tmp_path, "rowwise", **Config().for_watching("rowwise"))
-    assert run.meta["judged"] == ["conv", "lm_head"]
+    assert (run.meta["judged"], run.meta["convolutions"]) == (["conv", "lm_head"], ["conv"])
     scales = run.tensors(columns=["scale_min", "scale_max"], sites=["body:weight", "lm_head:weight"])
     assert scales.rows == 4
     assert (scales["scale_min"] < scales["scale_max"]).all(), "one scale is another recipe's"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ def unrecorded(folder: Path) -> list[str]:
 
 
 def converted(folder: Path) -> list[str]:
-    """How many layers were converted, and which were not and why, in one line; none where there is nothing to tell."""
+    """How many layers were converted, and which were not and why, in one line; in another what else multiplies.
+
+    None where there is nothing to tell.
+    """
     from narrowgauge.observe.verdict.converted import converted as rows_of
     from narrowgauge.observe.verdict.converted import label
 
@@ -52,7 +56,19 @@ def converted(folder: Path) -> list[str]:
     why = [f"{_some(names)}: {reason}" for reason, names in commonest[:MOST_REASONS]]
     if left := sum(len(names) for _, names in commonest[MOST_REASONS:]):
         why.append(f"and {left} more")
-    return [f"{told}, {many} kept high: {'; '.join(why)}" if many else told]
+    return [f"{told}, {many} kept high: {'; '.join(why)}" if many else told, *_beside(ranks, rows)]
+
+
+def _beside(ranks: dict[int, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What else was seen to multiply, in one line: a conversion knows linear layers alone."""
+    from narrowgauge.observe.verdict.converted import names
+
+    name_of, linear = names(ranks), {str(row.get("name")) for row in rows}
+    images = {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("convolutions") or ()}
+    judged = {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("judged") or ()} - linear
+    kinds = (("convolution", sorted(judged & images)), ("other product", sorted(judged - images)))
+    told = [f"{len(found)} {kind}{'s'[: len(found) > 1]} ({_some(found)})" for kind, found in kinds if found]
+    return [f"in high precision, as only linear layers are converted: {' and '.join(told)}"] if told else []
 
 
 def _some(names: list[str]) -> str:

@@ -296,7 +296,7 @@ class Session:
             ],
             "judged_by": self.plan.judge,
             "gradients_not_seen": self.plain.shown.ungraded.names,
-            **({"judged": sorted(self.plain.shown.judged)} if self.plan.recipe else {}),
+            **(self.plain.shown.kept_high if self.plan.recipe else {}),
             "unrecorded": few or ("" if conversions.observed else self.plain.shown.unrecorded),
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],

@@ -77,6 +77,11 @@ def pixels(x: Tensor, dims: int, groups: int) -> Tensor:
     return last.reshape(-1, x.shape[-dims - 1] // groups)
 
 
+def of_images(part: Part) -> bool:
+    """Whether a product is a convolution's."""
+    return getattr(part.x_rows, "func", None) is pixels
+
+
 def taps(w: Tensor) -> Tensor:
     """A weight [N, C, ...] as [N, taps · C]."""
     return w.movedim(1, -1).reshape(w.shape[0], -1)

@@ -22,6 +22,7 @@ from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.errors import let_pass
+from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
 from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Turn, rows
@@ -45,7 +46,8 @@ class Showing:
         copies: sites whose values other ranks hold as well, and the lowest that does.
         meshes: sites of weights on a mesh, and its lowest rank.
         heard: what came in the open step, wanted or not, by observer, name and role.
-        judged: layers that are put through the recipe, by their names in the run; others have rules of their own.
+        judged: layers that are put through the recipe, by their names in the run, and whether they are convolutions;
+            others have rules of their own.
         dtype: of the first product's result.
         ungraded: layers of which no gradient comes by.
     """
@@ -64,7 +66,7 @@ class Showing:
         self.copies: dict[str, int] = {}
         self.meshes: dict[str, int] = {}
         self.heard: set[tuple[int, str, str]] = set()
-        self.judged: set[str] = set()
+        self.judged: dict[str, bool] = {}
         self.dtype = ""
         self.ungraded = Ungraded()
         self._passed_over: Counter[str] = Counter()
@@ -90,6 +92,12 @@ class Showing:
             why = f" {NO_FLOAT64}." if "float64" in kinds else ""
             notes.append(f"Some operands of layers are not recorded, because no quantizer takes them: {kinds}.{why}")
         return notes
+
+    @property
+    def kept_high(self) -> dict[str, list[str]]:
+        """What the facts of a converted run have of the judged ones."""
+        convolutions = [name for name, of_image in self.judged.items() if of_image]
+        return {"judged": sorted(self.judged), "convolutions": sorted(convolutions)}
 
     @property
     def unrecorded(self) -> str:
@@ -221,7 +229,7 @@ class Showing:
         state = self._states.get(key)
         if state is None:
             if part.own is None and part.by_cast is None:
-                self.judged.add(getattr(observer, "name", str)(name))
+                self.judged[getattr(observer, "name", str)(name)] = of_images(part)
             backend, _ = choose(recipe, some.device)
             state = self._states[key] = LayerState(name, recipe, backend, self._clock, observer=observer)
         return state
