@@ -272,6 +272,7 @@ class Session:
                 **self.recorder.facts(),
             },
             **self.ranks.facts(),
+            **steps.evals.facts(),
             "not_found": not_found(
                 *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
                 converting=bool(self.plan.recipe),

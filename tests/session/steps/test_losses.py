@@ -372,3 +372,28 @@ def test_an_optimizer_is_told_once_however_many_groups_it_is_made_with(tmp_path)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         assert session.optimizers_made == len(session.optimizers) == 1
         assert len(session.optimizers.ids()) == 5
+
+
+def test_losses_that_are_sums_over_their_batches_are_told_as_such(evals):
+    x, y = torch.ones(4, 1), torch.zeros(4, 1)
+    with torch.no_grad():
+        F.mse_loss(x, y)
+    evals.take()
+    assert (evals.notes, evals.facts()) == ([], {})
+    with torch.no_grad():
+        nn.MSELoss(reduction="sum")(x, y)
+        F.mse_loss(x, y, reduction="sum")
+    assert float(evals.take()[0]) == 4.0
+    assert evals.notes == [
+        '2 of 3 losses of evaluations were computed with reduction="sum": eval_loss is the mean of such sums over a '
+        "batch, before the program divides them, and no measure beside a training loss that is a mean."
+    ]
+    assert evals.facts() == {"eval_sums": [2, 3]}
+
+
+def test_a_sum_that_a_model_divides_before_it_returns_it_is_none(evals):
+    with torch.no_grad():
+        evals.model_begins()
+        evals.model_ended({"loss": F.mse_loss(torch.ones(4, 1), torch.zeros(4, 1), reduction="sum") / 4})
+    assert float(evals.take()[0]) == 1.0
+    assert (evals.notes, evals.facts()) == ([], {})

@@ -43,7 +43,7 @@ def _of(measure: Callable[[Array], Any]) -> Callable[[Array], float | None]:
 # label, scalar, hint, what is told of its values at all steps, and how it is written
 SCALARS: tuple[tuple[str, str, str, Callable[[Array], float | None], Callable[[float | None], str]], ...] = (
     ("Loss", "loss", "mean over the last quarter", lambda x: _of(np.mean)(_late(x)), words.loss),
-    ("Evaluation loss", "eval_loss", "last", _last, words.loss),
+    ("Evaluation loss", "eval_loss", "last, as the program computes it", _last, words.loss),
     ("Gradient norm", "grad_norm", "median of the last quarter", lambda x: _of(np.median)(_late(x)), words.number),
     ("Update ratio", "update_ratio", "median", _of(np.median), words.number),
     ("Learning rate", "lr", "last", _last, words.number),
@@ -82,6 +82,8 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
             if key in scalars:  # an evaluation before the first step has a row, and no loss
                 values = [column(key)[part & trained] for part in parts] if key in OF_EACH_TURN else [column(key)]
                 told[key] = words.listing([written(of(each)) for each in values])
+        if "eval_loss" in told and (sums := run.meta.get("eval_sums")):
+            told["eval_loss"] += " (a sum over a batch)" if sums[0] == sums[1] else " (of sums over batches, in part)"
         rows.append(
             {
                 **{key: words.NONE for _, key, *_ in SCALARS},

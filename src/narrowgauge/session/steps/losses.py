@@ -6,12 +6,14 @@ that the first of the two made; its value is their mean.
 
 A loss is of the models that were called since the loss before. One of other models alone (an averaged copy of the
 weights, say) counts only where the evaluation has no others.
+
+What a program makes of a loss afterwards nobody knows. One that torch was asked to sum over the batch is told as a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -52,13 +54,20 @@ def scalar_loss(output: Any) -> Tensor | None:
     return None
 
 
+class _Loss(NamedTuple):
+    steps: int  # made before it
+    value: Tensor
+    ours: bool
+    summed: bool  # over its batch
+
+
 class EvalLosses:
     """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now."""
 
     def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
         self._mine: Callable[[], bool] = lambda: True
         self._steps = steps
-        self._losses: list[tuple[int, Tensor, bool]] = []  # steps made before it, itself, and whether it is of ours
+        self._losses: list[_Loss] = []
         self._mark: int | None = None
         self._called_since: set[bool] = set()  # the last loss: models that train (True), and others
         self._last_was_ours = True
@@ -68,6 +77,7 @@ class EvalLosses:
         self._passes = self._most_passes = 1  # over data, in one evaluation
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
+        self._sums = self._taken = 0
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
@@ -82,12 +92,12 @@ class EvalLosses:
             if torch.compiler.is_compiling():  # a look from inside would break the graph
                 return loss
             if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and self._mine():
-                unseen_by_modes(self._add, loss)
+                unseen_by_modes(self._add, loss, kwargs.get("reduction") == "sum")
             return loss
 
         return run
 
-    def _add(self, loss: Any) -> None:
+    def _add(self, loss: Any, summed: bool = False) -> None:
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
             if self._called_since:
                 self._last_was_ours = True in self._called_since
@@ -95,7 +105,8 @@ class EvalLosses:
             if self._last_was_ours:
                 self._passes += self._ended
                 self._ended = False
-            self._losses.append((self._steps(), here(loss).detach().reshape(()).clone().float(), self._last_was_ours))
+            value = here(loss).detach().reshape(()).clone().float()
+            self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed))
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
@@ -146,9 +157,9 @@ class EvalLosses:
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
-        found: dict[int, dict[bool, list[Tensor]]] = {}
-        for steps, loss, ours in self._losses:
-            found.setdefault(steps, {}).setdefault(ours, []).append(loss)
+        found: dict[int, dict[bool, list[_Loss]]] = {}
+        for loss in self._losses:
+            found.setdefault(loss.steps, {}).setdefault(loss.ours, []).append(loss)
         self._losses.clear()
         self._most_passes, self._passes, self._ended = max(self._most_passes, self._passes), 1, False
         means = {}
@@ -159,8 +170,15 @@ class EvalLosses:
             else:
                 self._alone += others
             losses = kinds.get(True) or kinds[False]
-            means[steps] = torch.stack([x.to(losses[-1].device) for x in losses]).mean()
+            self._taken += len(losses)
+            self._sums += sum(loss.summed for loss in losses)
+            device = losses[-1].value.device
+            means[steps] = torch.stack([loss.value.to(device) for loss in losses]).mean()
         return means
+
+    def facts(self) -> dict[str, list[int]]:
+        """How many of the losses of evaluations are sums over their batches, and of how many; nothing if none is."""
+        return {"eval_sums": [self._sums, self._taken]} if self._sums else {}
 
     @property
     def notes(self) -> list[str]:
@@ -175,6 +193,12 @@ class EvalLosses:
             notes.append(
                 f"{self._alone} losses of models that do not train (an averaged copy, say) are eval_loss where no "
                 "others were computed without gradients."
+            )
+        if self._sums:
+            notes.append(
+                f'{self._sums} of {self._taken} losses of evaluations were computed with reduction="sum": eval_loss is '
+                "the mean of such sums over a batch, before the program divides them, and no measure beside a training "
+                "loss that is a mean."
             )
         if self._most_passes > 1:
             notes.append(
