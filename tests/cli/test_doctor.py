@@ -17,6 +17,7 @@ from narrowgauge.cli.doctor import doctor, doctor_command
 from narrowgauge.cli.facts import Choice, Gpu, Machine, probe
 from narrowgauge.compute.kernels import choose
 from narrowgauge.compute.recipes import CATALOG
+from narrowgauge.session.machine import cpu
 
 GIB = 2**30
 EMULATED = tuple(Choice(name, "reference", "emulated: no FP8 tensor cores on 'cpu'") for name in CATALOG)
@@ -72,6 +73,17 @@ def test_cpu_is_exact_but_says_nothing_about_speed():
         "is *worth it* cannot. For that, run the same command on a GPU with compute capability 8.9 or more "
         "(L40S, H100, H200, B200).",
     )
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "1 thread"), (2, "2 threads")])
+def test_threads_are_counted_in_words(number, said):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        assert cpu().endswith(f", {said}")
+    finally:
+        torch.set_num_threads(before)
+    assert f"A Processor, {said}, BF16" in doctor(replace(CPU, threads=number))
 
 
 def test_cpu_without_bf16_instructions_is_told_about_its_step_times():

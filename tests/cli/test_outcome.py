@@ -83,6 +83,12 @@ def test_what_was_converted_is_told_in_one_line(tmp_path, rows, emulated, says):
     assert converted(tmp_path) == [says]
 
 
+def test_layers_that_no_step_trained_did_not_run_in_fp8(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"meta": {"conversion": [layer("up"), HEAD], "steps": 0}}))
+    [line] = converted(tmp_path)
+    assert line.startswith("1 of 2 linear layers converted, and trained by no step (rowwise), 1 kept high: lm_head: ")
+
+
 def test_what_is_multiplied_beside_linear_layers_is_counted_and_named(tmp_path):
     facts = {
         "conversion": [layer("fc"), HEAD],

@@ -48,7 +48,8 @@ def _facts(machine: Machine) -> Table:
         grid.add_row("GPU", "none that torch can use")
     fast = [flag for flag in BF16_FLAGS if flag in machine.cpu_flags]
     bf16 = f"BF16 by {', '.join(fast)}" if fast else "no BF16 instructions"
-    grid.add_row("CPU", f"{machine.cpu or 'unknown'}, {machine.threads} threads, {bf16}")
+    threads = f"{machine.threads} thread{'' if machine.threads == 1 else 's'}"
+    grid.add_row("CPU", f"{machine.cpu or 'unknown'}, {threads}, {bf16}")
     if machine.memory_total:
         grid.add_row("memory", f"{machine.memory_free / GIB:.1f} of {machine.memory_total / GIB:.1f} GiB available")
     grid.add_row("torch", f"{machine.torch or 'cannot be imported'}, {_built_for(machine)}")

@@ -50,7 +50,9 @@ def converted(folder: Path) -> list[str]:
             high.setdefault(row["reason"], []).append(label(row))
     many = sum(map(len, high.values()))
     emulated = ", emulated" if any(facts.get("emulated") for facts in ranks.values()) else ""
-    told = f"{len(rows) - many} of {len(rows)} linear layer{'' if len(rows) == 1 else 's'} in FP8"
+    trained = any(facts.get("steps") != 0 for facts in ranks.values())  # one that was killed does not say
+    told = f"{len(rows) - many} of {len(rows)} linear layer{'' if len(rows) == 1 else 's'} "
+    told += "in FP8" if trained else "converted, and trained by no step"
     told += f" ({' and '.join(recipes)}{emulated})"
     commonest = sorted(high.items(), key=lambda item: -len(item[1]))
     why = [f"{_some(names)}: {reason}" for reason, names in commonest[:MOST_REASONS]]

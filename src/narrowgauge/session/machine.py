@@ -46,7 +46,8 @@ def hardware() -> str:
 
 def cpu() -> str:
     """The processor's name with the number of threads that torch uses."""
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _cpu_name() -> str:

@@ -111,6 +111,12 @@ def test_fake_keeps_the_operands_and_happens_once():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: by_name("fp4"),
+            "no recipe is called 'fp4': all are of 8 bits; there is: blockwise, current, delayed, mxfp8, mxfp8-ocp, "
+            "rowwise, static.",
+        ),
+        (lambda: by_name("fp8"), "no recipe is called 'fp8': did you mean 'mxfp8'?"),
         (lambda: by_name("curent"), "no recipe is called 'curent': did you mean 'current'?"),
         (lambda: DELAYED.with_(algorithm="mx"), "algorithm is 'mx': did you mean 'max'?"),
         (lambda: DELAYED.with_(initial="first"), "initial is 'first': there is: current, one."),

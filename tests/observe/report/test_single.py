@@ -39,7 +39,7 @@ def test_an_evaluation_loss_that_is_a_sum_over_its_batches_says_so_beside_the_me
     (told,) = single({"one": Recorded(meta, step=[1, 2], loss=[0.5, 0.4], eval_loss=[np.nan, 120])})
     assert (told["loss"], told["eval_loss"]) == ("0.4000", "120 (a sum over a batch)")
     (told,) = single({"one": Recorded({"eval_sums": [1, 2]}, step=[1], loss=[0.4], eval_loss=[60])})
-    assert told["eval_loss"] == "60 (of sums over batches, in part)"
+    assert told["eval_loss"] == "60.0000 (of sums over batches, in part)"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ MXFP8_OCP   1x32                             E4M3FN                 E8M0, floor 
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 
 from narrowgauge.compute import quant
@@ -131,5 +132,8 @@ def by_name(name: str) -> Recipe:
     if key.startswith("fake-") and key[5:] in CATALOG:
         return fake(CATALOG[key[5:]])
     if key not in CATALOG:
-        raise RecipeError(f"no recipe is called {name!r}: {nearest(key, CATALOG)}")
+        bits = re.findall(r"\d+", key)
+        other = bits and "8" not in bits  # 4 bits are no misspelt 8
+        near = f"all are of 8 bits; there is: {', '.join(sorted(CATALOG))}." if other else nearest(key, CATALOG)
+        raise RecipeError(f"no recipe is called {name!r}: {near}")
     return CATALOG[key]
