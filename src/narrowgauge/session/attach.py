@@ -273,6 +273,7 @@ class Session:
             },
             **self.ranks.facts(),
             **steps.evals.facts(),
+            **steps.batches.facts(),
             "not_found": not_found(
                 *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
                 converting=bool(self.plan.recipe),

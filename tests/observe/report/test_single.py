@@ -34,6 +34,22 @@ def test_a_row_for_each_scalar_that_a_run_has():
     assert (told[1]["loss"], told[1]["eval_loss"], told[1]["lr"]) == ("7.0000", "—", "—")
 
 
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [
+        (["samples"], "Samples"),
+        (["samples", None], "Tokens or samples"),  # an older run does not say
+        (["tokens and samples"], "Tokens or samples"),
+        ([None], "Tokens"),
+    ],
+)
+def test_what_is_counted_is_called_what_it_is(counted, said):
+    scalars = {"step": [1], "tokens": [64], "tokens_per_second": [10]}
+    runs = {str(i): Recorded({"counted": kind} if kind else {}, **scalars) for i, kind in enumerate(counted)}
+    labels = {line.key: line.label for line in lines(single(runs))}
+    assert (labels["tokens"], labels["tokens_per_second"]) == (f"{said} per step", f"{said} per second")
+
+
 def test_an_evaluation_loss_that_is_a_sum_over_its_batches_says_so_beside_the_mean():
     meta = {"eval_sums": [2, 2]}
     (told,) = single({"one": Recorded(meta, step=[1, 2], loss=[0.5, 0.4], eval_loss=[np.nan, 120])})

@@ -22,7 +22,9 @@ def adversarial(tmp_path):
     """A run of two optimizers in turns; of its first step nobody knew yet that there would be another's."""
     with RunWriter(tmp_path / "run", {}) as writer:
         for step, loss in enumerate(LOSSES, start=1):
-            writer.add_scalars(step, loss=loss, grad_norm=loss / 10, microbatches=1.0)
+            first = step % 2
+            own = {"lr": 0.1 if first else 0.4, "tokens": 8.0 if first else 256.0}
+            writer.add_scalars(step, loss=loss, grad_norm=loss / 10, microbatches=1.0, **own)
             if step > 1:
                 writer.add_scalars(step, turn=float((step + 1) % 2))
     return tmp_path / "run"
@@ -61,6 +63,7 @@ def test_numbers_of_each_turn_stand_side_by_side(adversarial, tmp_path, capsys):
     run = open_run(adversarial)
     (told,) = single({"run": run})
     assert (told["loss"], told["grad_norm"]) == ("3.5000 and 0.7000", "0.35 and 0.07")
+    assert (told["lr"], told["tokens"]) == ("0.1 and 0.4", "8 and 256")
     page = html(None, {"run": run}, tmp_path / "page.html").read_text()
     assert "8 steps, loss 3.5000 and 0.7000" in page
     main(["report", str(adversarial)])

@@ -58,6 +58,25 @@ def test_tokens_are_ids_in_rows_or_packed_and_else_samples(inputs, tokens):
     assert Batches().see((inputs, {})) == tokens
 
 
+@pytest.mark.parametrize(
+    ("inputs", "counted"),
+    [
+        ([IDS.view(4, 128)], "tokens"),
+        ([IDS], "tokens"),
+        ([ROWS], "samples"),
+        ([torch.rand(4, 9, 8)], "samples"),
+        ([torch.randint(256, (6, 3, 9, 9), dtype=torch.uint8)], "samples"),
+        ([ROWS, IDS.view(4, 128)], "tokens and samples"),
+    ],
+)
+def test_what_was_counted_is_known(inputs, counted):
+    batches = Batches()
+    assert batches.facts() == {}
+    for x in inputs:
+        batches.see(((x,), {}))
+    assert batches.facts() == {"counted": counted}
+
+
 def test_what_holds_its_tensors_otherwise_is_told():
     batches = Batches()
     assert batches.see(((Closed(ids=torch.arange(4)), None, "text"), {})) == 0

@@ -52,14 +52,16 @@ SCALARS: tuple[tuple[str, str, str, Callable[[Array], float | None], Callable[[f
     ("Step time", "step_seconds", "median", _of(np.median), words.seconds),
     ("Peak memory", "peak_memory_bytes", "", _of(np.max), words.memory),
 )
-OF_EACH_TURN = ("loss", "grad_norm", "update_ratio")
+OF_EACH_TURN = ("loss", "grad_norm", "update_ratio", "lr", "tokens", "tokens_per_second")
 ALWAYS = ("loss", "step_seconds", "peak_memory_bytes")  # the others have a row where a run has them
 
 
 def lines(runs: list[dict[str, Any]]) -> tuple[Line, ...]:
     """The rows of a table of what `single` says of some runs."""
+    units = {unit for run in runs for unit in run["counted"].split(" and ") if run["tokens"] != words.NONE}
+    counted = " or ".join(sorted(units, reverse=True)).capitalize() or "Tokens"
     shown = [
-        Line(label, key, hint)
+        Line(label.replace("Tokens", counted), key, hint)
         for label, key, hint, *_ in SCALARS
         if key in ALWAYS or any(run[key] != words.NONE for run in runs)
     ]
@@ -89,6 +91,7 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
                 **{key: words.NONE for _, key, *_ in SCALARS},
                 **told,
                 "name": name,
+                "counted": str(run.meta.get("counted") or "tokens"),
                 "steps": f"{int(trained.sum()):,}",
                 "nan": int(np.nansum(column("nonfinite"))),
                 "skipped": int(np.nansum(column("skipped"))),

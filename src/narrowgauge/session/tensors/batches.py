@@ -34,6 +34,11 @@ class Batches:
         self._last: dict[int, StorageWeakRef] = {}  # what was given last, as far as somebody still has it
         self._unread: set[str] = set()
         self._closed: set[str] = set()
+        self._units: set[str] = set()  # what was counted: "tokens", "samples"
+
+    def facts(self) -> dict[str, str]:
+        """What `tokens` counts; nothing before there were any."""
+        return {"counted": " and ".join(sorted(self._units, reverse=True))} if self._units else {}
 
     @property
     def notes(self) -> list[str]:
@@ -78,7 +83,12 @@ class Batches:
                 self.digest = chain((x,), self.digest)
             if dense or (x.is_nested and not x.is_meta):
                 data.append(x)
-        return 0 if before else _tokens(found, data)
+        if before:
+            return 0
+        count, are_ids = _tokens(found, data)
+        if count:
+            self._units.add("tokens" if are_ids else "samples")
+        return count
 
     def again(self, inputs: Any) -> bool:
         """Whether any of these was among the inputs of the last call."""
@@ -91,8 +101,8 @@ class Batches:
                 self._made[address] = StorageWeakRef(x.untyped_storage())
 
 
-def _tokens(found: list[Tensor], data: list[Tensor]) -> int:
-    """How many token ids are among the data, or samples, if there are none; `found` is all that was given.
+def _tokens(found: list[Tensor], data: list[Tensor]) -> tuple[int, bool]:
+    """How many token ids are among the data, or samples, if there are none, and which; `found` is all that was given.
 
     Ids are the first whole numbers in rows, [B, T]. A single row is all there is (packed texts), or says something of
     what lies in rows beside it: offsets of their parts, their classes or time steps.
@@ -105,11 +115,11 @@ def _tokens(found: list[Tensor], data: list[Tensor]) -> int:
     whole = [x for x in batched if not x.is_floating_point() and x.dtype != torch.bool and not _is_picture(x)]
     ids = next((x for x in whole if x.dim() > 1), None)
     if ids is not None:
-        return ids.numel()
+        return ids.numel(), True
     rows = [x.size(0) for x in batched if x.dim() > 1]
     if whole and not rows:  # packed ids beside where each text begins
-        return max(x.numel() for x in whole)
-    return rows[0] if rows else batched[0].size(0) if batched else len(data[:1])
+        return max(x.numel() for x in whole), True
+    return (rows[0] if rows else batched[0].size(0) if batched else len(data[:1])), False
 
 
 def _is_picture(x: Tensor) -> bool:
