@@ -487,7 +487,7 @@ def test_how_a_program_ended_is_known_whoever_tells_its_errors(tmp_path, how):
 
 
 def test_of_a_program_that_is_killed_before_its_first_row_it_is_told_that_nothing_was_recorded(tmp_path):
-    dies = "import os, signal, torch\ntorch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)\nos.kill(os.getpid(), 9)\n"
+    dies = "import os, torch\ntorch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)\nos.kill(os.getpid(), 9)\n"
     done = run(tmp_path, "train.py", script=dies)
     assert done.returncode == 137
     nothing = "; nothing was recorded before the command ended (killed by SIGKILL (often: out of memory))\n"

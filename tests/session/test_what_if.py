@@ -481,14 +481,15 @@ for _ in range(3):
 def test_readiness_says_of_which_layers_no_gradient_was_seen(tmp_path):
     facts = follow(tmp_path, program=BY_HAND, **SELDOM)
     assert facts["gradients_not_seen"] == ["1.w"]
-    (note,) = [note for note in facts["notes"] if note.startswith("Gradients not seen: 1.w.")]
+    assert any(note.startswith("Gradients not seen: 1.w.") for note in facts["notes"])
     with RunWriter(tmp_path / "told", {}) as writer:
         writer.update_meta(**facts)
         writer.add_tensors(1, ["1.w:input"], {"sqnr_db": [31.0]})
     below = tmp_path / "told" / "what_if" / "rowwise"
     with RunWriter(below, {}) as writer:
         writer.add_tensors(1, ["1.w:input"], {"sqnr_db": [31.0]})
-    assert "Nothing is known of the gradients of 1.w: they were not seen." in in_short(readiness(open_run(tmp_path / "told")))
+    said = in_short(readiness(open_run(tmp_path / "told")))
+    assert said.endswith("Nothing is known of the gradients of 1.w: they were not seen.")
 
 
 def test_each_tensor_is_ranked_by_its_own_steps_and_what_is_in_none_is_named(tmp_path):

@@ -8,7 +8,8 @@ Groups of central moments, k parts at once: n = sum n_i, mean = sum n_i mean_i /
 
 which for k = 2 is the pairwise law of Chan, Golub and LeVeque (1979), extended to higher powers by Pébay
 (SAND2008-6212).
-A part of zeros alone brings no scale. Every term that squares delta is added, never subtracted: a wrong sign there makes a variance negative.
+A part of zeros alone brings no scale.
+Every term that squares delta is added, never subtracted: a wrong sign there makes a variance negative.
 """
 
 from __future__ import annotations

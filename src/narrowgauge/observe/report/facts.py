@@ -62,7 +62,7 @@ def run_facts(name: str, run: Run) -> RunFacts:
 
 
 def state_of(run: Run) -> str:
-    """How it ended in two or three words: a program that ends itself with an exit code tells that to its command alone."""
+    """How it ended, in few words: a program that ends itself with an exit code tells that to its command alone."""
     code = run.meta.get("exit_code")
     if run.status == "complete" and isinstance(code, int) and code:
         return f"with exit code {code}" if code > 0 else f"by signal {-code}"

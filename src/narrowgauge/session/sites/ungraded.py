@@ -43,6 +43,6 @@ class Ungraded:
             return []
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return [
-            f"Gradients not seen: {', '.join(names[:NAMED])}{more}. The program multiplies there with gradients off, in "
-            "an autograd function of its own, say: input and weight have rows, grad_output has none."
+            f"Gradients not seen: {', '.join(names[:NAMED])}{more}. The program multiplies there with gradients off, "
+            "in an autograd function of its own, say: input and weight have rows, grad_output has none."
         ]
