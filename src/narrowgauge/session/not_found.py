@@ -32,6 +32,6 @@ def not_found(
         return found
     if steps and not updates.backwards:
         found.append("No loss was found: backward was never called (torch.autograd.grad and torch.func are not heard).")
-    elif steps and not updates.losses:
+    elif steps and not updates.losses.numbers:
         found.append("No loss was found: backward was called on no scalar.")
     return found

@@ -118,7 +118,7 @@ class Graphs:
             return
         for loss in captured.losses:
             self._updates.backwards += 1
-            self._updates.losses += loss is not None
+            self._updates.losses.numbers += loss is not None
             self._steps.ledger.add_microbatch(loss)
         for norm in captured.norms:
             self._updates.gradients_clipped(norm, 2.0)

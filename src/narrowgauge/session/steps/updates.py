@@ -30,6 +30,7 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.looking import gradients, learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
@@ -60,7 +61,6 @@ class Updates:
         self._steps, self._probe, self.hearing, self.same, self._follows = steps, probe, hearing, same, follows
         self._in_parts, self._trained = in_parts, trained
         self._clips = Clips()  # since the last step
-        self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
         self._stepping: ReferenceType[Optimizer] | None = None
         self._in_closure = 0
         self._closure_again = False
@@ -68,24 +68,17 @@ class Updates:
         self.prepares = 0  # above 0: what steps now only makes its state
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
-        self.losses = self._vectors = 0
+        self.losses = BackwardLosses(steps)
 
     @heard_if(lambda self, scaler, before, after: self.same.loss(before))
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
         """A gradient scaler multiplied the loss."""
-        self._multiplied(before, after, getattr(scaler, "_scale", None))
+        self.losses.multiplied(before, after, getattr(scaler, "_scale", None))
 
     @heard
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """An engine multiplied the loss by a scale of its own, if there is one."""
-        self._multiplied(before, after, scale())
-
-    def _multiplied(self, before: Any, after: Any, scale: Any) -> None:
-        if isinstance(before, tuple | list) and isinstance(after, tuple | list):
-            for one, scaled in zip(before, after, strict=False):
-                self._multiplied(one, scaled, scale)
-        if isinstance(before, Tensor) and isinstance(after, Tensor):
-            self._scaled[id(after)] = after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale
+        self.losses.multiplied(before, after, scale())
 
     @heard_if(lambda self, loss, plain: self.same.loss(loss))
     def backward_begins(self, loss: Any, plain: bool) -> None:
@@ -97,42 +90,14 @@ class Updates:
         self._clips.grown()
         self.hearing.waits = True
         if not self._closure_again:
-            self._add([self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))])
+            self.losses.add(loss, staged=self.staged > 0)
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
-
-    def _unscaled(self, loss: Any) -> Any:
-        after, before, scale = self._scaled.get(id(loss), (None, None, None))
-        if after is not loss:
-            return loss
-        if scale is not None and self._steps.line is not None:
-            self._steps.line.scalars["loss_scale"] = scale
-        return before
-
-    def _add(self, losses: list[Any]) -> None:
-        """The losses of one microbatch: backward sums the gradients of several, so their sum is its loss."""
-        tensors = [loss for loss in losses if isinstance(loss, Tensor)]
-        if tensors and len(tensors) == len(losses) and all(loss.numel() == 1 for loss in tensors):
-            self.losses += 1
-            first, *others = tensors
-            if others:
-                first = first.detach().float().reshape(())
-            for other in others:
-                first = first + other.detach().to(first).reshape(())
-            self._steps.ledger.add_microbatch(first)
-        elif tensors and not self.staged:
-            self._vectors += 1
-            self._steps.ledger.add_microbatch(None)
 
     @property
     def notes(self) -> list[str]:
         """What has no loss, or is in no step's; empty if everything has, or nothing."""
-        notes = []
-        if self.losses and self._vectors:
-            notes.append(
-                f"Backward was called {self._vectors} of {self.backwards} times on something else than numbers, which "
-                "has no loss: the losses of these steps lack it."
-            )
+        notes = self.losses.notes(self.backwards)
         if thrown := self._steps.thrown_away:
             notes.append(
                 f"Gradients of {thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero before a "
@@ -143,7 +108,8 @@ class Updates:
     @heard
     def backward_ended(self, loss: Any) -> None:
         """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
-        self._scaled, self.hearing.waits = {}, False
+        self.losses.forget()
+        self.hearing.waits = False
         line = self._steps.line
         if line is not None:
             line.learned = line.tokens
@@ -161,7 +127,8 @@ class Updates:
     @heard
     def backward_failed(self) -> None:
         """It raised: a program that goes on, with a smaller batch perhaps, has not had this loss."""
-        self._scaled, self.hearing.waits = {}, False
+        self.losses.forget()
+        self.hearing.waits = False
         if not self._closure_again:
             self._steps.ledger.take_back()
 
@@ -277,7 +244,8 @@ class Updates:
     def hand_over(self) -> None:
         """Another thread is followed from now on."""
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
-        self._clips, self._scaled = Clips(), {}
+        self._clips = Clips()
+        self.losses.forget()
 
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
