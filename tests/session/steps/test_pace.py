@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.session.inline import followed
 from torch import nn
 
 import narrowgauge as ng
@@ -100,3 +101,34 @@ def test_what_a_recording_leaves_to_be_done_is_no_time_of_the_next_step(seconds,
     recorded = 100.0 + seconds
     assert table["step_seconds"].tolist() == [100.0, 100.0, recorded, 100.0, 100.0, recorded, 100.0, 100.0]
     assert table["clean"].tolist() == [1.0, 1.0, 0.0, clean, 1.0, 0.0, clean, 1.0]
+
+
+@pytest.mark.parametrize("begins", ["another model", "another part", "a capture"])
+@pytest.mark.parametrize(("seconds", "clean"), [(40.0, 1.0), (101.0, 0.0)])
+def test_nor_is_it_where_the_next_step_begins_with(begins, seconds, clean, tmp_path, monkeypatch):
+    """What was recorded is put in order before another model is taken, or a graph captured: still at its own cost."""
+    clock, end_step = [0.0], Recorder.end_step
+
+    def slowly(self):
+        clock[0] += seconds if self.collector._open else 0.0
+        end_step(self)
+
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(Recorder, "end_step", slowly)
+    models = [nn.Sequential(nn.Linear(16, 16)) for _ in range(2)]
+    with followed(tmp_path, every=3) as (session, writer):
+        optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
+        for step in range(1, 7):
+            which = step > 3 and begins == "another model"
+            if step == 4 and begins == "another part":
+                models[0].append(nn.Linear(16, 16))
+                optimizers[0].add_param_group({"params": models[0][-1].parameters()})
+            if step == 4 and begins == "a capture":
+                session.steps.capture_begins()
+            clock[0] += 100.0
+            models[which](torch.randn(4, 16)).square().mean().backward()
+            optimizers[which].step()
+            optimizers[which].zero_grad()
+    recorded = 100.0 + seconds
+    assert list(writer.column("step_seconds").values())[:5] == [100.0, 100.0, recorded, 100.0, 100.0]
+    assert list(writer.column("clean").values())[:5] == [1.0, 1.0, 0.0, clean, 1.0]

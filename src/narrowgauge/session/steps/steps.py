@@ -9,7 +9,7 @@ the program's end before one                                                    
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from narrowgauge.observe.store import RunWriter
@@ -146,12 +146,14 @@ class Steps:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
         self.begun = True
         if self.made:
-            self._recorder.end_step()
+            with self._left_over():
+                self._recorder.end_step()
 
     def capture_begins(self) -> None:
         """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
-        self._plain.end()
-        self._recorder.end_step()
+        with self._left_over():
+            self._plain.end()
+            self._recorder.end_step()
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
@@ -198,9 +200,13 @@ class Steps:
         self.report()
 
     def _close(self) -> None:
-        recorded = self.line is not None and self.line.recorded
-        with self.ledger.recording_ends() if recorded else nullcontext():
+        with self._left_over():
             self._put_in_order()
+
+    def _left_over(self) -> AbstractContextManager[None]:
+        """What is done meanwhile is the cost of the step that is made, if it was recorded."""
+        recorded = self.made and self.line is not None and self.line.recorded
+        return self.ledger.recording_ends() if recorded else nullcontext()
 
     def _put_in_order(self) -> None:
         self.settle()
