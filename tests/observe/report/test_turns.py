@@ -35,7 +35,20 @@ def test_each_turn_has_its_own_rows():
     assert [rows.tolist() for rows in found] == [[True, False, True, False, True], [False, True, False, True, False]]
 
 
-@pytest.mark.parametrize("turn", [None, [np.nan, np.nan, 1, 1, 1]], ids=["one optimizer", "one after the other"])
+def test_what_has_no_number_or_never_comes_again_is_one_beside_turns():
+    nan = np.nan
+    turn = [nan, nan, 1, 2, 1, 2, nan, 1, 3]  # one alone, two in turns, one too many, another that comes once
+    rest, first, second = turns(table(step=range(9), loss=[1] * 9, turn=turn))
+    assert np.flatnonzero(rest).tolist() == [0, 1, 6, 8]
+    assert np.flatnonzero(first).tolist() == [2, 4, 7]
+    assert np.flatnonzero(second).tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [None, [np.nan, np.nan, 1, 1, 1], [np.nan, np.nan, 1, 2, np.nan], [np.nan, 1, 1, np.nan, np.nan]],
+    ids=["one optimizer", "one after the other", "more than have numbers", "more, and each takes its time"],
+)
 def test_all_else_is_one(turn):
     columns = {"step": [1, 2, 3, 4, 5], "loss": [5, 4, 3, 2, 1]} | ({} if turn is None else {"turn": turn})
     (everything,) = turns(table(**columns))

@@ -1,5 +1,7 @@
 """Programs that capture CUDA graphs: nothing of ours gets into a capture, and replays are the steps that they are."""
 
+import functools
+
 import pytest
 import torch
 from tests.session.inline import followed, through_a_backward_thread
@@ -131,6 +133,20 @@ def test_a_replay_of_a_whole_step_is_a_step(graph, tmp_path, clip):
     assert list(writer.column("update_ratio")) == [2, 4]
     assert session.facts()["not_found"] == []
     assert [note for note in session.facts()["notes"] if note.startswith("The program replays its steps")]
+
+
+def test_replays_of_two_optimizers_in_turns_say_whose_they_are(graph, tmp_path):
+    with followed(tmp_path, every=2) as (_, writer):
+        replays = []
+        for _ in range(2):
+            model, _, x, kept = parts()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+            one = functools.partial(step, model, optimizer, x, kept)
+            one()
+            replays.append((capture(graph, one)[0], one))  # the program holds what it replays
+        for number in range(4):
+            replays[number % 2][0].replay()
+    assert writer.column("turn") == {2: 1, 3: 0, 4: 1, 5: 0, 6: 1}
 
 
 def test_a_replay_of_a_backward_from_a_given_gradient_is_a_microbatch(graph, tmp_path):

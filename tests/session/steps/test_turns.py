@@ -1,5 +1,6 @@
 """Programs that train in turns: each step says whose it is."""
 
+import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
@@ -65,6 +66,75 @@ def test_one_optimizer_or_two_that_step_together_have_no_turns(tmp_path):
     assert writer.column("turn") == {}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skips", [(0,), (1,), (0, 1)], ids=["the first", "the second", "both"])
+def test_two_optimizers_under_one_scaler_make_one_step_whichever_it_skips(skips, fused, tmp_path):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    with followed(tmp_path, every=2) as (session, writer):
+        both = [torch.optim.SGD(part.parameters(), lr=0.1, fused=fused) for part in model]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(1, 6):
+            scaler.scale(model(torch.randn(8, 16)).square().mean()).backward()
+            for number in skips if step in (2, 4) else ():
+                model[number].weight.grad[0, 0] = float("inf")
+            for optimizer in both:
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+    assert len(writer.column("loss")) == 5
+    assert writer.column("turn") == {}
+    assert writer.column("skipped") == {2: 1, 4: 1}
+    assert session.steps.ledger.skipped_steps == 2
+    assert session.steps.ledger.nonfinite_steps == 0
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["swaps its groups", "freezes the rest"])
+def test_one_optimizer_that_trains_block_by_block_has_no_turns(swaps, tmp_path):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    with followed(tmp_path, every=2) as (_, writer):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(9):
+            block = model[step % 3]
+            if swaps:
+                optimizer.param_groups[0]["params"] = list(block.parameters())
+            else:
+                model.requires_grad_(False)
+                block.requires_grad_(True)
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    assert len(writer.column("loss")) == 9
+    assert writer.column("turn") == {}
+
+
+def test_optimizers_that_share_a_parameter_take_turns(tmp_path):
+    trunk, heads = nn.Linear(16, 16), [nn.Linear(16, 1), nn.Linear(16, 2)]
+    with followed(tmp_path, every=2) as (_, writer):
+        both = [torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1) for head in heads]
+        for step in range(4):
+            heads[step % 2](trunk(torch.randn(8, 16))).square().mean().backward()
+            both[step % 2].step()
+            both[step % 2].zero_grad()
+    assert writer.column("turn") == {2: 1, 3: 0, 4: 1}
+
+
+def test_models_trained_one_after_another_have_a_number_each_though_the_last_is_freed(tmp_path):
+    def train():
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with followed(tmp_path, every=2) as (_, writer):
+        for _ in range(MOST + 3):
+            train()
+    assert len(writer.column("loss")) == 2 * (MOST + 3)
+    assert list(writer.column("turn").values()) == [number for number in range(1, MOST) for _ in range(2)]
+    assert min(writer.column("turn")) == 3
+
+
 def test_an_optimizer_made_anew_for_the_same_parameters_is_no_other(tmp_path):
     model = nn.Linear(16, 16)
     with followed(tmp_path, every=2) as (_, writer):
@@ -78,5 +148,12 @@ def test_an_optimizer_made_anew_for_the_same_parameters_is_no_other(tmp_path):
 
 def test_ever_new_parameters_are_not_counted_for_ever():
     turns = Turns()
-    found = [turns.of([(0, number)]) for number in range(3 * MOST)]
+    found = [turns.of([number]) for number in range(3 * MOST)]
     assert found == [None, *range(1, MOST), *[None] * (2 * MOST)]
+
+
+def test_of_what_was_freed_no_number_is_kept():
+    turns = Turns()
+    numbers = [turns.trainer(torch.optim.SGD([torch.ones(1)], lr=0.1)) for _ in range(500)]
+    assert numbers == list(range(500))
+    assert len(turns._trainers) + len(turns._of) < 100

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from narrowgauge.observe.store import Table
 
+OTHERS = -1.0  # the turn of steps that have no number, because there are too many
+
 
 def made(scalars: Table) -> NDArray[Any]:
     """Of each row, whether something was trained there: whether it has more than an evaluation's loss, bool [rows]."""
@@ -25,14 +27,23 @@ def made(scalars: Table) -> NDArray[Any]:
 def turns(scalars: Table) -> list[NDArray[Any]]:
     """Of each turn of a program that trains in turns its rows, bool [rows]; else one, of all rows.
 
-    In turns: what steps comes again after something else has stepped. Another optimizer for a later stage is no turn.
+    In turns: what steps comes again after something else has stepped. Another optimizer for a later stage is no turn,
+    nor are models that are trained one after another. Where some come again, all that do not are one.
     """
     everything = np.ones(scalars.rows, dtype=bool)
     if "turn" not in scalars.columns:
         return [everything]
-    whose = np.nan_to_num(np.asarray(scalars["turn"], dtype=np.float64))  # steps before the second came have none
     trained = made(scalars)
+    whose = np.asarray(scalars["turn"], dtype=np.float64)
+    unknown = np.isnan(whose)
+    before = np.logical_and.accumulate(unknown)  # steps before the second came have none, and are the first's
+    whose = np.where(before, 0.0, np.where(unknown, OTHERS, whose))
     order = whose[trained]
-    changes = int((order[1:] != order[:-1]).sum())
-    found = np.unique(order)
-    return [everything] if changes < len(found) else [trained & (whose == turn) for turn in found]
+    begins = order[np.flatnonzero(np.diff(order, prepend=np.nan))]  # of each stretch of one turn
+    again, times = np.unique(begins, return_counts=True)
+    again = again[(times > 1) & (again != OTHERS)]
+    if not len(again):
+        return [everything]
+    found = [trained & (whose == turn) for turn in again]
+    rest = trained & ~np.isin(whose, again)
+    return sorted([*found, rest] if rest.any() else found, key=lambda rows: int(rows.argmax()))

@@ -29,6 +29,8 @@ from narrowgauge.session.doors.seams import Seams
 class HearsUpdates(Protocol):
     """Hears of backward passes and optimizers."""
 
+    ended: int  # so many steps of optimizers were heard
+
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
         """A gradient scaler turned `before` into `after`."""
 
@@ -53,8 +55,8 @@ class HearsUpdates(Protocol):
     def step_ended(self, optimizer: Optimizer, early: bool) -> None:
         """It stepped; if `early`, in a graph that has yet to write the new weights."""
 
-    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
-        """A gradient scaler stepped, or skipped."""
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
+        """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
 
 class HearsCaptures(Protocol):
@@ -122,8 +124,9 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 
     def scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = updates.ended
             out = original(self, optimizer, *args, **kwargs)
-            updates.scaler_stepped(self, optimizer)
+            updates.scaler_stepped(self, optimizer, updates.ended > before)
             return out
 
         return run

@@ -124,6 +124,7 @@ class Graphs:
             self._updates.gradients_clipped(norm, 2.0)
         for optimizer in captured.trained():
             learning_rates(line, optimizer)
+            self._steps.ledger.took_part(optimizer)
             if line.movement is not None:
                 line.movement.after(optimizer)
         self._updates.replayed()

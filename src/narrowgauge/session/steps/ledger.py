@@ -26,10 +26,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.pace import Pace
-from narrowgauge.session.steps.turns import Turns
+from narrowgauge.session.steps.turns import Turns, held
 from narrowgauge.session.tensors.deferred import Deferred
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.norms import Squares
@@ -59,6 +60,7 @@ class Line:
     unheard: bool = False  # there are more, whose norm nobody took
     movement: Movement | None = None
     stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
+    trainers: set[int] = field(default_factory=set)  # their numbers
 
 
 class Taker(Protocol):
@@ -135,6 +137,16 @@ class Ledger:
             self.line.scalars["step_seconds"] = so_far + seconds
             self.steps = self.line.step
 
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether the open step is of this optimizer, with what it holds now."""
+        return self.line is not None and held(optimizer) in self.line.stepped
+
+    def took_part(self, optimizer: Optimizer) -> None:
+        """The open step is of this optimizer, too: it stepped, or was skipped."""
+        if self.line is not None:
+            self.line.stepped.add(held(optimizer))
+            self.line.trainers.add(self._turns.trainer(optimizer))
+
     def interrupted(self, seconds: float) -> None:
         """The program, or a probe, did something else: it falls into the time of the step that ends next."""
         self._clock.away += seconds
@@ -160,7 +172,7 @@ class Ledger:
         scalars["microbatches"] = line.microbatches
         if line.tokens:  # or none were found, which is no number of tokens
             scalars["tokens"] = line.tokens
-        if (turn := self._turns.of(line.stepped)) is not None:
+        if (turn := self._turns.of(line.trainers)) is not None:
             scalars["turn"] = turn
         scalars["clean"] = float(not (line.disturbed or line.recorded))
         step, alone, recorded, on_device = line.step, not line.disturbed, line.recorded, self._clock.events()

@@ -33,7 +33,9 @@ def look(
     learning_rates(line, optimizer)
     found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
     if isinstance(found, Tensor):
-        line.scalars["skipped"] = found.detach().clone()
+        before = line.scalars.get("skipped")  # of another optimizer of this step
+        found = found.detach().clone()
+        line.scalars["skipped"] = found if before is None else found.maximum(torch.as_tensor(before).to(found))
     line.clips.join(clips)
     owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if line.clips:

@@ -68,6 +68,7 @@ class Updates:
         self.prepares = 0  # above 0: what steps now only makes its state
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
+        self.ended = 0  # steps that optimizers made
         self.losses = BackwardLosses(steps)
 
     @heard_if(lambda self, scaler, before, after: self.same.loss(before))
@@ -176,11 +177,10 @@ class Updates:
         if self._stepping is not None and self._stepping() not in (None, optimizer):
             return None
         self._stepping = ref(optimizer)
-        line = self._steps.line
         if closure is not None:
             self._steps.enter()
             return self._followed(closure, optimizer)
-        if line is None or (self._steps.made and _turn(optimizer) in line.stepped):
+        if self._steps.line is None or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter()  # neither its forward nor its backward was heard
         self._look(optimizer)
         return None
@@ -201,18 +201,19 @@ class Updates:
             return
         if self._stepping is not None and self._stepping() is not optimizer:
             return
-        if line is not None:
-            line.stepped.add(_turn(optimizer))
+        self.ended += 1
+        self._steps.ledger.took_part(optimizer)
         self._made()
 
     @heard
-    def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
-        """A gradient scaler's step returned; if the optimizer did not move, it skipped."""
-        if not self._steps.made:
-            if self._steps.line is not None:
-                learning_rates(self._steps.line, optimizer)
-                self._steps.line.stepped.add(_turn(optimizer))  # it was its turn
-            self._skipped()
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
+        """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
+        if moved or (self._steps.made and (self._steps.ledger.has(optimizer) or not self._follows(optimizer))):
+            return
+        if self._steps.line is not None:
+            learning_rates(self._steps.line, optimizer)
+            self._steps.ledger.took_part(optimizer)
+        self._skipped()
 
     @heard
     def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
@@ -278,8 +279,3 @@ class Updates:
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:
         self._look(optimizer)
-
-
-def _turn(optimizer: Optimizer) -> tuple[int, ...]:
-    """An optimizer with what it holds now, which may be a group, or a part of one, of what it trains."""
-    return (id(optimizer), *(id(group["params"][0]) for group in optimizer.param_groups if group["params"]))
