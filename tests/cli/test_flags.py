@@ -116,3 +116,13 @@ def test_what_stands_behind_the_program_is_the_program_s(tmp_path):
     code = "from narrowgauge.cli.main import main; main(['run', '--every', '2', 'train.py', '--steps', '3', '--lr=1'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['--steps', '3', '--lr=1']\n"), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_settings_that_lie_here_and_were_not_asked_for_are_told(capsys, tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    told = "narrowgauge: narrowgauge.toml is not read; to use it, give --config narrowgauge.toml\n"
+    assert told not in run(capsys, verb, "--", "none.py")[1]
+    (tmp_path / "narrowgauge.toml").write_text("seed = 1\n")
+    assert told in run(capsys, verb, "--", "none.py")[1]
+    assert told not in run(capsys, verb, "--config", "narrowgauge.toml", "--", "none.py")[1]

@@ -11,8 +11,22 @@ from narrowgauge.errors import UsageError
 steps_option = click.option(
     "--steps", type=click.IntRange(min=1), metavar="N", help="End the program cleanly after N optimizer steps."
 )
+SETTINGS = Path("narrowgauge.toml")
+
+
+def _or_tell(context: click.Context, option: click.Parameter, config: Path | None) -> Path | None:
+    """Say so where settings lie here that nobody has asked for: a run is what its command says."""
+    if config is None and SETTINGS.is_file():
+        click.echo(f"narrowgauge: {SETTINGS} is not read; to use it, give --config {SETTINGS}", err=True)
+    return config
+
+
 config_option = click.option(
-    "--config", type=click.Path(path_type=Path), metavar="FILE", help="Settings: narrowgauge.toml."
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    callback=_or_tell,
+    help="Settings, such as narrowgauge.toml; none are read by themselves.",
 )
 # What stands behind the program is the program's, also where `--` is left out and a flag of ours has the same name.
 OWN_FLAGS_FIRST = {"allow_interspersed_args": False}

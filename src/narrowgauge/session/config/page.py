@@ -44,7 +44,8 @@ _OPENING = f"""\
 *Generated from `narrowgauge.session.config`; edit the tables there, not this page.*
 
 Settings that are too many for flags lie in a file, given with `--config narrowgauge.toml` to `run` and to
-`compare`. Flags go before it. Every key may be left out.
+`compare`; none is read that was not given, and they say so where one lies beside them. Flags go before it. Every key
+may be left out.
 
 ```toml
 {EXAMPLE}```
