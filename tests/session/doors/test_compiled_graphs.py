@@ -123,6 +123,34 @@ def test_only_recorded_steps_of_converted_layers_do_without(graphs, tmp_path, re
     assert seen == ([True, False, True, False] if recipe else [True] * 4)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
+def test_what_was_compiled_before_does_without_where_the_step_runs_uncompiled(graphs, tmp_path):
+    """Converted layers may be in it, and would be silent. From its first call on, and no longer than the step."""
+
+    def backend(graph, inputs):
+        def run(*args):
+            inside.append(graphs())
+            return graph.forward(*args)
+
+        return run
+
+    inside, before, watch = [], [], {"compiled": "uncompiled"}
+    torch._dynamo.reset()
+    older = torch.compile(lambda x: 2 * x, backend=backend)
+    with followed(tmp_path, judge="current", every=2, compiling=True, watch=watch):
+        model = nn.Sequential(nn.Linear(32, 32))
+        torch.compile(lambda x: x, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            y = model(torch.ones(4, 32))
+            before.append(graphs())
+            (older(y) + older(y)).sum().backward()
+            optimizer.step()
+            assert graphs()
+    assert before == [True] * 4
+    assert inside == [True, True, False, False] * 2
+
+
 def rows(tmp_path, mode, every):
     """Losses of a small converted model, and what was recorded of it."""
     torch.manual_seed(0)
