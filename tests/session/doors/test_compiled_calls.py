@@ -12,9 +12,12 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.observe.store import open_run
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
-from narrowgauge.session.doors.stance import Uncompiled, stance
+from narrowgauge.session.doors.stance import stance
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's, of an input
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # its import's
+]
 
 
 class Ran:
@@ -98,59 +101,52 @@ def test_a_list_of_modules_that_is_cut_in_a_graph_breaks_nothing(tmp_path):
     assert session.facts()["steps"] == 2
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_stance_of_the_programs_and_ours_leave_none_behind(nested):
-    theirs, ours = torch.compiler.set_stance, Uncompiled()
-    if nested:  # it lies in theirs, and ends behind it
-        with theirs("eager_on_recompile"):
-            ours.begin()
+def test_a_compiled_step_is_not_taken_for_something_older(tmp_path):
+    """Nor are layers that never run said to be hidden in it."""
+
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.runs, self.rests = nn.Linear(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.runs(x)
+
+    torch._dynamo.reset()
+    model, ran = Some(), Ran()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=2):
+        step = torch.compile(optimizer.step, backend=ran)
+        for _ in range(4):
+            model(torch.ones(4, 16)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+    assert ran.count == 4
+    notes = [note for note in open_run(tmp_path / "run").meta["notes"] if "DataLoader" not in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("Not seen as a weight in any recorded step: Linear (1 of them")
+
+
+def test_where_hearing_of_a_call_fails_what_runs_uncompiled_does_so_again_behind_it(monkeypatch):
+    class Fails:
+        def compiled_runs(self, whose):
+            raise KeyError(whose)
+
+        def compiled_unheard(self, error):
+            errors.append(error)
+
+    errors, ran = [], Ran()
+    torch._dynamo.reset()
+    older = torch.compile(bent("my_model"), backend=ran)
+    calls = CompiledCalls()
+    try:
+        calls.graphs = Fails()
+        assert calls.told()
+        with calls.eagerly():
+            assert older(torch.ones(1)) == 2
             assert stance() == "force_eager"
         assert stance() == "default"
-        ours.end()
-    else:  # theirs begins in ours, and ends behind it
-        ours.begin()
-        with theirs("eager_on_recompile"):
-            ours.end()
-            assert stance() == "eager_on_recompile"
-        assert stance() == "force_eager"
-        ours.look()  # as each call of something compiled does
-    assert stance() == "default"
-    ours.begin()
-    assert stance() == "force_eager"
-    ours.end()
-    assert stance() == "default"
-
-
-def test_one_of_ours_that_begins_before_the_last_has_ended_leaves_none_behind():
-    ours = Uncompiled()
-    ours.begin()
-    ours.begin()  # two steps in one call of a compiled function
-    assert stance() == "force_eager"
-    ours.end()
-    assert stance() == "default"
-
-
-@pytest.mark.parametrize("over", [False, True])
-def test_one_of_ours_that_is_paused_comes_back_unless_it_is_over(over):
-    ours = Uncompiled()
-    assert ours.pause()() is None  # there is none
-    ours.begin()
-    again = ours.pause()
-    assert stance() == "default"
-    if over:
-        ours.end()
-    again()
-    assert stance() == ("default" if over else "force_eager")
-    ours.end()
-    assert stance() == "default"
-
-
-def test_a_stance_that_the_program_takes_in_a_pause_stays():
-    ours = Uncompiled()
-    ours.begin()
-    again = ours.pause()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        again()
-        assert stance() == "eager_on_recompile"
-    ours.end()
-    assert stance() == "default"
+    finally:
+        calls.close()
+    assert ran.count == 0
+    assert [str(error) for error in errors] == ["'unheard'"]

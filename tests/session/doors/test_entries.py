@@ -1,8 +1,11 @@
 """Calls of what torch has compiled are told, whoever compiled it and when, and nothing is compiled for that."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.session.doors import entries
 from narrowgauge.session.doors.entries import Entries
@@ -68,24 +71,91 @@ def test_an_error_of_ours_is_told_and_reaches_nobody(told):
     assert [str(error) for error in told.errors] == ["'ours'"]
 
 
-def test_a_call_that_torch_refuses_when_it_has_returned_is_over(told):
-    def changes(x):
-        stances.append(torch.compiler.set_stance("default"))
-        return x * 2
+def refused(function):
+    """Call what is compiled with `fullgraph=True` where torch makes no graph."""
+    with FlopCounterMode(display=False):
+        function(torch.ones(3))
 
-    stances = []
-    function = torch.compile(changes, backend="eager", fullgraph=True)
+
+def test_a_call_that_torch_refuses_when_it_has_returned_is_over_when_its_error_comes(told):
+    function, kept = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True), []
     told.open()
-    refused = False
+    for _ in range(3):
+        try:
+            refused(function)
+        except RuntimeError as error:  # torch 2.13 on; what is older says nothing
+            assert told.said[-1] == "out"
+            kept.append(error)
+    assert told.said == ["in", "out"] * 3
+    assert not told._calls
+    assert not told.errors
+    told.close()
+    assert torch._dynamo.eval_frame.get_skip_reasons.__module__ == "torch._dynamo.eval_frame"
+    assert not hasattr(torch._dynamo.eval_frame.get_skip_reasons, "__wrapped__")
+
+
+def unbegun(function, kept):
+    """torch finds no compiler for what is compiled, which it is told of in the last moment."""
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("default", force_backend="none of this name"):
             function(torch.ones(3))
-    except RuntimeError:  # torch 2.13 on; what is older says nothing
-        refused = True
-    finally:
-        torch.compiler.set_stance("default")
-    assert told.said == (["in"] if refused else ["in", "out"])
+    except Exception as error:
+        kept.append(error)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_call_that_an_error_leaves_without_a_word_is_over_when_it_is_looked_for(told, elsewhere):
+    function, kept = torch.compile(lambda x: x * 2, backend="eager"), []
+    told.open()
+    if elsewhere:
+        thread = threading.Thread(target=unbegun, args=(function, kept))
+        thread.start()
+        thread.join()
+    else:
+        unbegun(function, kept)
+    assert len(kept) == 1
+    assert told.said == ["in"]
     told.settle()
+    assert told.said == ["in", "out"]
+    assert [str(error) for error in told.errors] == ["torch did not tell that it ended"]
+    told.settle()
+    assert told.said == ["in", "out"]
+
+
+def test_calls_left_without_a_word_do_not_pile_up(told):
+    function, kept = torch.compile(lambda x: x * 2, backend="eager"), []
+    told.open()
+    for _ in range(20):
+        unbegun(function, kept)
+        kept.clear()  # its frames are gone, and others have their numbers
+    assert len(told._calls) < 5
+    assert told.said.count("in") == 20
+    assert told.said.count("out") == 20 - len(told._calls)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_calls_that_run_are_left_alone_meanwhile(told, elsewhere):
+    @torch.compiler.disable
+    def look():
+        if elsewhere:
+            inside.set()
+            go_on.wait(60)
+        else:
+            told.settle()
+            seen.append(list(told.said))
+
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+    function = torch.compile(lambda x: (look(), x * 2)[1], backend="eager")
+    told.open()
+    thread = threading.Thread(target=function, args=(torch.ones(3),))
+    thread.start()
+    if elsewhere:
+        assert inside.wait(60)
+        told.settle()
+        seen.append(list(told.said))
+        go_on.set()
+    thread.join()
+    assert seen == [["in"]]
     assert told.said == ["in", "out"]
 
 

@@ -32,8 +32,8 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors import compilations, recorded_graphs
 from narrowgauge.session.doors.compilations import HearsCompiled, HearsGraphs, Whose
-from narrowgauge.session.doors.entries import Entries, Leave
-from narrowgauge.session.doors.stance import Uncompiled, stance
+from narrowgauge.session.doors.entries import Entries, Leave, nothing
+from narrowgauge.session.doors.stance import Uncompiled, count_as_compiled, stance
 from narrowgauge.session.doors.unseen import unseen
 
 _WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
@@ -238,17 +238,24 @@ class CompiledCalls:
     def _entered(self) -> Leave:
         """A call of something compiled begins, anyone's."""
         if self.graphs is None:
-            return _nothing
-        whose, again = _here.whose, _nothing
+            return nothing
+        whose, again = _here.whose, nothing
         if whose == "unheard" and self._ident == threading.get_ident() and not inside_backward():
             again = self._stance.pause()
         if stance() == "force_eager":
+            count_as_compiled()  # on whichever thread: what is ours may be over when it returns
             return again
-        over = self.graphs.compiled_runs(whose)
+        try:
+            over = self.graphs.compiled_runs(whose)
+        except Exception:
+            again()
+            raise
 
         def left() -> None:
-            again()
-            over()
+            try:
+                again()
+            finally:
+                over()
 
         return left
 
@@ -290,7 +297,3 @@ class CompiledCalls:
         call.followed = True  # type: ignore[attr-defined]
         self._wrapped.add(call)
         return call
-
-
-def _nothing() -> None:
-    """Nothing is to be done."""

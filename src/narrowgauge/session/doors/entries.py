@@ -11,40 +11,39 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 _MODULE, _CLASS, _HOOKS = "torch._dynamo.eval_frame", "_TorchDynamoContext", "enter_exit_hooks"
+_REFUSES = "get_skip_reasons"  # what torch calls, and only then, when it refuses a call that has returned
 Leave = Callable[[], None]
 
 
-class _Running(threading.local):
-    """The calling thread's calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Leave] = []
-
-
 class Entries:
-    """Tells of such calls.
+    """Tells of such calls, and of each that it ends: with an error of the program's, or of torch's, which calls nothing
+    behind a call that it refuses once it has returned (`fullgraph=True`, and no graph).
 
     Args:
-        entered: called before each; returns what is called behind it.
+        entered: called before each; returns what is called behind it, `nothing` if nothing is to be.
         failed: told of an error of ours; none reaches the program.
     """
 
     def __init__(self, entered: Callable[[], Leave], failed: Callable[[Exception], None]) -> None:
         self._entered, self._failed = entered, failed
-        self._running = _Running()
+        self._calls: dict[int, Leave] = {}  # those of all threads, by their frames: one that runs keeps its number
+        self._code: CodeType | None = None  # that they run in
         self._door = _Door(self._enter)
+        self._asks: tuple[Any, Any] | None = None  # what torch asked for its reasons, and what it asks now
 
     def open(self) -> bool:
         """Tell from now on; False if this torch does not, or has no compiler loaded yet."""
-        if _call() is None:
+        self._code = _call()
+        if self._code is None:
             return False
         setattr(_contexts(), _HOOKS, self._door)
+        if self._asks is None and _REFUSES in self._code.co_names:
+            self._hear_refusals(sys.modules[_MODULE])
         return True
 
     def close(self) -> None:
@@ -52,33 +51,68 @@ class Entries:
         contexts = _contexts()
         if contexts is not None and vars(contexts).get(_HOOKS) is self._door:
             delattr(contexts, _HOOKS)
+        if self._asks is not None and getattr(sys.modules.get(_MODULE), _REFUSES, None) is self._asks[1]:
+            setattr(sys.modules[_MODULE], _REFUSES, self._asks[0])
+            self._asks = None
 
     def settle(self) -> None:
-        """Calls of this thread that an error has left without a word are over.
+        """Calls that an error has left without a word, on whichever thread, are over: told now, and that it is late."""
+        calls = list(self._calls.items())
+        running = self._running() if calls else ()
+        for frame, left in calls:
+            if frame not in running and self._calls.get(frame) is left:
+                self._leave(frame, left)
+                self._failed(RuntimeError("torch did not tell that it ended"))
 
-        torch calls nothing behind a call that it refuses once it has returned (`fullgraph=True`, and no graph).
-        """
-        if self._running.calls and not _runs():
-            while self._running.calls:
-                self._leave(self._running.calls[-1])
+    def _hear_refusals(self, module: Any) -> None:
+        reasons = getattr(module, _REFUSES)
+
+        @functools.wraps(reasons)
+        def asked() -> Any:
+            frame = id(sys._getframe(1))
+            if (left := self._calls.get(frame)) is not None:
+                self._leave(frame, left)
+            return reasons()
+
+        self._asks = reasons, asked
+        setattr(module, _REFUSES, asked)
 
     def _enter(self) -> Leave:
+        within: FrameType | None = sys._getframe(1)
+        while within is not None and within.f_code is not self._code:
+            within = within.f_back
+        frame = id(within)
+        if (before := self._calls.get(frame)) is not None:  # its frame is gone: this one has its number
+            self._leave(frame, before)
         try:
             left = self._entered()
         except Exception as error:
             self._failed(error)
-            return _nothing
-        self._running.calls.append(left)
-        return functools.partial(self._leave, left)
+            return nothing
+        if left is nothing:
+            return nothing
+        self._calls[frame] = left
+        return functools.partial(self._leave, frame, left)
 
-    def _leave(self, left: Leave) -> None:
-        if left not in self._running.calls:
+    def _leave(self, frame: int, left: Leave) -> None:
+        if self._calls.get(frame) is not left:
             return
-        self._running.calls.remove(left)
+        del self._calls[frame]
         try:
             left()
         except Exception as error:
             self._failed(error)
+
+    def _running(self) -> set[int]:
+        """The frames of all such calls, of all threads."""
+        found = set()
+        for frame in sys._current_frames().values():
+            within: FrameType | None = frame
+            while within is not None:
+                if within.f_code is self._code:
+                    found.add(id(within))
+                within = within.f_back
+        return found
 
 
 class _Door:
@@ -125,13 +159,5 @@ def _reading(code: CodeType) -> CodeType | None:
     return next((each for each in inner if _HOOKS in each.co_names), None)
 
 
-def _runs() -> bool:
-    """Whether this thread is in such a call."""
-    frame, call = sys._getframe(1), _call()
-    while frame is not None and frame.f_code is not call:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
-
-
-def _nothing() -> None:
+def nothing() -> None:
     """Nothing is to be done."""
