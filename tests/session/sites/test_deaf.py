@@ -63,6 +63,22 @@ def test_another_thread_that_runs_something_compiled_meanwhile_is_told():
     assert notes[1].startswith("What is compiled ran in one thread while another was recorded")
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_one_that_still_runs_when_the_step_begins_is_told_if_it_is_another_threads(before):
+    sites, over = PlainSites("current", eager=False, training=lambda: True, telling=lambda: True), []
+    if before:
+        thread = threading.Thread(target=lambda: over.append(sites.compiled_runs("unheard")))
+        thread.start()
+        thread.join()
+    else:
+        over.append(sites.compiled_runs("unheard"))
+    sites.begin()
+    told = " ".join(sites.notes)
+    sites.end()
+    over[0]()
+    assert told.startswith("What is compiled ran in one thread while another was recorded") == before
+
+
 class Two(nn.Module):
     """A layer that is converted, and a product that is nobody's layer."""
 

@@ -183,6 +183,8 @@ class PlainSites:
         if told or self.uncompiled or not compiles:
             self._products.open()
             self._open.callback(self._products.close)
+            if self._products.elsewhere():
+                self.shown.say(_AT_ONCE)
         else:
             self._untold = True  # their graphs would be made anew for functions that come and go
         if compiles:
@@ -191,11 +193,15 @@ class PlainSites:
     def compiled_runs(self, whose: Whose) -> Callable[[], None]:
         """As `HearsGraphs` says: meanwhile torch's functions are those that its graphs were made with."""
         self._compiled.add(whose)
-        if self._listening and threading.get_ident() == self._ident:
-            self._launch(whose)
-        elif self._listening and not (self._graphs or inside_backward()):
-            self.shown.say(_AT_ONCE)
-        return self._products.aside()
+        back = self._products.aside()
+        try:
+            if self._listening and threading.get_ident() == self._ident:
+                self._launch(whose)
+            elif self._listening and not (self._graphs or inside_backward()):
+                self.shown.say(_AT_ONCE)
+        except Exception as error:
+            self.compiled_unheard(error)
+        return back
 
     def compiled_unheard(self, error: Exception) -> None:
         """So is this."""

@@ -164,7 +164,7 @@ class Products:
     ) -> None:
         self._heard, self._failed, self._told = heard, failed, told
         self._open = self._listening = False
-        self._asides = 0
+        self._asides: list[int] = []  # the thread of each
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
         # For each function what was found there, and what took its place; and now: where, what, and what was there.
         self._ours: list[tuple[Any, Any]] = [(None, None)] * len(_FUNCTIONS)
@@ -182,12 +182,18 @@ class Products:
 
     def aside(self) -> Callable[[], None]:
         """Have torch as it was found until what is returned is called, on whichever thread."""
-        self._count(1)
-        return partial(self._count, -1)
+        thread = threading.get_ident()
+        self._change(self._asides.append, thread)
+        return partial(self._change, self._asides.remove, thread)
 
-    def _count(self, more: int) -> None:
+    def elsewhere(self) -> bool:
+        """Whether another thread has it so."""
+        here = threading.get_ident()
+        return any(thread != here for thread in self._asides)
+
+    def _change(self, change: Callable[[int], None], thread: int) -> None:
         with _CHANGING:
-            self._asides += more
+            change(thread)
             self._settle()
 
     def _settle(self) -> None:
