@@ -127,6 +127,32 @@ def test_a_compiled_step_is_not_taken_for_something_older(tmp_path):
     assert notes[0].startswith("Not seen as a weight in any recorded step: Linear (1 of them")
 
 
+def test_a_compiled_step_that_is_given_a_closure_runs_uncompiled_in_recorded_steps(tmp_path):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ran, losses, graphs = nn.Sequential(nn.Linear(16, 8)), Ran(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    with ng.watch(model, out=tmp_path / "run", every=2):
+        step = torch.compile(optimizer.step, backend=ran)
+        for _ in range(4):
+            before = ran.count
+            losses.append(step(closure).item())
+            graphs.append(ran.count > before)
+    run = open_run(tmp_path / "run")
+    table = run.tensors(["numel"], sites=["0:input"])
+    assert dict(zip(table["step"].tolist(), table["numel"].tolist(), strict=True)) == {2: 64, 4: 64}
+    assert run.scalars("loss")["loss"].tolist() == pytest.approx(losses)
+    assert graphs == [True, False] * 2
+    assert not [note for note in run.meta["notes"] if "DataLoader" not in note]
+
+
 def test_where_hearing_of_a_call_fails_what_runs_uncompiled_does_so_again_behind_it(monkeypatch):
     class Fails:
         def compiled_runs(self, whose):

@@ -191,12 +191,15 @@ class CompiledCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
                 return compiled(*args, **kwargs)
-            stepping = optimizer()
-            if stepping is not None and all(given is None for given in (*args, *kwargs.values())):
+            stepping, known, around = optimizer(), None, _here.whose
+            closure = any(given is not None for given in (*args, *kwargs.values()))
+            if closure:  # a whole step of training, perhaps
+                known = heir.listener.compiled_begins(compiled, (), {})
+            elif stepping is not None:
                 heir.listener.update_begins(stepping)
-            around, _here.whose = _here.whose, "bare"
+            _here.whose = "followed" if closure else "bare"
             try:
-                with heir._call(None) as told:
+                with heir._call(known) as told:
                     told[1] = compiled(*args, **kwargs)
             finally:
                 _here.whose = around
