@@ -1,4 +1,4 @@
-"""Why writing failed, in one sentence without a path: what stands in run.json, a warning and the report.
+"""Why writing failed, in plain words: what stands in run.json, a warning and the report.
 
 OSError       by its number
 DuckDB's      by the number in its text, which is JSON where a thread of its own wrote; else that text
