@@ -9,6 +9,15 @@ output; each tensor is quantized here as the recipe `current` says and its error
 
     row, column    10 log10(sum x^2 / sum (x - d)^2), counted by half a dB
 
+Histograms and kurtosis come from every s-th row, errors (the rows' and columns', too) from every k-th row:
+
+    s = min(rows, elements / 2048)
+    k = min(32, rows / 64, elements / 8192)        1 of fewer than 256 rows or 32,768 elements
+
+both rounded down to a prime or 1, from row `turn` modulo s or k on: how many steps were recorded before this one, every
+EVERY-th being. Sums of errors are multiplied by (all rows / compared rows). So docs/watching.md has it, for CPUs; what
+these programs have on a GPU is small enough to be taken as a whole.
+
 Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. A step ends with
 the optimizer's, however many of its own steps that is, and the next begins with a forward or backward. A layer's name
 is that in `model`, the script's variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has
@@ -31,22 +40,26 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 KINDS = {"Conv1D", "ColumnParallelLinear", "RowParallelLinear"}  # linear layers that are no nn.Linear
+SUMS = ("x", "signal", "xd", "dd", "lost", "x1", "x2", "x3", "x4")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 class Sums:
     """One operand of one layer in one step."""
 
-    def __init__(self):
-        self.numel = self.flushed = self.saturated = 0
-        self.amax = self.x = self.xx = self.xd = self.dd = self.ee = self.lost = self.x3 = self.x4 = 0.0
+    def __init__(self, turn=0):
+        self.turn = turn
+        self.numel = self.flushed = self.saturated = self.sampled = 0
+        self.amax = self.x = self.xx = self.signal = self.xd = self.dd = self.ee = self.lost = 0.0
+        self.x1 = self.x2 = self.x3 = self.x4 = 0.0
         self.amin = math.inf
         self.scales = []
         self.columns = 0.0, 0.0
         self.rows, self.binades = Counter(), Counter()
 
     def add(self, x, dtype):
-        x = whole(x.detach()).float()
+        x, cut = whole(x.detach())
+        x = x.float().reshape(-1, x.shape[-1])
         amax, largest = x.abs().max(), LARGEST[dtype]
         scale = amax.double() / largest if amax else torch.tensor(1.0).double()  # of zeros alone: 1
         inverse = torch.tensor(largest) / amax if amax else torch.tensor(1.0)
@@ -57,20 +70,33 @@ class Sums:
         self.saturated += int(((x * inverse).abs() > largest * (1 + 2**-20)).sum())
         self.amax = max(self.amax, amax.item())
         self.amin = min(self.amin, nonzero.min().item()) if len(nonzero) else self.amin
+        self.scales.append(scale.item())
+        self.x += x.double().sum().item()
+        self.xx += (x.double() ** 2).sum().item()
+        for part, d, lost in zip(*(each.tensor_split(*cut) for each in (x, codes * scale, flushed)), strict=True):
+            sampled, compared = (slice(self.turn % every, None, every) for every in distances(part))
+            self.sample(part[sampled])
+            self.compare(part[compared].double(), d[compared], lost[compared], part.numel())
+
+    def sample(self, x):
+        nonzero = x[x != 0].abs()
+        self.sampled += x.numel()
         self.binades.update((torch.frexp(nonzero).exponent - 1).tolist())
-        x, d = x.double(), codes * scale
-        self.lost += (x[flushed] ** 2).sum().item()
-        self.x3 += (x**3).sum().item()
-        self.x4 += (x**4).sum().item()
-        energies = [each.reshape(-1, x.shape[-1]) ** 2 for each in (x, x - d)]
+        x = x.double()
+        self.x1, self.x2, self.x3, self.x4 = (
+            before + (x**power).sum().item() for power, before in enumerate((self.x1, self.x2, self.x3, self.x4), 1)
+        )
+
+    def compare(self, x, d, flushed, numel):
+        energies = [each**2 for each in (x, x - d)]
         self.rows.update(halves(*(each.sum(1) for each in energies)))
         self.columns = tuple(before + each.sum(0) for before, each in zip(self.columns, energies, strict=True))
-        self.x += x.sum().item()
-        self.xx += (x**2).sum().item()
-        self.xd += (x * d).sum().item()
-        self.dd += (d**2).sum().item()
-        self.ee += ((x - d) ** 2).sum().item()
-        self.scales.append(scale.item())
+        times = numel / x.numel()
+        self.signal += times * (x**2).sum().item()
+        self.lost += times * (x[flushed] ** 2).sum().item()
+        self.xd += times * (x * d).sum().item()
+        self.dd += times * (d**2).sum().item()
+        self.ee += times * ((x - d) ** 2).sum().item()
 
     def row(self):
         return {
@@ -81,15 +107,31 @@ class Sums:
             "underflow_pct": 100 * self.flushed / self.numel,
             "saturation_pct": 100 * self.saturated / self.numel,
             "amin": self.amin,
-            "sums": {name: getattr(self, name) for name in ("x", "xd", "dd", "lost", "x3", "x4")},
+            "sampled": self.sampled,
+            "sums": {name: getattr(self, name) for name in SUMS},
             "counts": {
                 "rows": dict(self.rows),
                 "columns": Counter(halves(*self.columns)),
-                "binades": {**self.binades, "zeros": self.numel - sum(self.binades.values())},
+                "binades": {**self.binades, "zeros": self.sampled - sum(self.binades.values())},
             },
             "scale_min": min(self.scales),
             "scale_max": max(self.scales),
         }
+
+
+def distances(x):
+    """From one row to the next of those that histograms are taken from, and of those that are compared."""
+    rows, numel = len(x), x.numel()
+    if not x.is_cpu:
+        assert numel <= 1 << 16, "a GPU takes histograms of so large a tensor from other rows"
+        return 1, 1
+    large = rows >= 256 and numel >= 32768
+    return prime(min(rows, numel // 2048)), prime(min(32, rows // 64, numel // 8192)) if large else 1
+
+
+def prime(most):
+    """The largest up to `most`; 1 if there is none."""
+    return next((p for p in range(most, 1, -1) if all(p % d for d in range(2, p))), 1)
 
 
 def halves(signal, error):
@@ -100,11 +142,18 @@ def halves(signal, error):
 
 
 def whole(x):
-    """All ranks' parts of x together; of what torchao has cast to FP8 already, what that was made of."""
+    """All ranks' parts of x together, and how they are cut; of what torchao has cast to FP8, what that was made of."""
     mine = getattr(x, "_local_tensor", x)
     if hasattr(mine, "_scale"):
         return next(source for scale, source in reversed(cast) if torch.equal(scale, mine._scale))
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return all_of(x) if hasattr(x, "full_tensor") else (x, (1, 0))
+
+
+def all_of(x):
+    """The whole of a DTensor, and into how many parts it is cut along which of its rows and columns."""
+    cut = [(x.device_mesh.size(i), where.dim) for i, where in enumerate(x.placements) if where.is_shard()]
+    parts, dim = cut[0] if cut else (1, 0)
+    return x.full_tensor(), (parts, 1 if dim == x.dim() - 1 else 0)
 
 
 def keep_casts():
@@ -116,11 +165,11 @@ def keep_casts():
         made = forward(ctx, x, scale, dtype, config, role, *rest)
         mine = getattr(made, "_local_tensor", made)
         if hasattr(x, "full_tensor"):
-            cast.append((mine._scale, x.detach().full_tensor()))
+            cast.append((mine._scale, all_of(x.detach())))
         elif role.value == "weight":  # of FSDP2's, cast for it to gather
             shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
             dist.all_gather(shards, x.detach().contiguous())
-            cast.append((mine._scale, torch.cat(shards)))
+            cast.append((mine._scale, (torch.cat(shards), (len(shards), 0))))
         return made
 
     function.forward = staticmethod(kept)
@@ -132,18 +181,19 @@ def norm_of(parameters, theirs=None):
     for p, x in zip(parameters, theirs or [p.grad for p in parameters], strict=True):
         if x is None:
             continue
-        square = whole(x).double().square().sum()
+        square = whole(x)[0].double().square().sum()
         if getattr(p, "tensor_model_parallel", False):  # Megatron's: a share of it
             dist.all_reduce(square)
         squares += square.item()
     return squares**0.5
 
 
-cast = []  # (scale, source)
+cast = []  # (scale, (source, how it is cut))
 scalars, before = defaultdict(dict), {}
 reading = Counter()  # by step and embedding: positions may be looked up as well
 step, stepped = 1, False
-seen = defaultdict(Sums)  # (step, module, role)
+every = int(os.environ.get("EVERY", "1"))  # of so many steps, one is recorded
+seen = {}  # (step, module, role) -> its sums
 losses = defaultdict(float)
 alive = {}
 
@@ -163,12 +213,16 @@ def called(module, args, output):
 
 
 def watch(module, x, output):
-    seen[step, id(module), "input"].add(x, torch.float8_e4m3fn)
+    sums(module, "input").add(x, torch.float8_e4m3fn)
     if (step, id(module), "weight") not in seen:
         weight = module.weight.t() if type(module).__name__ == "Conv1D" else module.weight
-        seen[step, id(module), "weight"].add(weight, torch.float8_e4m3fn)
+        sums(module, "weight").add(weight, torch.float8_e4m3fn)
     if output is not None and output.requires_grad:
-        output.register_hook(lambda g: seen[step, id(module), "grad_output"].add(g, torch.float8_e5m2))
+        output.register_hook(lambda g: sums(module, "grad_output").add(g, torch.float8_e5m2))
+
+
+def sums(module, role):
+    return seen.setdefault((step, id(module), role), Sums(max(0, step // every - 1)))
 
 
 def begin():
@@ -239,8 +293,8 @@ def main():
     whole = found.get("name_in_whole", str)
     names = {id(m): whole(name) for model in models for name, m in model.named_modules()}
     rows = [
-        {"step": number, "site": f"{names[which]}:{role}", **sums.row()}
-        for (number, which, role), sums in seen.items()
+        {"step": number, "site": f"{names[which]}:{role}", **each.row()}
+        for (number, which, role), each in seen.items()
         if which in names
     ]
     folder.mkdir(exist_ok=True)

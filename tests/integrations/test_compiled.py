@@ -4,7 +4,8 @@ Its graphs are counted by dynamo, with us and without. What layers see is measur
 """
 
 import pytest
-from tests.integrations.watched import DEVICE, TOLERANCES, Case, Seen, check_logged, check_unharmed, differences
+from tests.integrations.differences import TOLERANCES, differences
+from tests.integrations.watched import DEVICE, Case, Seen, check_logged, check_unharmed
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -37,14 +38,14 @@ def case(tmp_path_factory, warm_python):
 
 @pytest.fixture(scope="module")
 def seen(case):
-    assert case.by_hand(COMPILED="no").code == 0
+    assert case.by_hand(COMPILED="no", EVERY="2").code == 0
     return Seen(case, case.alone(COMPILED="yes"), case.watched("--every", "2", really=False, COMPILED="yes"), None)
 
 
 @pytest.fixture(scope="module")
 def converted(case, seen):
     """By hand without graphs, then with graphs."""
-    eager = case.converted(COMPILED="no")
+    eager = case.converted(COMPILED="no", EVERY="2")
     assert eager.code == 0, eager.err
     return eager, case.converted("--every", "2", name="graphs", hand=False, COMPILED="yes")
 

@@ -1,7 +1,8 @@
 """DeepSpeed's experts: each rank counts its own from 0, and the run has all of them, as the whole does."""
 
 import pytest
-from tests.integrations.watched import differences, play
+from tests.integrations.differences import differences
+from tests.integrations.watched import play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith("DeepSpeed", ("deepspeed",), "its layer of experts, two on each rank", ranks=2)

@@ -1,31 +1,79 @@
-"""The comparison that all integrations rest on: each statistic, once wrong, is told."""
+"""The comparison that all integrations rest on: each statistic, once wrong or missing, is told."""
+
+import math
 
 import pytest
 import torch
 from tests.integrations.by_hand import Sums
-from tests.integrations.watched import TOLERANCES, differences, finished
+from tests.integrations.differences import TOLERANCES, differences, finished
 
 KEY = (1, "0:input")
+# What a tensor of zeros does not have.
+NONE = ("amin", "lost_energy_pct", "p5_row_sqnr_db", "p5_col_sqnr_db", "kurtosis", "sqnr_db", "gain", "cosine")
 
 
-@pytest.fixture
-def want():
-    sums = Sums()
-    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(1)) ** 7  # of wide range: some are flushed
+def by_hand(x, turn=0):
+    sums = Sums(turn)
     sums.add(x, torch.float8_e4m3fn)
     return finished(sums.row())
 
 
-@pytest.mark.parametrize("name", [*TOLERANCES, "binades"])
+def wide(rows, columns):
+    """Numbers of so wide a range that some are flushed."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) ** 7
+
+
+@pytest.fixture(params=[(64, 48), (512, 96)], ids=["whole", "sampled"])
+def want(request):
+    return by_hand(wide(*request.param))
+
+
+@pytest.mark.parametrize("name", [*TOLERANCES, "binades", "sampled"])
 def test_each_statistic_that_is_wrong_is_told(want, name):
-    found = {**want, "share": 1.0}
-    assert differences({KEY: found}, {KEY: want}) == []
-    wrong = {**found["binades"], "0": 0} if name == "binades" else 1.02 * found[name] + 0.2
-    told = differences({KEY: {**found, name: wrong}}, {KEY: want})
+    assert differences({KEY: {**want}}, {KEY: want}) == []
+    wrong = {**want["binades"], "0": 0} if name == "binades" else 1.02 * want[name] + 0.2
+    told = differences({KEY: {**want, name: wrong}}, {KEY: want})
     assert len(told) == 1
     assert told[0].startswith(f"{KEY} {name}: ")
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+@pytest.mark.parametrize("name", NONE)
+def test_a_statistic_that_one_side_alone_has_is_told(want, name, missing):
+    without = {**want, name: missing}
+    for found, hand in ((without, want), (want, without)):
+        assert differences({KEY: found}, {KEY: hand}) == [f"{KEY} {name}: {found[name]!r}, by hand {hand[name]!r}"]
+    assert differences({KEY: {**without, name: math.nan}}, {KEY: {**without, name: None}}) == []
+
+
+def test_a_histogram_that_is_missing_is_told(want):
+    told = differences({KEY: {**want, "sampled": 0, "binades": {}, "kurtosis": -99.0}}, {KEY: want})
+    assert [line.removeprefix(f"{KEY} ").partition(":")[0] for line in told] == ["sampled", "binades", "kurtosis"]
 
 
 def test_rows_of_one_side_alone_are_told(want):
     assert differences({}, {KEY: want}) == [f"not seen: {KEY}"]
     assert differences({KEY: want}, {}) == [f"seen, and not there: {KEY}"]
+
+
+def test_by_hand_small_tensors_are_taken_as_a_whole_and_large_ones_by_rows_that_turn():
+    small, large = wide(64, 48), wide(512, 96)
+    assert by_hand(small, turn=1)["sampled"] == small.numel()
+    assert by_hand(small, turn=1) == by_hand(small)
+    s, k = 23, 5  # primes below 24 = 512 · 96 / 2048 and 6 = 512 · 96 / 8192
+    first, second = by_hand(large), by_hand(large, turn=1)
+    assert first["sampled"] == large[::s].numel() == sum(first["binades"].values())
+    assert sum(first["counts"]["rows"].values()) == len(large[::k])
+    numbers = large[1::s].double()
+    moments = [((numbers - numbers.mean()) ** power).mean().item() for power in (2, 4)]
+    assert second["kurtosis"] == pytest.approx(moments[1] / moments[0] ** 2, rel=1e-9)
+    energy = large[1::k].double().square().sum().item() * 512 / len(large[1::k])
+    assert second["sums"]["signal"] == pytest.approx(energy, rel=1e-12)
+    assert second["l2"] == pytest.approx(large.double().norm().item(), rel=1e-12)
+
+
+def test_by_hand_zeros_have_no_ratio_and_a_perfect_copy_an_infinite_one():
+    zeros, copied = by_hand(torch.zeros(4, 8)), by_hand(448 * 0.5 ** torch.arange(4.0)[:, None])
+    assert {name for name in TOLERANCES if zeros[name] is None} == set(NONE)
+    assert {name for name in TOLERANCES if copied[name] is None} == set()
+    assert copied["sqnr_db"] == math.inf

@@ -1,7 +1,8 @@
 """Megatron-Core's stages and experts: each rank counts its own from 0, and the run has them as the whole has."""
 
 import pytest
-from tests.integrations.watched import differences, play
+from tests.integrations.differences import differences
+from tests.integrations.watched import play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(

@@ -1,7 +1,8 @@
 """torchao's float8 over two ranks: scales come from all parts of a tensor, and some reach their layers in FP8."""
 
 import pytest
-from tests.integrations.watched import PERCENTILES, check_scalars, check_tensors, check_unharmed, play
+from tests.integrations.differences import PERCENTILES
+from tests.integrations.watched import check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = (

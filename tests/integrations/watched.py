@@ -1,7 +1,6 @@
 """Real programs run twice, by hand and watched, and what the two say of the same tensors."""
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.integrations.differences import TOLERANCES, differences, finished, together
 from tests.ports import free_port
 
 import narrowgauge
@@ -22,32 +22,10 @@ BY_HAND = str(HERE / "by_hand.py")
 RANKS = str(HERE / "ranks.py")
 BIN = Path(sys.executable).parent
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
-PERCENTILES = ("p5_row_sqnr_db", "p5_col_sqnr_db")
 ROLES = ("input", "weight", "grad_output")
 OPTIONS = ("--out", "out", "--every", "1")
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # "cuda": the programs train on GPUs, one for each rank
 OURS = Path(narrowgauge.__file__).parents[1]
-# One count may differ by an element that lies on the very edge; sums are float32 there and float64 here.
-TOLERANCES = {
-    "numel": 0.0,
-    "amax": 1e-6,
-    "l2": 1e-5,
-    "mse": 1e-3,
-    "underflow_pct": 1e-3,
-    "saturation_pct": 0.0,
-    "amin": 1e-6,
-    "lost_energy_pct": 1e-3,
-    "p5_row_sqnr_db": 0.0,
-    "p5_col_sqnr_db": 0.0,
-    "kurtosis": 1e-4,
-    "mean": 1e-4,
-    "std": 1e-5,
-    "sqnr_db": 3e-4,
-    "gain": 1e-4,
-    "cosine": 1e-6,
-    "scale_min": 1e-6,
-    "scale_max": 1e-6,
-}
 
 
 def environment(folder, **more):
@@ -176,89 +154,12 @@ class Case:
 
 
 def _row(columns, n):
-    """The n-th row; `share` is how much of it the histogram was taken from, whose bins are [0, 2^-96, 2^-95, ...]."""
+    """The n-th row; `sampled` is how many elements the histogram has, whose bins are [0, 2^-96, 2^-95, ...]."""
     row = {column: columns[column][n] for column in TOLERANCES}
     counted = columns["exponent_histogram"][n]
     counted = [] if counted is None else counted  # a layer's results have none
     counts = {str(at - 97) if at else "zeros": int(count) for at, count in enumerate(counted) if count}
-    return {**row, "share": sum(counts.values()) / row["numel"], "binades": counts}
-
-
-def together(rows):
-    """The ranks' statistics of one site as one: their parts of it, or, of what all have alike, one of them."""
-    if all(row == rows[0] for row in rows):
-        return rows[0]
-    numel = sum(row["numel"] for row in rows)
-    return {
-        "numel": numel,
-        "amax": max(row["amax"] for row in rows),
-        "l2": math.sqrt(sum(row["l2"] ** 2 for row in rows)),
-        "mse": sum(row["mse"] * row["numel"] for row in rows) / numel,
-        "underflow_pct": sum(row["underflow_pct"] * row["numel"] for row in rows) / numel,
-        "saturation_pct": sum(row["saturation_pct"] * row["numel"] for row in rows) / numel,
-        "amin": min(row["amin"] for row in rows),
-        "sums": {name: sum(row["sums"][name] for row in rows) for name in rows[0]["sums"]},
-        "counts": {name: added([row["counts"][name] for row in rows]) for name in rows[0]["counts"]},
-        "scale_min": min(row["scale_min"] for row in rows),
-        "scale_max": max(row["scale_max"] for row in rows),
-    }
-
-
-def added(counts):
-    """The same bins of several counts."""
-    return {at: sum(each.get(at, 0) for each in counts) for at in {at for each in counts for at in each}}
-
-
-def fifth(counts):
-    """What 95% of the rows exceed: inside of its half of a dB as if rows were spread evenly."""
-    target, below = 0.05 * sum(counts.values()), 0
-    for at, count in sorted((int(at), count) for at, count in counts.items()):
-        if below + count >= target:
-            return (at + (target - below) / count) / 2
-        below += count
-    return None
-
-
-def finished(row):
-    """With what sums and counts give, as metrics.md has it; None of a tensor of zeros, or of one that loses nothing."""
-    n, xx, ee = row["numel"], row["l2"] ** 2, row["mse"] * row["numel"]
-    x, xd, dd, lost, x3, x4 = (row["sums"][name] for name in ("x", "xd", "dd", "lost", "x3", "x4"))
-    mean, spread = x / n, max(xx - x * x / n, 0.0)
-    fourth = x4 - 4 * mean * x3 + 6 * mean**2 * xx - 3 * n * mean**4
-    return {
-        **row,
-        "binades": {at: count for at, count in row["counts"]["binades"].items() if count},
-        "lost_energy_pct": 100 * lost / xx if xx else None,
-        "p5_row_sqnr_db": fifth(row["counts"]["rows"]),
-        "p5_col_sqnr_db": fifth(row["counts"]["columns"]),
-        "kurtosis": n * fourth / spread**2 if spread > 1e-6 * xx else None,
-        "mean": x / n,
-        "std": math.sqrt(max(xx / n - (x / n) ** 2, 0.0)),
-        "sqnr_db": 10 * math.log10(xx / ee) if xx and ee else None,
-        "gain": xd / xx if xx else None,
-        "cosine": xd / math.sqrt(xx * dd) if xx and dd else None,
-    }
-
-
-def differences(found, want, tolerances=TOLERANCES):
-    """What two tables say differently: keys of one alone, then values beyond the tolerances."""
-    lines = [f"not seen: {key}" for key in sorted(want.keys() - found.keys())]
-    lines += [f"seen, and not there: {key}" for key in sorted(found.keys() - want.keys())]
-    for key in sorted(found.keys() & want.keys()):
-        for name, tolerance in tolerances.items():
-            a, b = found[key][name], want[key][name]
-            if b is None:
-                continue
-            less = max(1e-6, tolerances["amax"]) * want[key]["amax"]  # than this, a mean is nothing
-            near = {"underflow_pct": 0.1, "mean": less, "lost_energy_pct": 1e-3, "amin": 1e-7 * want[key]["amax"]}
-            near |= dict.fromkeys(PERCENTILES, 0.25)
-            if (name == "kurtosis" and found[key]["share"] < 1) or (name == "amin" and b == math.inf):
-                continue
-            if not math.isclose(a, b, rel_tol=tolerance, abs_tol=near.get(name, 1e-30)):
-                lines.append(f"{key} {name}: {a!r}, by hand {b!r}")
-        if found[key]["share"] == 1 and found[key]["binades"] != want[key]["binades"]:
-            lines.append(f"{key} binades: {found[key]['binades']}, by hand {want[key]['binades']}")
-    return lines
+    return {**row, "sampled": sum(counts.values()), "binades": counts}
 
 
 @dataclass(frozen=True)
