@@ -36,6 +36,7 @@ class Metric:
         healthy: which way is good, in a few words.
         kind: "float", "count" (int64) or "histogram" (a list of int64).
         bins: how many bins a histogram has.
+        needs: what a site must be, beside its role, to have it; "" for all.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Metric:
     healthy: str = ""
     kind: str = "float"
     bins: int = 0
+    needs: str = ""
 
     @property
     def is_histogram(self) -> bool:
@@ -55,6 +57,7 @@ class Metric:
 
 
 _SUMS = "from merged sums"
+_CONVERTED = "only converted layers have results: `--convert`"
 _MOMENTS = "from merged central moments"
 _SQNR_HISTOGRAM = f"histograms add up, {SQNR_WIDTH:g} dB bins, {SQNR_LOW:g} to {SQNR_HIGH:g} dB, then -inf, inf"
 
@@ -241,6 +244,7 @@ _METRICS = (
         "max",
         OPERAND_ROLES,
         "below 2, above 2^-12",
+        needs="only a scale from earlier steps has it: a delayed or static recipe",
     ),
     Metric(
         "gemm_gain",
@@ -250,6 +254,7 @@ _METRICS = (
         _SUMS,
         RESULT_ROLES,
         "1, within 3%",
+        needs=_CONVERTED,
     ),
     Metric(
         "gemm_cosine",
@@ -259,6 +264,7 @@ _METRICS = (
         _SUMS,
         RESULT_ROLES,
         "above 0.998",
+        needs=_CONVERTED,
     ),
     Metric(
         "gemm_sqnr_db",
@@ -268,6 +274,7 @@ _METRICS = (
         _SUMS,
         RESULT_ROLES,
         "28.5 for E4M3, 24.6 where an operand is E5M2",
+        needs=_CONVERTED,
     ),
 )
 

@@ -40,7 +40,7 @@ def _section(metric: Metric) -> str:
         f"\n## {metric.name}\n\n{metric.meaning}\n\n"
         f"- Formula: `{metric.formula}`\n"
         f"- Merges: {metric.merge}\n"
-        f"- Applies to: {_where(metric)}\n"
+        f"- Applies to: {_where(metric)}{metric.needs and f'; {metric.needs}'}\n"
     )
 
 

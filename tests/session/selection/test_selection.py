@@ -93,9 +93,35 @@ def test_a_metric_is_looked_for_until_it_was_a_number_and_stored_as_before_from_
 def test_a_metric_that_no_site_has_is_told(tmp_path):
     watch = {"metrics": ["amax", "amax_ratio"]}
     session, _ = follow(tmp_path, programs.BASIC, every=8, judge="current", watch=watch)
-    told = "watch.metrics: amax_ratio: no recorded site has it, or it was never a number."
+    told = (
+        "watch.metrics: amax_ratio: no recorded site has it, or it was never a number. amax_ratio is of input, weight, "
+        "grad_output; only a scale from earlier steps has it: a delayed or static recipe."
+    )
     assert session.facts()["unmet"] == [told]
     assert told in session.facts()["notes"]
+
+
+NEVER = "no recorded site has it, or it was never a number."
+RESULTS = "of output, grad_input, grad_weight; only converted layers have results: `--convert`."
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        (["gemm_sqnr_db"], f"gemm_sqnr_db: {NEVER} gemm_sqnr_db is {RESULTS}"),
+        (["gemm_g*", "gemm_c*"], f"no recorded site has any of what is selected. gemm_gain, gemm_cosine are {RESULTS}"),
+    ],
+)
+def test_metrics_that_leave_a_plain_run_without_rows_are_told_with_what_they_need(tmp_path, metrics, told):
+    session, writer = follow(tmp_path, programs.BASIC, every=4, judge="current", watch={"metrics": metrics})
+    assert rows(writer) == set()
+    assert session.facts()["unmet"] == [f"watch.metrics: {told}"]
+
+
+def test_globs_of_metrics_that_some_site_has_are_not_told(tmp_path):
+    session, writer = follow(tmp_path, programs.BASIC, every=4, judge="current", watch={"metrics": ["gemm_*", "am*"]})
+    assert rows(writer)
+    assert session.facts()["unmet"] == []
 
 
 def test_globs_that_match_nothing_are_told(tmp_path):

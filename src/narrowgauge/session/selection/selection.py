@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.metrics import COLUMNS, finalize
+from narrowgauge.metrics import CATALOG, COLUMNS, ROLES, finalize
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.selection.globs import SiteGlobs
 from narrowgauge.session.selection.seldom import Seldom
@@ -53,7 +53,7 @@ class Selection:
         self.paused = False  # an optimizer tries something: nothing is looked at
         self._found: set[str] = set()
         self._recorded = self._steps = 0
-        self._stored = False
+        self._stored = self._kept = False
 
     def due(self, step: int) -> bool:
         """Whether a step that begins is recorded."""
@@ -75,6 +75,7 @@ class Selection:
         """What is stored of all columns."""
         self._stored = True
         kept = {name: values for name, values in columns.items() if name in self.metrics}
+        self._kept = self._kept or bool(kept)
         for name in self._named:
             if name in kept and name not in self._found and np.isfinite(kept[name]).any():
                 self._found.add(name)
@@ -85,7 +86,9 @@ class Selection:
         if len(self._found) < len(self._named):
             return None
         self._stored = True
-        return [name for name in columns if name in self.metrics]
+        chosen = [name for name in columns if name in self.metrics]
+        self._kept = self._kept or bool(chosen)
+        return chosen
 
     def notes(self) -> list[str]:
         """What was asked for and not found, one sentence each."""
@@ -95,10 +98,24 @@ class Selection:
                 f"watch.steps: nothing was recorded; the program made {self._steps} steps, and of these none is both "
                 f"selected and divided by every = {self._every}."
             )
-        elif self._stored and len(self._found) < len(self._named):
-            missing = ", ".join(name for name in self._named if name not in self._found)
-            notes.append(f"watch.metrics: {missing}: no recorded site has it, or it was never a number.")
+        elif self._stored and (missing := [name for name in self._named if name not in self._found]):
+            names = ", ".join(missing)
+            notes.append(f"watch.metrics: {names}: no recorded site has it, or it was never a number.{_needs(missing)}")
+        elif self._stored and not self._kept:
+            notes.append(f"watch.metrics: no recorded site has any of what is selected.{_needs(self.metrics)}")
         return notes
+
+
+def _needs(metrics: Collection[str]) -> str:
+    """What sites must be to have these metrics, a sentence for each need."""
+    needs: dict[tuple[str, ...], list[str]] = {}
+    for metric in CATALOG.values():
+        if metric.name in metrics and (metric.needs or metric.roles != ROLES):
+            needs.setdefault((metric.needs, *metric.roles), []).append(metric.name)
+    return "".join(
+        f" {', '.join(names)} {'is' if len(names) == 1 else 'are'} of {', '.join(roles)}{need and f'; {need}'}."
+        for (need, *roles), names in needs.items()
+    )
 
 
 class Columns:
