@@ -50,6 +50,7 @@ class Sums:
     def __init__(self, turn=0):
         self.turn = turn
         self.numel = self.flushed = self.saturated = self.sampled = 0
+        self.errors = self.scatter = 0.0
         self.amax = self.x = self.xx = self.signal = self.xd = self.dd = self.ee = self.lost = 0.0
         self.x1 = self.x2 = self.x3 = self.x4 = 0.0
         self.amin = math.inf
@@ -77,6 +78,7 @@ class Sums:
             sampled, compared = (slice(self.turn % every, None, every) for every in distances(part))
             self.sample(part[sampled])
             self.compare(part[compared].double(), d[compared], lost[compared], part.numel())
+            self.foresee(((part.double() - d) ** 2).sum(1), len(part[compared]))
 
     def sample(self, x):
         nonzero = x[x != 0].abs()
@@ -98,6 +100,12 @@ class Sums:
         self.dd += times * (d**2).sum().item()
         self.ee += times * ((x - d) ** 2).sum().item()
 
+    def foresee(self, errors, compared):
+        """How far off a sum over so many of the rows is, if they are any of them: its variance."""
+        rows = len(errors)
+        self.errors += errors.sum().item()
+        self.scatter += rows * (rows - compared) / compared * errors.var(correction=0).item()
+
     def row(self):
         return {
             "numel": self.numel,
@@ -108,6 +116,7 @@ class Sums:
             "saturation_pct": 100 * self.saturated / self.numel,
             "amin": self.amin,
             "sampled": self.sampled,
+            "of_all": {"mse": self.errors / self.numel, "deviation": self.scatter**0.5 / self.numel},
             "sums": {name: getattr(self, name) for name in SUMS},
             "counts": {
                 "rows": dict(self.rows),
