@@ -18,11 +18,11 @@ both rounded down to a prime or 1, from row `turn` modulo s or k on: how many st
 EVERY-th being. Sums of errors are multiplied by (all rows / compared rows). So docs/watching.md has it, for CPUs; what
 these programs have on a GPU is small enough to be taken as a whole.
 
-Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. A step ends with
-the optimizer's, however many of its own steps that is, and the next begins with a forward or backward. A layer's name
-is that in `model`, the script's variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has
-it, if that is given. The losses are what `backward` was called on, or those of the script's own `losses`, step by step,
-where it calls another.
+Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. A tensor that is
+not all finite has no row. A step ends with the optimizer's, however many of its own steps that is, or with one that a
+gradient scaler skips, and the next begins with a forward or backward. A layer's name is that in `model`, the script's
+variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses
+are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
 """
 
 import importlib
@@ -48,7 +48,7 @@ class Sums:
     """One operand of one layer in one step."""
 
     def __init__(self, turn=0):
-        self.turn = turn
+        self.turn, self.finite = turn, True
         self.numel = self.flushed = self.saturated = self.sampled = 0
         self.errors = self.scatter = 0.0
         self.amax = self.x = self.xx = self.signal = self.xd = self.dd = self.ee = self.lost = 0.0
@@ -61,6 +61,9 @@ class Sums:
     def add(self, x, dtype):
         x, cut = whole(x.detach())
         x = x.float().reshape(-1, x.shape[-1])
+        if not x.isfinite().all():
+            self.finite = False
+            return
         amax, largest = x.abs().max(), LARGEST[dtype]
         scale = amax.double() / largest if amax else torch.tensor(1.0).double()  # of zeros alone: 1
         inverse = torch.tensor(largest) / amax if amax else torch.tensor(1.0)
@@ -257,6 +260,18 @@ def end(optimizer, *_):
     scalars[step].setdefault("update_ratio", moved / scalars[step]["param_norm"])
 
 
+def scaling(take):
+    def taken(scaler, optimizer, *args, **kwargs):
+        global stepped
+        told = take(scaler, optimizer, *args, **kwargs)
+        if not stepped:  # skipped: nothing moved
+            stepped = True
+            scalars[step] |= {"lr": optimizer.param_groups[0]["lr"], "param_norm": math.nan, "update_ratio": math.nan}
+        return told
+
+    return taken
+
+
 def clipping(clip):
     def clipped(parameters, *args, **kwargs):
         parameters = list(parameters)
@@ -283,6 +298,7 @@ def main():
     register_optimizer_step_pre_hook(ends)
     register_optimizer_step_post_hook(end)
     nn.utils.clip_grad_norm_ = clipping(nn.utils.clip_grad_norm_)
+    torch.amp.GradScaler.step = scaling(torch.amp.GradScaler.step)
     backward = torch.autograd.backward
 
     def first(tensors, *args, **kwargs):
@@ -304,7 +320,7 @@ def main():
     rows = [
         {"step": number, "site": f"{names[which]}:{role}", **each.row()}
         for (number, which, role), each in seen.items()
-        if which in names
+        if which in names and each.finite
     ]
     folder.mkdir(exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))

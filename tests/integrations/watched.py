@@ -242,7 +242,7 @@ def check_scalars(seen, *, same_data=False):
     for name in ("lr", "grad_norm", "param_norm", "update_ratio"):
         want = [ranks[0][step][name] for step in steps]
         near = 1e-3 if name == "update_ratio" else 1e-5  # a difference of float32 weights
-        assert found[name].tolist()[begun:] == pytest.approx(want, rel=near), name
+        assert found[name].tolist()[begun:] == pytest.approx(want, rel=near, nan_ok=True), name
     told = [sum(rank[step]["tokens"] for rank in (ranks[:1] if same_data else ranks)) for step in steps]
     assert found["tokens"].tolist()[begun:] == told
 
