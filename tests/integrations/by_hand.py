@@ -7,6 +7,8 @@ output; each tensor is quantized here as the recipe `current` says and its error
 
     scale = amax / max      d = float8(x max / amax) · scale      max: 448 (E4M3), 57344 (E5M2, gradients)
 
+of the whole tensor, or, of experts' weights in one parameter, of each expert's;
+
     row, column    10 log10(sum x^2 / sum (x - d)^2), counted by half a dB
 
 Histograms and kurtosis come from every s-th row, errors (the rows' and columns', too) from every k-th row:
@@ -39,7 +41,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-KINDS = {"Conv1D", "ColumnParallelLinear", "RowParallelLinear"}  # linear layers that are no nn.Linear
+# Linear layers that are no nn.Linear.
+KINDS = {"Conv1D", "ColumnParallelLinear", "RowParallelLinear", "MixtralTopKRouter"}
 SUMS = ("x", "signal", "xd", "dd", "lost", "x1", "x2", "x3", "x4")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -58,23 +61,25 @@ class Sums:
         self.columns = 0.0, 0.0
         self.rows, self.binades = Counter(), Counter()
 
-    def add(self, x, dtype):
+    def add(self, x, dtype, groups=1):
         x, cut = whole(x.detach())
         x = x.float().reshape(-1, x.shape[-1])
         if not x.isfinite().all():
             self.finite = False
             return
-        amax, largest = x.abs().max(), LARGEST[dtype]
-        scale = amax.double() / largest if amax else torch.tensor(1.0).double()  # of zeros alone: 1
-        inverse = torch.tensor(largest) / amax if amax else torch.tensor(1.0)
+        amaxes, largest = x.reshape(groups, -1).abs().amax(1), LARGEST[dtype]
+        scales = torch.where(amaxes > 0, amaxes.double() / largest, 1.0)  # of zeros alone: 1
+        # 448 / amax, rounded once: a Python number in place of the tensor would be multiplied by the rounded 1 / amax.
+        inverses = torch.where(amaxes > 0, torch.tensor(largest) / amaxes, 1.0)
+        scale, inverse = (each.repeat_interleave(len(x) // groups)[:, None] for each in (scales, inverses))
         codes = (x * inverse).clamp(-largest, largest).to(dtype).double()
         flushed, nonzero = (codes == 0) & (x != 0), x[x != 0].abs()
         self.numel += x.numel()
         self.flushed += int(flushed.sum())
         self.saturated += int(((x * inverse).abs() > largest * (1 + 2**-20)).sum())
-        self.amax = max(self.amax, amax.item())
+        self.amax = max(self.amax, amaxes.max().item())
         self.amin = min(self.amin, nonzero.min().item()) if len(nonzero) else self.amin
-        self.scales.append(scale.item())
+        self.scales += scales.tolist()
         self.x += x.double().sum().item()
         self.xx += (x.double() ** 2).sum().item()
         for part, d, lost in zip(*(each.tensor_split(*cut) for each in (x, codes * scale, flushed)), strict=True):
@@ -225,12 +230,27 @@ def called(module, args, output):
 
 
 def watch(module, x, output):
-    sums(module, "input").add(x, torch.float8_e4m3fn)
-    if (step, id(module), "weight") not in seen:
-        weight = module.weight.t() if type(module).__name__ == "Conv1D" else module.weight
-        sums(module, "weight").add(weight, torch.float8_e4m3fn)
+    weight = module.weight.t() if type(module).__name__ == "Conv1D" else module.weight
+    count(module, x, weight, output)
+
+
+def count(owner, x, weight, output, groups=1):
+    sums(owner, "input").add(x, torch.float8_e4m3fn)
+    if (step, id(owner), "weight") not in seen:
+        sums(owner, "weight").add(weight, torch.float8_e4m3fn, groups)
     if output is not None and output.requires_grad:
-        output.register_hook(lambda g: sums(module, "grad_output").add(g, torch.float8_e5m2))
+        output.register_hook(lambda g: sums(owner, "grad_output").add(g, torch.float8_e5m2))
+
+
+def grouping(multiply):
+    def multiplied(x, weight, *args, **kwargs):
+        output, experts = multiply(x, weight, *args, **kwargs), weight if weight._base is None else weight._base
+        if output.requires_grad:
+            begin()
+            count(experts, x, weight.transpose(-2, -1), output, len(weight))
+        return output
+
+    return multiplied
 
 
 def sums(module, role):
@@ -298,6 +318,7 @@ def main():
     register_optimizer_step_pre_hook(ends)
     register_optimizer_step_post_hook(end)
     nn.utils.clip_grad_norm_ = clipping(nn.utils.clip_grad_norm_)
+    nn.functional.grouped_mm = grouping(nn.functional.grouped_mm)
     torch.amp.GradScaler.step = scaling(torch.amp.GradScaler.step)
     backward = torch.autograd.backward
 
@@ -316,7 +337,8 @@ def main():
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]
     whole = found.get("name_in_whole", str)
-    names = {id(m): whole(name) for model in models for name, m in model.named_modules()}
+    owners = [each for model in models for each in (*model.named_modules(), *model.named_parameters())]
+    names = {id(owner): whole(name) for name, owner in owners}
     rows = [
         {"step": number, "site": f"{names[which]}:{role}", **each.row()}
         for (number, which, role), each in seen.items()
