@@ -15,6 +15,8 @@ A message says what was found, what was expected and what to do next.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -82,10 +84,13 @@ def let_pass(error: BaseException) -> None:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What a frame of it runs: of a function, a method, a partial, an object that is called."""
-    handler = getattr(handler, "func", handler)
-    called = (vars(kind).get("__call__") for kind in type(handler).__mro__)
-    for each in (getattr(handler, "__func__", handler), *called):
-        if isinstance(code := getattr(each, "__code__", None), CodeType):
-            return code
+    """What a frame of it runs: of a function, a method, a partial, an object that is called; not its decorator's."""
+    try:
+        handler = handler.func if isinstance(handler, functools.partial) else handler
+        called = (vars(kind).get("__call__") for kind in type(handler).__mro__)
+        for each in (inspect.unwrap(getattr(handler, "__func__", handler)), *called):
+            if isinstance(code := getattr(each, "__code__", None), CodeType):
+                return code
+    except Exception:  # an object of the program's that answers no question
+        return None
     return None

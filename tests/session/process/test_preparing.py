@@ -1,5 +1,8 @@
 """What a process was prepared with waits until it is trained, and nothing of ours is left then."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 
@@ -69,3 +72,74 @@ def test_others_that_wrap_it_meanwhile_stay():
 
 def test_this_process_is_prepared():
     assert not preparing()
+
+
+def test_an_optimizer_need_not_be_hashable():
+    class Mine(torch.optim.SGD):
+        def __eq__(self, other):
+            return self is other
+
+        __hash__ = None
+
+    told, model = [], nn.Linear(2, 2)
+    prepared, optimizer = Prepared(lambda found: told.extend(map(id, found))), Mine(model.parameters(), lr=0.1)
+    prepared.keep(optimizer)
+    model(torch.ones(1, 2))
+    assert told == [id(optimizer)]
+
+
+def test_a_step_of_gradients_that_nobody_saw_begins_it():
+    told, weight = [], torch.ones(2, requires_grad=True)
+    prepared, optimizer = Prepared(told.append), torch.optim.SGD([weight], lr=0.5)
+    step = torch.optim.SGD.step
+    prepared.keep(optimizer)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert told == [[optimizer]]
+    assert torch.optim.SGD.step is step
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_what_the_program_has_put_at_the_same_places_stays(monkeypatch):
+    told, calls, model = [], [], nn.Linear(2, 2)
+    call, prepared = nn.Module.__call__, Prepared(told.append)
+    monkeypatch.setattr(nn.Module, "__call__", lambda *args: (calls.append("call"), call(*args))[1])
+    prepared.keep(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared.keep(optimizer)
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert len(told) == 1
+    assert calls == ["call", "call"]
+
+
+def test_a_backward_that_is_put_back_later_does_not_call_itself():
+    weight = torch.ones(2, requires_grad=True)
+    prepared, optimizer = Prepared(lambda found: None), torch.optim.SGD([weight], lr=0.1)
+    prepared.keep(optimizer)
+    ours = torch.autograd.backward
+    torch.autograd.backward = lambda *args, **kwargs: ours(*args, **kwargs)
+    weight.sum().backward()
+    before = ours.__wrapped__
+    torch.autograd.backward = ours
+    try:
+        weight.sum().backward()
+        assert weight.grad.tolist() == [2.0, 2.0]
+    finally:
+        torch.autograd.backward = before
+
+
+def test_many_threads_begin_it_once():
+    told, model = [], nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            prepared, optimizer = Prepared(told.append), torch.optim.SGD(model.parameters(), lr=0.1)
+            prepared.keep(optimizer)
+            with ThreadPoolExecutor(4) as threads:
+                for done in [threads.submit(model, torch.ones(1, 4)) for _ in range(8)]:
+                    done.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(told) == 30

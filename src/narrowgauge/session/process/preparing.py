@@ -4,7 +4,7 @@ multiprocessing starts a process by `spawn` or `forkserver`, and it runs the pro
 unpickles what it was given, before it begins. So a data loader's worker has the program's optimizer, and never uses it.
 
     prepared     the optimizers of that time are kept, and nothing else is done
-    trains       a module that holds their parameters is called with gradients, or a backward pass begins
+    trains       a module that holds their parameters is called with gradients, a backward pass begins, or one steps
 
 Source: CPython, `multiprocessing.spawn._main` and `multiprocessing.forkserver.main`.
 """
@@ -12,10 +12,11 @@ Source: CPython, `multiprocessing.spawn._main` and `multiprocessing.forkserver.m
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import process
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -38,56 +39,75 @@ class Prepared:
 
     def __init__(self, trains: Callable[[Sequence[Optimizer]], None]) -> None:
         self._trains = trains
-        self._optimizers = WeakSet[Optimizer]()
-        self._doors: tuple[Any, Any] | None = None  # ours, while we listen
-        self._call, self._backward = nn.Module.__call__, torch.autograd.backward
+        self._kept: dict[int, ReferenceType[Optimizer]] = {}  # by id: one need not be hashable
+        self._held = frozenset[int]()  # the ids of their parameters
+        self._undo: list[Callable[[], None]] = []  # what we stand at, while we listen
+        self._lock = threading.Lock()
+        self._here = threading.local()  # whether the thread is in a call that was asked about
 
     def keep(self, optimizer: Optimizer) -> None:
         """Know of one more."""
-        self._optimizers.add(optimizer)
-        if self._doors is None:
-            self._open()
+        self._kept[id(optimizer)] = ref(optimizer)
+        self._held |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not self._undo:
+            self._stand_at(nn.Module, "__call__", self._called)
+            self._stand_at(torch.autograd, "backward", self._passes)
+        if not hasattr(type(optimizer).step, "asks"):
+            self._stand_at(type(optimizer), "step", self._steps)
 
     def end(self) -> list[Optimizer]:
         """Listen no more; the optimizers."""
-        if self._doors is not None:
-            call, backward = self._doors
-            if nn.Module.__call__ is call:  # unless somebody else has wrapped it since
-                nn.Module.__call__ = self._call  # type: ignore[method-assign]
-            if torch.autograd.backward is backward:
-                torch.autograd.backward = self._backward
-            self._doors = None
-        kept = list(self._optimizers)
-        self._optimizers.clear()
-        return kept
-
-    def _open(self) -> None:
-        call, backward = self._call, self._backward
-
-        @unseen
-        @functools.wraps(call)
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._held_by(module):
-                self._begin()
-            return call(module, *args, **kwargs)
-
-        @unseen
-        @functools.wraps(backward)
-        def passes(*args: Any, **kwargs: Any) -> Any:
-            outermost = torch.autograd.backward is passes  # then who begins to listen now hears of this one, too
-            self._begin()
-            return (torch.autograd.backward if outermost else backward)(*args, **kwargs)
-
-        self._doors = called, passes
-        nn.Module.__call__, torch.autograd.backward = called, passes  # type: ignore[method-assign]
-
-    def _held_by(self, module: nn.Module) -> bool:
-        """Whether a module has a parameter of one of the optimizers."""
-        if self._doors is None or next(module.parameters(), None) is None:
-            return False
-        ours = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in ours for p in module.parameters())
+        with self._lock:
+            undo, self._undo = self._undo, []
+            kept, self._kept, self._held = self._kept, {}, frozenset()
+        for each in undo:
+            each()
+        return [optimizer for at in kept.values() if (optimizer := at()) is not None]
 
     def _begin(self) -> None:
-        if self._doors is not None and (kept := self.end()):
+        if self._undo and (kept := self.end()):
             self._trains(kept)
+
+    def _stand_at(self, owner: Any, name: str, door: Callable[[Any], Any]) -> None:
+        before = getattr(owner, name)
+        ours: Any = functools.wraps(before)(unseen(door(before)))
+        ours.asks = True
+        setattr(owner, name, ours)
+
+        def undo() -> None:
+            if getattr(owner, name) is ours:  # unless somebody else has wrapped it since
+                setattr(owner, name, before)
+
+        self._undo.append(undo)
+
+    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            here = self._here
+            if not self._undo or getattr(here, "asked", False) or torch.compiler.is_compiling():
+                return call(module, *args, **kwargs)
+            here.asked = True
+            try:
+                if torch.is_grad_enabled() and any(id(p) in self._held for p in module.parameters()):
+                    self._begin()
+                return call(module, *args, **kwargs)
+            finally:
+                here.asked = False
+
+        return run
+
+    def _passes(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outermost = torch.autograd.backward  # if that is ours, who begins to listen now hears of this pass, too
+            self._begin()
+            now = torch.autograd.backward
+            heard = getattr(outermost, "asks", False) and not getattr(now, "asks", False)
+            return (now if heard else backward)(*args, **kwargs)
+
+        return run
+
+    def _steps(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            return step(optimizer, *args, **kwargs)
+
+        return run

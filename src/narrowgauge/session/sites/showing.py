@@ -146,7 +146,7 @@ class Showing:
                 self._bring(show, part.by_cast, own, x)
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
-                self._without_gradient(state, wanted, learns, w)
+                self._without_gradient(state, wanted and _plain(part), learns, w)
                 self._bring(partial(self._show, state, wanted, "weight", part.w_rows, None), part.by_cast, own, w, kept)
         if y is not None and y.requires_grad:
             same, told = copied_output(w, held, y), part.copies.of("grad_output")
@@ -273,6 +273,11 @@ class Showing:
             self.copies[site] = first
         if mesh is not None and role == "weight":
             self.meshes[site] = mesh
+
+
+def _plain(part: Part) -> bool:
+    """Whether it is no package's own, of which its reader tells what never comes by."""
+    return part.own is None and part.by_cast is None and not part.hidden
 
 
 def _usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:

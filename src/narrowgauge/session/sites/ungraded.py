@@ -2,16 +2,21 @@
 
 So it is inside of a program's own `torch.autograd.Function`, whose backward multiplies by itself: autograd hands the
 gradient to that function, and torch's products in it have gradients off. A forward that is computed again in backward
-(a checkpoint's) has its gradient then; of a weight that is not trained none is missed.
+(a checkpoint's) has its gradient then; of a weight that is not trained, and where the program has gradients off itself
+(a teacher, a target network), none is missed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 
 from torch import Tensor
+from torch.autograd import Function
 
 NAMED = 3
+_APPLIES = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class Ungraded:
@@ -23,7 +28,7 @@ class Ungraded:
 
     def multiplied(self, key: tuple[int, str], name: str, w: Tensor) -> None:
         """A product of a training forward, without gradients."""
-        if w.requires_grad:
+        if w.requires_grad and _in_a_function():
             self._without.setdefault(key, name)
 
     def arrived(self, heard: Iterable[tuple[int, str, str]]) -> None:
@@ -46,3 +51,11 @@ class Ungraded:
             f"Gradients not seen: {', '.join(names[:NAMED])}{more}. The program multiplies there with gradients off, "
             "in an autograd function of its own, say: input and weight have rows, grad_output has none."
         ]
+
+
+def _in_a_function() -> bool:
+    """Whether this thread is in an autograd function's forward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLIES:
+        frame = frame.f_back
+    return frame is not None
