@@ -79,7 +79,7 @@ class Sums:
         self.saturated += int(((x * inverse).abs() > largest * (1 + 2**-20)).sum())
         self.amax = max(self.amax, amaxes.max().item())
         self.amin = min(self.amin, nonzero.min().item()) if len(nonzero) else self.amin
-        self.scales += scales.tolist()
+        self.scales += scales.tolist() if amaxes.max() > 0 else []  # zeros alone have none
         self.x += x.double().sum().item()
         self.xx += (x.double() ** 2).sum().item()
         for part, d, lost in zip(*(each.tensor_split(*cut) for each in (x, codes * scale, flushed)), strict=True):
@@ -131,8 +131,8 @@ class Sums:
                 "columns": Counter(halves(*self.columns)),
                 "binades": {**self.binades, "zeros": self.sampled - sum(self.binades.values())},
             },
-            "scale_min": min(self.scales),
-            "scale_max": max(self.scales),
+            "scale_min": min(self.scales, default=None),
+            "scale_max": max(self.scales, default=None),
         }
 
 

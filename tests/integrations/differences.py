@@ -42,8 +42,8 @@ def together(rows):
         "sampled": sum(row["sampled"] for row in rows),
         "sums": {name: sum(row["sums"][name] for row in rows) for name in rows[0]["sums"]},
         "counts": {name: added([row["counts"][name] for row in rows]) for name in rows[0]["counts"]},
-        "scale_min": min(row["scale_min"] for row in rows),
-        "scale_max": max(row["scale_max"] for row in rows),
+        "scale_min": min((row["scale_min"] for row in rows if row["scale_min"] is not None), default=None),
+        "scale_max": max((row["scale_max"] for row in rows if row["scale_max"] is not None), default=None),
     }
 
 
