@@ -486,6 +486,15 @@ def test_how_a_program_ended_is_known_whoever_tells_its_errors(tmp_path, how):
     assert single({"out": found})[0]["status"] == told.partition(":")[0]
 
 
+def test_the_exit_code_of_what_else_a_command_does_is_not_its_programs(tmp_path):
+    (tmp_path / "train.sh").write_text(f"{sys.executable} train.py\nexit 4\n")
+    done = run(tmp_path, "sh", "train.sh", script=programs.BASIC)
+    found = open_run(tmp_path / "out")
+    assert done.returncode == 4
+    assert found.meta["notes"][-1] == "The command ended: exit code 4."
+    assert how_it_ended(found) == "at its end"
+
+
 def test_of_a_program_that_is_killed_before_its_first_row_it_is_told_that_nothing_was_recorded(tmp_path):
     dies = "import os, torch\ntorch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)\nos.kill(os.getpid(), 9)\n"
     done = run(tmp_path, "train.py", script=dies)

@@ -72,7 +72,6 @@ def run_command(
     if code:
         from narrowgauge.session.process.exporting import note
 
-        # sys.exit tells nobody in the process
-        note(folder, [f"The command ended: {describe_code(code)}."], exit_code=code)
+        note(folder, [f"The command ended: {describe_code(code)}."])
         discard(folder)
     raise click.exceptions.Exit(code if code >= 0 else 128 - code)

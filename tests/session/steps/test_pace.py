@@ -78,17 +78,23 @@ def test_a_run_tells_by_how_much_recorded_steps_are_longer_and_an_evaluation_is_
     assert any(note.startswith("Watching made the program") for note in meta["notes"]) is slow
 
 
-@pytest.mark.parametrize(("seconds", "clean"), [(40.0, 1.0), (100.0, 1.0), (101.0, 0.0)])
-def test_what_a_recording_leaves_to_be_done_is_no_time_of_the_next_step(seconds, clean, tmp_path, monkeypatch):
-    """Files are opened, tables packed when the next step begins: that is the recorded one's; if it was long, told."""
-    clock, end_step = [0.0], Recorder.end_step
+@pytest.fixture
+def clock(seconds, monkeypatch):
+    """What the ledger takes for the time, which passes only where a test says so, and while a step is put in order."""
+    now, end_step = [0.0], Recorder.end_step
 
     def slowly(self):
-        clock[0] += seconds if self.collector._open else 0.0
+        now[0] += seconds if self.collector._open else 0.0
         end_step(self)
 
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Recorder, "end_step", slowly)
+    return now
+
+
+@pytest.mark.parametrize(("seconds", "clean"), [(40.0, 1.0), (100.0, 1.0), (101.0, 0.0)])
+def test_what_a_recording_leaves_to_be_done_is_no_time_of_the_next_step(seconds, clean, tmp_path, clock):
+    """Files are opened, tables packed when the next step begins: that is the recorded one's; if it was long, told."""
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with ng.watch(out=tmp_path / "run", every=3):
@@ -105,16 +111,8 @@ def test_what_a_recording_leaves_to_be_done_is_no_time_of_the_next_step(seconds,
 
 @pytest.mark.parametrize("begins", ["another model", "another part", "a capture"])
 @pytest.mark.parametrize(("seconds", "clean"), [(40.0, 1.0), (101.0, 0.0)])
-def test_nor_is_it_where_the_next_step_begins_with(begins, seconds, clean, tmp_path, monkeypatch):
+def test_nor_is_it_where_the_next_step_begins_with(begins, seconds, clean, tmp_path, clock):
     """What was recorded is put in order before another model is taken, or a graph captured: still at its own cost."""
-    clock, end_step = [0.0], Recorder.end_step
-
-    def slowly(self):
-        clock[0] += seconds if self.collector._open else 0.0
-        end_step(self)
-
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(Recorder, "end_step", slowly)
     models = [nn.Sequential(nn.Linear(16, 16)) for _ in range(2)]
     with followed(tmp_path, every=3) as (session, writer):
         optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]

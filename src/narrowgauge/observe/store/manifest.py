@@ -28,7 +28,7 @@ from narrowgauge.observe.store.schema import SCHEMA
 Manifest = dict[str, Any]
 
 ROOM = 512  # bytes: for a reason, times and counts
-REASON = 200  # characters of a reason that find room there
+REASON = 300  # bytes of a reason, as JSON has it, that find room there
 META = '\n "meta": '  # in the text; a line break inside of a string is escaped
 
 
@@ -104,7 +104,10 @@ def write_end(folder: Path, manifest: Manifest) -> None:
             there = file.read()
             head, meta, _ = there.partition(META.encode())
             ended = {key: manifest[key] for key in ("status", "ended", "lost", "reason")}
-            whole = {**json.loads(there), **ended, "reason": str(manifest["reason"])[:REASON]}
+            reason = str(manifest["reason"])[:REASON]
+            while len(json.dumps(reason)) > REASON:
+                reason = reason[:-1]
+            whole = {**json.loads(there), **ended, "reason": reason}
             over = dump(whole).partition(META)[0].encode()
             if not meta or len(over) > len(head):
                 raise

@@ -96,8 +96,8 @@ def _end(
     return told + notes, unmet
 
 
-def note(folder: Path, told: Sequence[str], unmet: Sequence[str] = (), **facts: Any) -> bool:
-    """Leave it in the run's notes, what is `unmet` of the settings where the command looks for that, and further facts.
+def note(folder: Path, told: Sequence[str], unmet: Sequence[str] = ()) -> bool:
+    """Leave it in the run's notes, and what is `unmet` of the settings where the command looks for that.
 
     False if there is no run, or none that has ended.
     """
@@ -109,7 +109,7 @@ def note(folder: Path, told: Sequence[str], unmet: Sequence[str] = (), **facts: 
             return False  # its writer would overwrite it
         meta = dict(manifest.get("meta", {}))
         more = {"notes": told, "unmet": unmet}
-        meta |= {key: [*meta.get(key, ()), *texts] for key, texts in more.items() if texts} | facts
+        meta |= {key: [*meta.get(key, ()), *texts] for key, texts in more.items() if texts}
         manifests.write(folder, {**manifest, "meta": meta})
         return True
     return False
