@@ -15,13 +15,10 @@ A message says what was found, what was expected and what to do next.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
-from types import CodeType
-from typing import Any
+from types import FrameType
 
 
 class NarrowgaugeError(Exception):
@@ -75,22 +72,17 @@ def nearest(word: str, options: Iterable[str]) -> str:
 
 def let_pass(error: BaseException) -> None:
     """Raise it again if a signal handler of the program's raised it: a time limit, say, that ended while we worked."""
-    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code in handlers:
+        if _is_handler(trace.tb_frame):
             raise error
         trace = trace.tb_next
 
 
-def _code(handler: Any) -> CodeType | None:
-    """What a frame of it runs: of a function, a method, a partial, an object that is called; not its decorator's."""
-    try:
-        handler = handler.func if isinstance(handler, functools.partial) else handler
-        called = (vars(kind).get("__call__") for kind in type(handler).__mro__)
-        for each in (inspect.unwrap(getattr(handler, "__func__", handler)), *called):
-            if isinstance(code := getattr(each, "__code__", None), CodeType):
-                return code
-    except Exception:  # an object of the program's that answers no question
-        return None
-    return None
+def _is_handler(frame: FrameType) -> bool:
+    """Whether it runs a signal handler: what called it is what it was given, the frame that the signal interrupted."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    values = [frame.f_locals.get(name) for name in names]
+    given = [each for value in values for each in (value if type(value) is tuple else (value,))]
+    return frame.f_back is not None and any(each is frame.f_back for each in given)

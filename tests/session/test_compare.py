@@ -47,7 +47,7 @@ def test_the_verdict_compares_what_it_should(compared):
     verdict = Verdict.from_dict(json.loads((compared / "verdict.json").read_text()))
     assert verdict.judged
     assert verdict.steps == 24
-    assert verdict.baseline.dtype == "float32"
+    assert (verdict.baseline.dtype, verdict.baseline.counted) == ("float32", "samples")
     assert [v.name for v in verdict.variants] == ["current", "rowwise"]
     for variant in verdict.variants:
         assert variant.gap_pct is not None

@@ -97,6 +97,11 @@ def stop(*_):
     raise TookTooLong
 
 
+def stop_once(number, frame):
+    signal.signal(number, signal.SIG_DFL)
+    raise TookTooLong
+
+
 class Limit:
     def __call__(self, *_):
         stop()
@@ -125,7 +130,7 @@ class Interrupted(nn.Linear):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
-@pytest.mark.parametrize("handler", [stop, Limit(), Limit().method, functools.partial(stop, 1)])
+@pytest.mark.parametrize("handler", [stop, stop_once, Limit(), Limit().method, functools.partial(stop, 1)])
 def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_path, handler):
     before = signal.signal(signal.SIGALRM, handler)
     try:
@@ -147,7 +152,7 @@ def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_pat
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_handlers_decorator_is_nobody_elses_error(monkeypatch):
+def test_a_handlers_decorator_is_nobody_elses_error():
     @torch.no_grad()
     def ours():
         raise ValueError("ours")
@@ -156,11 +161,14 @@ def test_a_handlers_decorator_is_nobody_elses_error(monkeypatch):
     def handler(*_):
         raise TimeoutError("theirs")
 
-    monkeypatch.setattr(signal, "getsignal", lambda number: handler)
-    for raising, passes in ((ours, False), (handler, True)):
-        try:
-            raising()
-        except Exception as error:
-            found = error
-        with pytest.raises(TimeoutError) if passes else nullcontext():
-            let_pass(found)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        for raising, passes in ((ours, False), (lambda: signal.raise_signal(signal.SIGTERM), True)):
+            try:
+                raising()
+            except Exception as error:
+                found = error
+            with pytest.raises(TimeoutError) if passes else nullcontext():
+                let_pass(found)
+    finally:
+        signal.signal(signal.SIGTERM, before)

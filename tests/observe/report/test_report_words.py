@@ -6,6 +6,7 @@ import doctest
 import importlib
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,13 @@ def test_speed_is_never_judged_where_it_was_emulated():
         row.cells[-1] for block in summary(synthetic.verdict()).blocks for row in block.rows if row.label == "Step time"
     ]
     assert cells[0].note == "emulated, no speed verdict"
+
+
+@pytest.mark.parametrize("counted", ["tokens", "samples"])
+def test_speed_is_of_what_the_baseline_counted(counted):
+    baseline = replace(synthetic.verdict().baseline, counted=counted)
+    labels = [row.label for block in summary(synthetic.verdict(baseline=baseline)).blocks for row in block.rows]
+    assert [each for each in labels if each.endswith("per second")] == [f"{counted.capitalize()} per second"]
 
 
 def test_terminal_is_plain_without_a_tty():

@@ -46,8 +46,20 @@ def test_what_has_no_number_or_never_comes_again_is_one_beside_turns():
 
 @pytest.mark.parametrize(
     "turn",
-    [None, [np.nan, np.nan, 1, 1, 1], [np.nan, np.nan, 1, 2, np.nan], [np.nan, 1, 1, np.nan, np.nan]],
-    ids=["one optimizer", "one after the other", "more than have numbers", "more, and each takes its time"],
+    [
+        None,
+        [np.nan, np.nan, 1, 1, 1],
+        [np.nan, np.nan, 1, 2, np.nan],
+        [np.nan, 1, 1, np.nan, np.nan],
+        [np.nan, 1, np.nan, 1, 1],
+    ],
+    ids=[
+        "one optimizer",
+        "one after the other",
+        "more than have numbers",
+        "more, and each takes its time",
+        "a skipped step",
+    ],
 )
 def test_all_else_is_one(turn):
     columns = {"step": [1, 2, 3, 4, 5], "loss": [5, 4, 3, 2, 1]} | ({} if turn is None else {"turn": turn})

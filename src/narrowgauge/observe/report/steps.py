@@ -38,10 +38,10 @@ def turns(scalars: Table) -> list[NDArray[Any]]:
     unknown = np.isnan(whose)
     before = np.logical_and.accumulate(unknown)  # steps before the second came have none, and are the first's
     whose = np.where(before, 0.0, np.where(unknown, OTHERS, whose))
-    order = whose[trained]
+    order = whose[trained & (whose != OTHERS)]  # a step that an engine skipped has none, either, and parts nothing
     begins = order[np.flatnonzero(np.diff(order, prepend=np.nan))]  # of each stretch of one turn
     again, times = np.unique(begins, return_counts=True)
-    again = again[(times > 1) & (again != OTHERS)]
+    again = again[times > 1]
     if not len(again):
         return [everything]
     found = [trained & (whose == turn) for turn in again]

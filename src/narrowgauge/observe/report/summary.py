@@ -74,7 +74,7 @@ def summary(verdict: Verdict) -> Summary:
     worth = (
         row("Step time", "median of undisturbed steps", lambda v: _step(v, verdict.emulated),
             lambda t: Cell(words.seconds(t.step_seconds))),
-        row("Tokens per second", "", lambda v: Cell(words.count(v.tokens_per_second)),
+        row(f"{verdict.baseline.counted.capitalize()} per second", "", lambda v: Cell(words.count(v.tokens_per_second)),
             lambda t: Cell(words.count(t.tokens_per_second))),
         row("Peak memory", "", lambda v: _memory(v, verdict.baseline),
             lambda t: Cell(words.memory(t.peak_memory_bytes))),

@@ -90,6 +90,7 @@ class Evidence:
             skipped_steps=int(self.meta.get("skipped_steps", 0)),
             exit_code=self.exit_code,
             error=self.error,
+            counted=str(self.meta.get("counted") or "tokens"),
         )
 
 

@@ -90,6 +90,7 @@ class TwinFacts:
     skipped_steps: int = 0
     exit_code: int = 0
     error: str = ""
+    counted: str = "tokens"  # what its steps read: tokens, samples, or "tokens and samples"
 
 
 @dataclass(frozen=True)
