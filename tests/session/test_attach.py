@@ -3,6 +3,7 @@
 import math
 import runpy
 import sys
+from functools import reduce
 
 import pytest
 import torch
@@ -165,8 +166,24 @@ for step in range(6):
 """
 
 
-def test_a_scaler_s_loss_is_unscaled_and_its_skipped_step_counts_as_one(tmp_path):
-    session, writer = follow(tmp_path, SCALED)
+AROUND = """
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self):
+        scaler.step(self.inner)
+
+
+around = Around(optimizer)
+for step"""
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["by the program", "by an optimizer around"])
+def test_a_scaler_s_loss_is_unscaled_and_its_skipped_step_counts_as_one(tmp_path, around):
+    by = ("for step", AROUND), ("scaler.step(optimizer)", "around.step()")
+    session, writer = follow(tmp_path, reduce(lambda text, pair: text.replace(*pair), by if around else (), SCALED))
     assert session.ledger.steps == 6
     assert session.facts()["skipped_steps"] == 1
     assert writer.column("skipped") == {3: 1.0}

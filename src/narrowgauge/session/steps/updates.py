@@ -199,9 +199,9 @@ class Updates:
         if inside_backward():
             self._stepped_in_backward = True
             return
+        self.ended += 1
         if self._stepping is not None and self._stepping() is not optimizer:
             return
-        self.ended += 1
         self._steps.ledger.took_part(optimizer)
         self._made()
 
@@ -210,8 +210,12 @@ class Updates:
         """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
         if moved or (self._steps.made and (self._steps.ledger.has(optimizer) or not self._follows(optimizer))):
             return
-        if self._steps.line is not None:
-            learning_rates(self._steps.line, optimizer)
+        line = self._steps.line
+        if line is not None and self._stepping is not None and self._stepping() not in (None, optimizer):
+            line.scalars["skipped"] = 1.0  # the step is that of the optimizer around it, and not over
+            return
+        if line is not None:
+            learning_rates(line, optimizer)
             self._steps.ledger.took_part(optimizer)
         self._skipped()
 
