@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import sys
 from types import ModuleType
 
@@ -38,6 +39,12 @@ def train(tmp_path, clip, optimizers=lambda net: [torch.optim.SGD(net.parameters
             net.zero_grad()
     assert session.hearing.notes == []
     return list(writer.column("grad_norm").values()), wanted
+
+
+def test_what_clips_can_be_pickled(tmp_path):
+    with followed(tmp_path):
+        for function in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_, torch.nn.utils.get_total_norm):
+            assert pickle.loads(pickle.dumps(function)) is function
 
 
 def some(net):

@@ -1,9 +1,10 @@
 """Evaluation losses are found wherever a program computes them, once each."""
 
 import copy
-import sys
+import functools
+import pickle
 import warnings
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,27 +96,87 @@ def test_a_loss_in_a_graph_is_no_break_of_it():
 
 
 def test_closing_the_seams_leaves_torch_as_it_was():
-    before = (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__)
-    seams = Seams()
+    def found():
+        return torch._C._nn.cross_entropy_loss, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__
+
+    before, seams = found(), Seams()
     EvalLosses().watch(seams)
-    assert F.cross_entropy is not before[0]
+    assert found()[0] is not before[0]
     seams.close()
-    assert (F.cross_entropy, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__) == before
+    assert found() == before
 
 
-def test_a_loss_that_the_program_took_by_name_before_is_heard(monkeypatch):
-    program = ModuleType("program")
-    exec("from torch.nn.functional import mse_loss as distance, relu", vars(program))
-    monkeypatch.setitem(sys.modules, "program", program)
-    taken = dict(vars(program))
+def test_a_loss_that_the_program_took_before_is_heard_wherever_it_is_and_stays_torchs():
+    held, partly = {"loss": F.mse_loss}, functools.partial(F.mse_loss, reduction="sum")
     seams, evals = Seams(), EvalLosses()
     evals.watch(seams)
+    try:
+        with torch.no_grad():
+            held["loss"](torch.tensor([3.0]), torch.tensor([0.0]))
+            partly(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
+        assert float(evals.take()[0]) == (9 + 5) / 2
+        assert held["loss"] is F.mse_loss
+        assert pickle.loads(pickle.dumps(held)) == held
+    finally:
+        seams.close()
+
+
+LOSSES = {
+    "cross entropy": lambda x, y: F.cross_entropy(x, y.softmax(1)),
+    "classes": lambda x, y: F.nll_loss(x.log_softmax(1), y.argmax(1)),
+    "squares": F.mse_loss,
+    "magnitudes": F.l1_loss,
+    "smooth": F.smooth_l1_loss,
+    "Huber's": F.huber_loss,
+    "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+}
+
+
+@pytest.mark.parametrize("compute", LOSSES.values(), ids=LOSSES)
+def test_each_loss_is_heard_as_the_program_gets_it(evals, compute):
     with torch.no_grad():
-        program.distance(torch.tensor([3.0]), torch.tensor([0.0]))
-    assert float(evals.take()[0]) == 9.0
-    seams.close()
-    assert vars(program) == taken
-    assert program.distance is F.mse_loss
+        loss = compute(torch.randn(4, 5), torch.randn(4, 5))
+    assert float(evals.take()[0]) == float(loss)
+    assert evals.facts() == {}
+
+
+def test_a_scripted_function_has_its_losses_as_without(evals):
+    def distance(x, y):
+        return F.mse_loss(x, y)
+
+    x, y = torch.randn(3), torch.randn(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(torch.jit.script(distance)(x, y), distance(x, y))
+
+
+def test_a_metric_of_a_batch_that_trains_is_no_evaluation(tmp_path):
+    with followed(tmp_path, every=1) as (session, writer):
+        model, x, y = nn.Linear(4, 4), torch.randn(2, 4), torch.randn(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wanted = {}
+        for step in range(1, 5):
+            out = model(x)
+            F.l1_loss(out, y).backward()
+            with torch.no_grad():
+                F.mse_loss(out, y)
+            optimizer.step()
+            with torch.no_grad():
+                F.mse_loss(out.detach(), y)
+                if step % 2 == 0:
+                    wanted[step] = float(F.mse_loss(model(y), x))
+    assert writer.column("eval_loss") == pytest.approx(wanted)
+    told = "8 losses were computed without gradients of batches that train (a metric, say); eval_loss leaves them out."
+    assert told in session.facts()["notes"]
+
+
+def test_losses_of_an_evaluation_that_nobody_reduced_are_told(evals):
+    with torch.no_grad():
+        F.cross_entropy(torch.randn(4, 5), torch.zeros(4, dtype=torch.long), reduction="none").mean()
+    assert not evals.take()
+    assert [note for note in evals.notes if 'reduction="none"' in note]
 
 
 def test_evaluations_are_of_the_steps_that_were_made(tmp_path):
@@ -125,6 +186,7 @@ def test_evaluations_are_of_the_steps_that_were_made(tmp_path):
 
         def evaluate(value):
             with torch.no_grad():
+                model(torch.ones(2, 4))
                 F.mse_loss(torch.full((4,), value), torch.zeros(4))
 
         evaluate(1.0)

@@ -51,8 +51,9 @@ class Seams:
         *,
         overridable: bool = False,
         alone: bool = False,
+        also: tuple[Any, str] | None = None,
     ) -> None:
-        """Put `make(original)` in the place of `owner.name` until closed.
+        """Put `make(original)` in the place of `owner.name` until closed, and where it is `also` found under a name.
 
         Of an `overridable` function the program's `__torch_function__` may be told; of ours it is not. What stands
         `alone` asks by itself whether anybody is told: one line less in a traceback of the program's.
@@ -70,7 +71,7 @@ class Seams:
 
         seam = functools.wraps(original)(ours if alone else asking)
 
-        def undo() -> None:
+        def undo(owner: Any, name: str) -> None:
             if getattr(owner, name) is not seam:
                 return
             if own:
@@ -78,9 +79,13 @@ class Seams:
             else:  # it was inherited
                 delattr(owner, name)
 
-        setattr(owner, name, seam)
         self._originals[seam] = original
-        self._undo.callback(undo)
+        places = [(owner, name)]
+        if also is not None and getattr(*also) is original:  # the program may have put its own there
+            places.append(also)
+        for place in places:
+            setattr(*place, seam)
+            self._undo.callback(undo, *place)
 
     def replace_where_held(self, owner: ModuleType, names: Iterable[str]) -> None:
         """Put what stands in `owner` under these names where modules outside of torch took it by name before."""

@@ -184,10 +184,12 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
 
         return run
 
-    for owner, mark in ((torch.nn.utils, ""), (torch.nn.utils.clip_grad, "_")):
-        seams.replace(owner, "clip_grad_norm_", clip)
-        seams.replace(owner, f"{mark}get_total_norm", norm_taken)
-        seams.replace(owner, f"{mark}clip_grads_with_norm_", scaled_down)
+    for name, mark, make in (
+        ("clip_grad_norm_", "", clip),
+        ("get_total_norm", "_", norm_taken),
+        ("clip_grads_with_norm_", "_", scaled_down),
+    ):  # one and the same in both places: what pickles it finds it by its name
+        seams.replace(torch.nn.utils.clip_grad, f"{mark}{name}", make, also=(torch.nn.utils, name))
     seams.replace_where_held(torch.nn.utils, ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"))
 
 

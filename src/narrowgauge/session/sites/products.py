@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.doors.overridden import overridden
+from narrowgauge.session.doors.scripted import same_to_torchscript
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.convolution import image_turns
 from narrowgauge.session.sites.einsum import turns_of
@@ -252,13 +252,7 @@ class Products:
                 self._mine.busy = False
             return y
 
-        # TorchScript knows functions by their identity, and would otherwise try to compile this one.
-        builtin = torch.jit._builtins._find_builtin(original)
-        if builtin is not None:
-            torch.jit._builtins._register_builtin(product, builtin)
-            # By an address, at which another function may lie one day.
-            forget = weakref.finalize(product, torch.jit._builtins._get_builtin_table().pop, id(product), None)
-            forget.atexit = False
+        same_to_torchscript(original, product)
         return product
 
     def _tell(self, name: str, call: Arguments, read: Callable[[Arguments], Iterable[Candidate]], y: Any) -> None:

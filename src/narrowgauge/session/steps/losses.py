@@ -5,39 +5,26 @@ and what torch's own loss functions return. All losses between two optimizer ste
 that the first of the two made; its value is their mean.
 
 A loss is of the models that were called since the loss before. One of other models alone (an averaged copy of the
-weights, say) counts only where the evaluation has no others.
+weights, say) counts only where the evaluation has no others. One of a batch that trains (a metric beside the loss) is
+none of an evaluation.
 
 What a program makes of a loss afterwards nobody knows. One that torch was asked to sum over the batch is told as a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.compute.nn.scaling.clock import inside_backward
-from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.session.doors.hearing import capturing, unreal
+from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.tensors.sharded import here
 
 MOST_KNOWN = 1 << 14  # modules
-LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
 
 
 def scalar_loss(output: Any) -> Tensor | None:
@@ -65,7 +52,6 @@ class EvalLosses:
     """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now."""
 
     def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
-        self._mine: Callable[[], bool] = lambda: True
         self._steps = steps
         self._losses: list[_Loss] = []
         self._mark: int | None = None
@@ -78,40 +64,42 @@ class EvalLosses:
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._sums = self._taken = 0
+        self._trains = False  # the model's call that was heard last had gradients
+        self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
-        self._mine = mine
-        for name in LOSSES:
-            seams.replace(F, name, self._listen, overridable=True)
-        seams.replace_where_held(F, LOSSES)
+        follow(seams, self._heard, mine)
 
-    def _listen(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            loss = original(*args, **kwargs)
-            if torch.compiler.is_compiling():  # a look from inside would break the graph
-                return loss
-            if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and self._mine():
-                unseen_by_modes(self._add, loss, kwargs.get("reduction") == "sum")
-            return loss
+    def _heard(self, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
+        """torch's loss function returned this without gradients."""
+        if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
+            self._metrics += 1
+        elif loss.numel() == 1:
+            self._add(loss, summed)
+        else:
+            self._unreduced += 1
 
-        return run
+    def _add(self, loss: Tensor, summed: bool = False) -> None:
+        if self._called_since:
+            self._last_was_ours = True in self._called_since
+            self._called_since.clear()
+        if self._last_was_ours:
+            self._passes += self._ended
+            self._ended = False
+        value = here(loss).detach().reshape(()).clone().float()
+        self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed))
 
-    def _add(self, loss: Any, summed: bool = False) -> None:
-        if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_meta:
-            if self._called_since:
-                self._last_was_ours = True in self._called_since
-                self._called_since.clear()
-            if self._last_was_ours:
-                self._passes += self._ended
-                self._ended = False
-            value = here(loss).detach().reshape(()).clone().float()
-            self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed))
+    def training_begins(self) -> None:
+        """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
+        self._called_since.clear()
+        self._trains = True
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
         self._mark = len(self._losses)
         self._called_since.add(True)
+        self._trains = False
 
     def knows(self, module: nn.Module) -> bool:
         """Whether `module_called` would learn nothing of it."""
@@ -131,6 +119,7 @@ class EvalLosses:
             known = self._holds[id(module)] = ref(module), any(own) if own else None
         if known[1] is not None:
             self._called_since.add(known[1])
+            self._trains = False
 
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
@@ -149,7 +138,7 @@ class EvalLosses:
     def model_ended(self, output: Any) -> None:
         """The call ended with `output`."""
         loss = scalar_loss(output)
-        if loss is not None and self._mark is not None:
+        if loss is not None and self._mark is not None and not loss.is_meta:
             del self._losses[self._mark :]
             self._called_since.add(True)
             self._add(loss)
@@ -193,6 +182,16 @@ class EvalLosses:
             notes.append(
                 f"{self._alone} losses of models that do not train (an averaged copy, say) are eval_loss where no "
                 "others were computed without gradients."
+            )
+        if self._metrics and self._taken:
+            notes.append(
+                f"{self._metrics} losses were computed without gradients of batches that train (a metric, say); "
+                "eval_loss leaves them out."
+            )
+        if self._unreduced:
+            notes.append(
+                f'{self._unreduced} losses of evaluations were computed with reduction="none", a number for each row '
+                "or element; eval_loss has none of them."
             )
         if self._sums:
             notes.append(

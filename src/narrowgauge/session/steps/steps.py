@@ -91,6 +91,7 @@ class Steps:
             self.ledger.begin_anew()
             self._recorder.begin_anew()
             self._plain.shown.begin()
+        self.evals.training_begins()
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs)
