@@ -20,11 +20,12 @@ both rounded down to a prime or 1, from row `turn` modulo s or k on: how many st
 EVERY-th being. Sums of errors are multiplied by (all rows / compared rows). So docs/watching.md has it, for CPUs; what
 these programs have on a GPU is small enough to be taken as a whole.
 
-Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. A tensor that is
-not all finite has no row. A step ends with the optimizer's, however many of its own steps that is, or with one that a
-gradient scaler skips, and the next begins with a forward or backward. A layer's name is that in `model`, the script's
-variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses
-are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
+Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. So is a tensor
+that is cut over ranks, part by part, but for torchao's, which has one scale. A tensor that is not all finite has no
+row. A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips,
+and the next begins with a forward or backward. A layer's name is that in `model`, the script's variable (or in
+`models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses are what
+`backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
 """
 
 import importlib
@@ -62,7 +63,7 @@ class Sums:
         self.rows, self.binades = Counter(), Counter()
 
     def add(self, x, dtype, groups=1):
-        x, cut = whole(x.detach())
+        x, cut = operand(x.detach())
         x = x.float().reshape(-1, x.shape[-1])
         if not x.isfinite().all():
             self.finite = False
@@ -158,16 +159,18 @@ def halves(signal, error):
     return torch.floor(2 * decibel.clamp(-40.0, 80.0)).int().tolist()
 
 
-def whole(x):
-    """All ranks' parts of x together, and how they are cut; of what torchao has cast to FP8, what that was made of."""
+def operand(x):
+    """What has one scale, and how it is cut: this rank's part of x; of torchao's layers all parts, before a cast."""
     mine = getattr(x, "_local_tensor", x)
     if hasattr(mine, "_scale"):
         return next(source for scale, source in reversed(cast) if torch.equal(scale, mine._scale))
-    return all_of(x) if hasattr(x, "full_tensor") else (x, (1, 0))
+    return all_of(x) if cast else (mine, (1, 0))
 
 
 def all_of(x):
     """The whole of a DTensor, and into how many parts it is cut along which of its rows and columns."""
+    if not hasattr(x, "full_tensor"):
+        return x, (1, 0)
     cut = [(x.device_mesh.size(i), where.dim) for i, where in enumerate(x.placements) if where.is_shard()]
     parts, dim = cut[0] if cut else (1, 0)
     return x.full_tensor(), (parts, 1 if dim == x.dim() - 1 else 0)
@@ -198,7 +201,7 @@ def norm_of(parameters, theirs=None):
     for p, x in zip(parameters, theirs or [p.grad for p in parameters], strict=True):
         if x is None:
             continue
-        square = whole(x)[0].double().square().sum()
+        square = all_of(x)[0].double().square().sum()
         if getattr(p, "tensor_model_parallel", False):  # Megatron's: a share of it
             dist.all_reduce(square)
         squares += square.item()
