@@ -212,6 +212,7 @@ cast = []  # (scale, (source, how it is cut))
 scalars, before = defaultdict(dict), {}
 reading = Counter()  # by step and embedding: positions may be looked up as well
 step, stepped = 1, False
+trying = False  # whether a pipeline's stage runs to learn its shapes
 every = int(os.environ.get("EVERY", "1"))  # of so many steps, one is recorded
 seen = {}  # (step, module, role) -> its sums
 losses = defaultdict(float)
@@ -222,7 +223,7 @@ def called(module, args, output):
     output = output[0] if isinstance(output, tuple) else output
     in_backward = torch._C._current_graph_task_id() != -1
     linear = isinstance(module, nn.Linear) or type(module).__name__ in KINDS
-    if not linear or in_backward or not module.training:
+    if not linear or in_backward or trying or not module.training:
         return
     begin()
     alive[id(module)] = module
@@ -295,6 +296,19 @@ def scaling(take):
     return taken
 
 
+def trial(learn):
+    """A stage that runs on what happens to lie in memory has no tensors and no tokens."""
+
+    def tried(*args, **kwargs):
+        global trying
+        trying = True
+        learned = learn(*args, **kwargs)
+        trying = False
+        return learned
+
+    return tried
+
+
 def clipping(clip):
     def clipped(parameters, *args, **kwargs):
         parameters = list(parameters)
@@ -306,7 +320,7 @@ def clipping(clip):
 
 def read(module, args, output):
     reads = isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
-    if reads and module.training and torch._C._current_graph_task_id() == -1:
+    if reads and module.training and not trying and torch._C._current_graph_task_id() == -1:
         begin()
         reading[step, id(module)] += args[0].numel()
         scalars[step]["tokens"] = max(count for (at, _), count in reading.items() if at == step)
@@ -321,6 +335,7 @@ def main():
     register_optimizer_step_pre_hook(ends)
     register_optimizer_step_post_hook(end)
     nn.utils.clip_grad_norm_ = clipping(nn.utils.clip_grad_norm_)
+    nn.utils.clip_grads_with_norm_ = clipping(nn.utils.clip_grads_with_norm_)
     nn.functional.grouped_mm = grouping(nn.functional.grouped_mm)
     torch.amp.GradScaler.step = scaling(torch.amp.GradScaler.step)
     backward = torch.autograd.backward
@@ -336,6 +351,9 @@ def main():
     if os.environ.get("KEEP_CASTS"):
         importlib.import_module("torchao.float8")
         keep_casts()
+    if os.environ.get("STAGES"):
+        stage = importlib.import_module("torch.distributed.pipelining").PipelineStage
+        stage._forward_metadata_inference = trial(stage._forward_metadata_inference)
     found = runpy.run_path(script, run_name="__main__")
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]
