@@ -20,11 +20,12 @@ both rounded down to a prime or 1, from row `turn` modulo s or k on: how many st
 EVERY-th being. Sums of errors are multiplied by (all rows / compared rows). So docs/watching.md has it, for CPUs; what
 these programs have on a GPU is small enough to be taken as a whole.
 
-Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. A tensor that is
-not all finite has no row. A step ends with the optimizer's, however many of its own steps that is, or with one that a
-gradient scaler skips, and the next begins with a forward or backward. A layer's name is that in `model`, the script's
-variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses
-are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
+Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. So is a tensor
+that is cut over ranks, part by part, but for torchao's, which has one scale. A tensor that is not all finite has no
+row. A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips,
+and the next begins with a forward or backward. A layer's name is that in `model`, the script's variable (or in
+`models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses are what
+`backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
 """
 
 import importlib
@@ -62,7 +63,7 @@ class Sums:
         self.rows, self.binades = Counter(), Counter()
 
     def add(self, x, dtype, groups=1):
-        x, cut = whole(x.detach())
+        x, cut = operand(x.detach())
         x = x.float().reshape(-1, x.shape[-1])
         if not x.isfinite().all():
             self.finite = False
@@ -158,16 +159,18 @@ def halves(signal, error):
     return torch.floor(2 * decibel.clamp(-40.0, 80.0)).int().tolist()
 
 
-def whole(x):
-    """All ranks' parts of x together, and how they are cut; of what torchao has cast to FP8, what that was made of."""
+def operand(x):
+    """What has one scale, and how it is cut: this rank's part of x; of torchao's layers all parts, before a cast."""
     mine = getattr(x, "_local_tensor", x)
     if hasattr(mine, "_scale"):
         return next(source for scale, source in reversed(cast) if torch.equal(scale, mine._scale))
-    return all_of(x) if hasattr(x, "full_tensor") else (x, (1, 0))
+    return all_of(x) if cast else (mine, (1, 0))
 
 
 def all_of(x):
     """The whole of a DTensor, and into how many parts it is cut along which of its rows and columns."""
+    if not hasattr(x, "full_tensor"):
+        return x, (1, 0)
     cut = [(x.device_mesh.size(i), where.dim) for i, where in enumerate(x.placements) if where.is_shard()]
     parts, dim = cut[0] if cut else (1, 0)
     return x.full_tensor(), (parts, 1 if dim == x.dim() - 1 else 0)
@@ -198,7 +201,7 @@ def norm_of(parameters, theirs=None):
     for p, x in zip(parameters, theirs or [p.grad for p in parameters], strict=True):
         if x is None:
             continue
-        square = whole(x)[0].double().square().sum()
+        square = all_of(x)[0].double().square().sum()
         if getattr(p, "tensor_model_parallel", False):  # Megatron's: a share of it
             dist.all_reduce(square)
         squares += square.item()
@@ -209,6 +212,7 @@ cast = []  # (scale, (source, how it is cut))
 scalars, before = defaultdict(dict), {}
 reading = Counter()  # by step and embedding: positions may be looked up as well
 step, stepped = 1, False
+trying = False  # whether a pipeline's stage runs to learn its shapes
 every = int(os.environ.get("EVERY", "1"))  # of so many steps, one is recorded
 seen = {}  # (step, module, role) -> its sums
 losses = defaultdict(float)
@@ -219,7 +223,7 @@ def called(module, args, output):
     output = output[0] if isinstance(output, tuple) else output
     in_backward = torch._C._current_graph_task_id() != -1
     linear = isinstance(module, nn.Linear) or type(module).__name__ in KINDS
-    if not linear or in_backward or not module.training:
+    if not linear or in_backward or trying or not module.training:
         return
     begin()
     alive[id(module)] = module
@@ -292,6 +296,19 @@ def scaling(take):
     return taken
 
 
+def trial(learn):
+    """A stage that runs on what happens to lie in memory has no tensors and no tokens."""
+
+    def tried(*args, **kwargs):
+        global trying
+        trying = True
+        learned = learn(*args, **kwargs)
+        trying = False
+        return learned
+
+    return tried
+
+
 def clipping(clip):
     def clipped(parameters, *args, **kwargs):
         parameters = list(parameters)
@@ -303,7 +320,7 @@ def clipping(clip):
 
 def read(module, args, output):
     reads = isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
-    if reads and module.training and torch._C._current_graph_task_id() == -1:
+    if reads and module.training and not trying and torch._C._current_graph_task_id() == -1:
         begin()
         reading[step, id(module)] += args[0].numel()
         scalars[step]["tokens"] = max(count for (at, _), count in reading.items() if at == step)
@@ -318,6 +335,7 @@ def main():
     register_optimizer_step_pre_hook(ends)
     register_optimizer_step_post_hook(end)
     nn.utils.clip_grad_norm_ = clipping(nn.utils.clip_grad_norm_)
+    nn.utils.clip_grads_with_norm_ = clipping(nn.utils.clip_grads_with_norm_)
     nn.functional.grouped_mm = grouping(nn.functional.grouped_mm)
     torch.amp.GradScaler.step = scaling(torch.amp.GradScaler.step)
     backward = torch.autograd.backward
@@ -333,6 +351,9 @@ def main():
     if os.environ.get("KEEP_CASTS"):
         importlib.import_module("torchao.float8")
         keep_casts()
+    if os.environ.get("STAGES"):
+        stage = importlib.import_module("torch.distributed.pipelining").PipelineStage
+        stage._forward_metadata_inference = trial(stage._forward_metadata_inference)
     found = runpy.run_path(script, run_name="__main__")
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]

@@ -47,6 +47,13 @@ def together(rows):
     }
 
 
+def of_stages(ranks):
+    """A step's scalars of a model of which each rank has a stage: norms of all, rate and tokens of the first."""
+    lengths = ((rank["grad_norm"], rank["param_norm"], rank["update_ratio"] * rank["param_norm"]) for rank in ranks)
+    gradients, weights, moved = (math.hypot(*each) for each in zip(*lengths, strict=True))
+    return {**ranks[0], "grad_norm": gradients, "param_norm": weights, "update_ratio": moved / weights}
+
+
 def added(counts):
     """The same bins of several counts."""
     return {at: sum(each.get(at, 0) for each in counts) for at in {at for each in counts for at in each}}

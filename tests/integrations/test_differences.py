@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests.integrations.by_hand import Sums
-from tests.integrations.differences import TOLERANCES, differences, finished
+from tests.integrations.differences import TOLERANCES, differences, finished, of_stages
 
 KEY = (1, "0:input")
 # What a tensor of zeros does not have.
@@ -49,6 +49,13 @@ def test_a_statistic_that_one_side_alone_has_is_told(want, name, missing):
 def test_a_histogram_that_is_missing_is_told(want):
     told = differences({KEY: {**want, "sampled": 0, "binades": {}, "kurtosis": -99.0}}, {KEY: want})
     assert [line.removeprefix(f"{KEY} ").partition(":")[0] for line in told] == ["sampled", "binades", "kurtosis"]
+
+
+def test_norms_of_stages_are_those_of_all_and_what_is_read_is_the_first_s():
+    first = {"lr": 0.1, "tokens": 8, "grad_norm": 6.0, "param_norm": 3.0, "update_ratio": 1.0}
+    last = {"lr": 0.1, "grad_norm": 8.0, "param_norm": 4.0, "update_ratio": 2.0}
+    want = {"lr": 0.1, "tokens": 8, "grad_norm": 10.0, "param_norm": 5.0, "update_ratio": pytest.approx(73**0.5 / 5)}
+    assert of_stages([first, last]) == want
 
 
 def test_rows_of_one_side_alone_are_told(want):

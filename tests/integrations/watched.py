@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integrations.differences import TOLERANCES, differences, finished, together
+from tests.integrations.differences import TOLERANCES, differences, finished, of_stages, together
 from tests.ports import free_port
 
 import narrowgauge
@@ -221,7 +221,7 @@ def check_same(found, want, within=0.0):
         assert found == (pytest.approx(want, rel=within, abs=0.0) if isinstance(want, float) and within else want)
 
 
-def check_logged(seen, logged, *, norm=True, within=1e-5):
+def check_logged(seen, logged, *, norm=True, within=1e-5, microbatches=2):
     """Loss, learning rate and gradient norm are those that rank 0 of the program logs itself, step by step."""
     found = seen.case.run().scalars()
     steps = seen.case.losses_by_hand()[0]
@@ -229,13 +229,17 @@ def check_logged(seen, logged, *, norm=True, within=1e-5):
     assert found["lr"].tolist() == pytest.approx([row["learning_rate"] for row in logged], rel=1e-6)
     if norm:
         assert found["grad_norm"].tolist() == pytest.approx([row["grad_norm"] for row in logged], rel=1e-5)
-    assert set(found["microbatches"].tolist()) == {2}
+    assert set(found["microbatches"].tolist()) == {microbatches}
 
 
-def check_scalars(seen, *, same_data=False):
-    """Rate, norm and tokens of each step are those by hand; ranks read `same_data`, or each its own."""
+def check_scalars(seen, *, same_data=False, stages=False):
+    """Rate, norm and tokens of each step are those by hand.
+
+    Ranks read `same_data` or each its own; or they are `stages`, the first of which reads.
+    """
     found = seen.case.run().scalars()
     ranks = list(seen.case.scalars_by_hand().values())
+    ranks = [{step: of_stages([rank[step] for rank in ranks]) for step in ranks[0]}] if stages else ranks
     steps = sorted(ranks[0])
     begun = sum(step == 0 for step in found["step"].tolist())  # by a validation before all steps
     assert found["step"].tolist()[begun:] == steps
@@ -247,28 +251,33 @@ def check_scalars(seen, *, same_data=False):
     assert found["tokens"].tolist()[begun:] == told
 
 
-def check_tensors(seen, want, without=()):
-    """Every row of the run is there, and says what was computed by hand, but for the statistics in `without`."""
+def check_tensors(seen, want, without=(), ranks=()):
+    """Every row of the run is there, and says what was computed by hand, but for the statistics in `without`.
+
+    `ranks` is as in `Case.rows`.
+    """
     assert want
-    found = differences(seen.case.rows(), want, {name: TOLERANCES[name] for name in TOLERANCES if name not in without})
+    compared = {name: TOLERANCES[name] for name in TOLERANCES if name not in without}
+    found = differences(seen.case.rows(ranks=ranks), want, compared)
     assert not found, "\n".join(found[:8])
 
 
-def check_converted(seen, *, named=lambda step, site: site, within=0.02, steps=None):
+def check_converted(seen, *, named=lambda step, site: site, within=0.02, steps=None, ranks=()):
     """Its layers are in FP8 on every rank, tell what was computed of their tensors by hand, and still learn.
 
     `named` gives a site's name in the run; `within` is how near the losses are to those in the baseline's precision;
-    `steps` are the steps there, if it made others, that they are compared with.
+    `steps` are the steps there, if it made others, that they are compared with; `ranks` is as in `Case.rows`.
     """
     assert seen.converted.code == 0, seen.converted.err
     case = seen.case
     run = case.run("converted")
     assert (run.status, run.meta["error"]) == ("complete", "")
-    converted = [row["name"] for row in run.meta["conversion"] if row["recipe"] == "current"]
+    rows = [row for meta in run.metas.values() for row in meta["conversion"]]  # stages have each its own
+    converted = {row["name"] for row in rows if row["recipe"] == "current"}
     assert converted
     want = {(step, named(step, site)): row for (step, site), row in case.rows_by_hand("converted").items()}
     assert {f"{name}:{role}" for name in converted for role in ROLES} <= {site for _, site in want}
-    found = case.rows("converted")
+    found = case.rows("converted", ranks)
     assert differences({key: found[key] for key in found.keys() & want.keys()}, want) == []
     assert run.events("replicas_disagree")["step"].tolist() == []
     converted, plain = (case.losses_by_hand(name)[0] for name in ("converted", "plain"))

@@ -45,6 +45,26 @@ def test_norms_of_copies_count_once_and_those_of_parts_add_up(norms, kinds, norm
     assert merged([{"grad_norm": n} for n in norms], kinds)["grad_norm"] == norm
 
 
+@pytest.mark.parametrize(
+    ("norms", "ratios", "kinds", "ratio"),
+    [
+        ((3.0, 3.0), (0.1, 0.1), "aa", 0.1),
+        ((3.0, 4.0), (0.1, 0.2), "ab", 0.73**0.5 / 5),  # stages: 0.3 and 0.8 of 3 and 4
+        ((3.0, 3.0, 4.0), (0.1, 0.1, 0.2), "aab", 0.73**0.5 / 5),  # two ranks train one of them
+        ((3.0, 4.0), (0.1, 0.2), "aa", 0.73**0.5 / 5),  # parts that nobody declared
+        ((3.0, 3.0), (0.1, 0.7), "aa", 0.5),  # copies that each rank moves by itself
+        ((3.0, NAN), (0.1, NAN), "ab", NAN),
+        ((0.0, 0.0), (math.inf, math.inf), "ab", math.inf),  # zeros, which moved
+        ((0.0, 0.0), (math.inf, NAN), "ab", NAN),
+        ((3.0, 0.0), (0.1, math.inf), "ab", NAN),  # how far zeros moved, nothing tells
+    ],
+)
+def test_a_ratio_of_norms_is_that_of_the_whole(norms, ratios, kinds, ratio):
+    rows = [{"param_norm": norm, "update_ratio": moved} for norm, moved in zip(norms, ratios, strict=True)]
+    assert merged(rows, kinds)["update_ratio"] == pytest.approx(ratio, rel=1e-12, nan_ok=True)
+    assert merged([*rows, {"loss": 1.0}], f"{kinds}c")["update_ratio"] == pytest.approx(ratio, rel=1e-12, nan_ok=True)
+
+
 def test_squares_of_shards_add_up_to_norms():
     rows = [{"grad_square_local": 9.0, "param_square_local": 64.0, "update_square_local": 3.0}] * 2
     rows[1] = {"grad_square_local": 16.0, "param_square_local": 36.0, "update_square_local": 1.0}

@@ -4,6 +4,7 @@
     max      seconds, bytes, counts of what happened to a step (microbatches, skipped, nonfinite)
     min      clean: undisturbed only if it was on every rank
     norm     of copies once, else sqrt(sum of squares): among the ranks of one kind, then among the kinds
+    ratio    update_ratio: of the norm of what moved on any rank to that of the weights there
     squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums.
              Of several meshes with one kind of ranks, each of which has all of it, one counts
     once     turn, lr, loss_scale, data_digest: the first rank's; lr and loss_scale are compared
@@ -72,6 +73,8 @@ def alike(values: Sequence[float], within: float = SAME) -> bool:
 def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str]) -> float:
     if name == "tokens":
         return _tokens(rows, kinds)
+    if name == "update_ratio":
+        return _ratio(rows, kinds)
     values = [row[name] for row in rows if name in row]
     if name in ONCE:
         return values[0]
@@ -109,6 +112,24 @@ def _norm(values: Sequence[float]) -> float:
     if len({len(same) for same in distinct}) == 1:
         values = [same[0] for same in distinct]
     return values[0] if len(values) == 1 else math.sqrt(sum(v * v for v in values))
+
+
+def _ratio(rows: Sequence[Row], kinds: Sequence[str]) -> float:
+    """Of what moved to what was there, among the ranks of one kind, then among the kinds."""
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for row, kind in zip(rows, kinds, strict=True):
+        if "update_ratio" in row:
+            by_kind.setdefault(kind, []).append((row.get("param_norm", math.nan), row["update_ratio"]))
+    return _together([(_norm([norm for norm, _ in same]), _together(same)) for same in by_kind.values()])
+
+
+def _together(parts: Sequence[tuple[float, float]]) -> float:
+    """The ratio of all parts, from the norm and the ratio of each; that of copies, if they are."""
+    ratios = [ratio for _, ratio in parts]
+    if len(set(ratios)) == 1:  # to the last bit
+        return ratios[0]
+    whole = math.hypot(*(norm for norm, _ in parts))
+    return math.hypot(*(norm * ratio for norm, ratio in parts)) / whole if whole else sum(ratios)
 
 
 def _tokens(rows: Sequence[Row], kinds: Sequence[str]) -> float:
