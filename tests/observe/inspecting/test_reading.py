@@ -104,6 +104,11 @@ def test_tied_tensors_are_counted_once(tmp_path):
     assert kinds(tmp_path / "a.pt", only=["head"]) == {"head": "matrix"}
 
 
+def test_a_tensor_without_a_name_is_tied_to_none(tmp_path):
+    save_file({"": torch.ones(2, 4), "a.weight": torch.zeros(2, 4)}, tmp_path / "a.safetensors")
+    assert kinds(tmp_path / "a.safetensors") == {"": "matrix", "a.weight": "matrix"}
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_empty_and_scalar_tensors(tmp_path, old):
     content = {"none": torch.zeros(0, 4), "also": torch.zeros(0, 4), "one": torch.tensor(2.0)}
