@@ -32,6 +32,11 @@ def test_a_folder_that_was_removed_meanwhile_is_told_as_such(tmp_path):
     assert what_came_of_it(gone, 0) == f"{gone} was removed while the command ran, and what was recorded with it."
 
 
+def test_a_run_json_without_facts_is_passed_over(tmp_path):
+    (tmp_path / "run.json").write_text('{"meta": null}')
+    assert unrecorded(tmp_path) == []
+
+
 def test_what_another_rank_found_is_not_told_as_missing(tmp_path):
     def rank(number, *missing):
         name = f"run.rank{number}.json" if number else "run.json"

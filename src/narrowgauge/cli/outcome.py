@@ -112,7 +112,7 @@ def _of_ranks(folder: Path) -> dict[int, dict[str, Any]]:
 
 def facts_of(manifest: Path) -> dict[str, Any]:
     """What one rank's session learned; nothing without."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return dict(json.loads(manifest.read_text())["meta"])
     return {}
 
