@@ -135,6 +135,6 @@ def what_came_of_it(folder: Path, code: int) -> str:
     if code:
         return f"{nothing}{before}."
     return (
-        f"{nothing}. A program that starts Python with -I, -E or -S, or in a container or on another machine, cannot "
-        "be followed from here."
+        f"{nothing} before the command ended. One that is still running may record into {folder}. A program that "
+        "starts Python with -I, -E or -S, or in a container or on another machine, cannot be followed from here."
     )
