@@ -73,6 +73,8 @@ def run(capsys, *argv):
         (["run"], "no command was given"),
         (["run", "--convert", "blokwise", "--", "train.py"], "did you mean 'blockwise'?"),
         (["run", "--out", "full", "--", "train.py"], "full is not empty"),
+        (["run", "--out", "", "--", "train.py"], "an empty name is no folder's; give the name of one with --out."),
+        (["compare", "--out", "", "--", "train.py"], "an empty name is no folder's"),
         (["report", "nothing"], "nothing"),
     ],
 )

@@ -275,6 +275,12 @@ def test_of_two_trainings_only_that_of_the_model_is_watched(tmp_path):
         ({"every": True}, r"^every is True; expected a whole number"),
         ({"every": "5"}, r"^every is '5'; expected a whole number"),
         ({"config": "no.toml"}, r"no\.toml"),
+        ({"out": ""}, r"^an empty name is no folder's; give the name of one as out=\.$"),
+        (
+            {"out": "a/x\0y"},
+            r"^'a/x\\x00y' has a zero byte, which no name of a folder has; give another folder as out=\.$",
+        ),
+        ({"out": 7}, r"^int 7 names no folder; give the name of one as out=\.$"),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(tmp_path, arguments, message):

@@ -37,14 +37,14 @@ def default_folder(name: str) -> Path:
 )
 @steps_option
 @config_option
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the runs and the report.")
+@click.option("--out", type=click.Path(), help="Folder for the runs and the report.")
 @command_argument
 def compare_command(
     recipes: str,
     baseline: Baseline,
     steps: int | None,
     config: Path | None,
-    out: Path | None,
+    out: str | None,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as written and in FP8, side by side, and say whether FP8 is safe and worth it.
@@ -57,6 +57,7 @@ def compare_command(
     from narrowgauge.observe.report import render
     from narrowgauge.session.compare import REPORT_FILE, Comparison, compare
     from narrowgauge.session.config import load
+    from narrowgauge.session.folder import named
     from narrowgauge.session.process.command import parse
     from narrowgauge.session.selection.unmet import unmet
 
@@ -66,7 +67,7 @@ def compare_command(
     console = Console()
     what = Comparison(
         command=command,
-        out=out or default_folder(parse(command).name),
+        out=default_folder(parse(command).name) if out is None else named(out),
         recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
         baseline=baseline,
         steps=steps,

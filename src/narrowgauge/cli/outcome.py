@@ -112,7 +112,7 @@ def _of_ranks(folder: Path) -> dict[int, dict[str, Any]]:
 
 def facts_of(manifest: Path) -> dict[str, Any]:
     """What one rank's session learned; nothing without."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return dict(json.loads(manifest.read_text())["meta"])
     return {}
 
@@ -135,6 +135,6 @@ def what_came_of_it(folder: Path, code: int) -> str:
     if code:
         return f"{nothing}{before}."
     return (
-        f"{nothing}. A program that starts Python with -I, -E or -S, or in a container or on another machine, cannot "
-        "be followed from here."
+        f"{nothing} before the command ended. One that is still running may record into {folder}. A program that "
+        "starts Python with -I, -E or -S, or in a container or on another machine, cannot be followed from here."
     )

@@ -15,14 +15,14 @@ from narrowgauge.errors import UsageError
 @steps_option
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Record tensors every N steps (default: 10).")
 @config_option
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the run.")
+@click.option("--out", type=click.Path(), help="Folder of the run.")
 @command_argument
 def run_command(
     recipe: str | None,
     steps: int | None,
     every: int | None,
     config: Path | None,
-    out: Path | None,
+    out: str | None,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND (behind `--`) watched; its output and its exit code are its own."""
@@ -31,7 +31,7 @@ def run_command(
     from narrowgauge.cli.outcome import converted, not_found, unended, unrecorded, what_came_of_it
     from narrowgauge.observe.export import check
     from narrowgauge.session.config import load
-    from narrowgauge.session.folder import prepare
+    from narrowgauge.session.folder import named, prepare
     from narrowgauge.session.plan import Plan
     from narrowgauge.session.process.command import arguments, short_name
     from narrowgauge.session.process.launch import describe_code, watch
@@ -40,7 +40,7 @@ def run_command(
     settings = load(config)
     argv = arguments(command)
     check(settings.for_plan()["export"])
-    folder = out or default_folder(short_name(command))
+    folder = default_folder(short_name(command)) if out is None else named(out)
     if recipe is not None:
         from narrowgauge.compute.recipes import by_name  # torch loads here, for those who convert
 

@@ -28,7 +28,7 @@ from narrowgauge.observe.export import check
 from narrowgauge.session.config import load
 from narrowgauge.session.doors import deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
-from narrowgauge.session.folder import prepare
+from narrowgauge.session.folder import named, prepare
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.process.exporting import exporting
@@ -111,12 +111,13 @@ def _begin(
         raise UsageError(f"every is {every!r}; expected a whole number: 1 (every step) or more.")
     settings = load(None if config is None else Path(config))
     check(settings.for_watching()["export"])
+    folder = named(out, "as out=")
     rank, alone = _rank()
     if alone:
-        prepare(Path(out), "as out=")  # of several ranks one would find the other's files
+        prepare(folder, "as out=")  # of several ranks one would find the other's files
     plan = Plan(
         variant="asis",
-        out=str(out),
+        out=str(folder),
         command=("ng.watch",),
         compiling=True,
         **{**settings.for_watching(), **({"every": every} if every else {})},

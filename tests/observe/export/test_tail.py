@@ -170,6 +170,21 @@ def test_globs_that_match_nothing_or_too_much_are_told(run):
     assert chosen.unmet() == [f"export.sites: 3 sites beyond the first {MOST_SITES} that match were left out."]
 
 
+@pytest.mark.parametrize(
+    ("globs", "says"),
+    [
+        (["!*"], "'!*' leaves out every recorded site; there is: 'layers.0', 'head'."),
+        (["!layers", "!head"], "'!layers', '!head' leave out every recorded site; there is: 'layers.0', 'head'."),
+        (["head", "!*"], "'!*' leaves out every recorded site that the others match; there is: 'layers.0', 'head'."),
+        (["haed", "!*"], "no recorded site matches 'haed'; there is: 'layers.0', 'head'."),
+    ],
+)
+def test_globs_that_leave_out_everything_are_told_as_such(globs, says):
+    chosen = Chosen(globs)
+    assert [chosen.takes(site) for site in ("layers.0:input", "head:input")] == [False, False]
+    assert chosen.unmet() == [f"export.sites: {says}"]
+
+
 def test_each_glob_that_no_site_matches_is_told():
     chosen = Chosen(["layers", "haed", "!layers.0"])
     assert chosen.unmet() == []  # nobody asked

@@ -178,6 +178,16 @@ def test_prometheus_file(run):
     assert len(worst) == len(METRICS)  # of the last step alone
 
 
+def test_prometheus_file_in_a_folder_that_is_not_there_yet(run, tmp_path):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    file = tmp_path / "sub" / "dir" / "m.prom"
+    assert export(make("prometheus", run, {"file": str(file)}), run).problem == ""
+    assert parsed(file.read_text())["narrowgauge_up",] == 0
+    for wrong, why in ((tmp_path / "sub" / "dir", "Is a directory"), (file / "m.prom", "File exists")):
+        problem = export(make("prometheus", run, {"file": str(wrong)}), run).problem
+        assert problem == f"OSError: cannot write {wrong}: {why}; give another file."
+
+
 def test_prometheus_port(run):
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     with socket.socket() as probe:

@@ -190,6 +190,12 @@ def test_a_table_of_200_tensors_with_names_that_a_terminal_would_obey(tmp_path):
     assert "\x07" not in text
 
 
+def test_an_empty_name_is_shown_as_one(tmp_path):
+    text = page({"": random(16, 16), "a.weight": random(16, 16)}, tmp_path / "a.safetensors", recipes=[CURRENT])
+    assert {line.split()[0] for line in section(text, "Matrices")[1:]} == {'""', "a.weight"}
+    assert "Tied" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "room", "short"),
     [

@@ -104,6 +104,11 @@ def test_tied_tensors_are_counted_once(tmp_path):
     assert kinds(tmp_path / "a.pt", only=["head"]) == {"head": "matrix"}
 
 
+def test_a_tensor_without_a_name_is_tied_to_none(tmp_path):
+    save_file({"": torch.ones(2, 4), "a.weight": torch.zeros(2, 4)}, tmp_path / "a.safetensors")
+    assert kinds(tmp_path / "a.safetensors") == {"": "matrix", "a.weight": "matrix"}
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_empty_and_scalar_tensors(tmp_path, old):
     content = {"none": torch.zeros(0, 4), "also": torch.zeros(0, 4), "one": torch.tensor(2.0)}
@@ -130,6 +135,59 @@ def test_what_has_no_plain_values_is_skipped_with_its_reason(tmp_path):
         "sparse": "it is sparse_coo",
         "meta": "it was saved without its data (meta)",
     }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("layout", "old"), [(torch.strided, False), (torch.jagged, False), (torch.jagged, True)])
+def test_nested_tensors_are_skipped(tmp_path, layout, old):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    content = {"nested": nested, "w": torch.ones(2, 4)}
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+    skipped, measured = inspect(open_checkpoint(tmp_path / "a.pt")).rows
+    assert (skipped.kind, skipped.note, skipped.entry.shape) == ("skipped", "it is nested", (18,))
+    assert measured.kind == "matrix"
+
+
+@pytest.fixture
+def unloaded():
+    """Torch's reader as in a process that has not imported what nested tensors and DTensors need."""
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield known
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(known)
+
+
+def test_what_reads_jagged_tensors_is_imported(tmp_path, monkeypatch, unloaded):
+    nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    torch.save({"nested": nested}, tmp_path / "a.pt")
+    imported = []
+
+    def imports(name):
+        imported.append(name)
+        torch.serialization.add_safe_globals(unloaded)
+
+    monkeypatch.setattr("narrowgauge.observe.inspect.torch_file.import_module", imports)
+    assert kinds(tmp_path / "a.pt") == {"nested": "skipped"}
+    assert imported == ["torch._dynamo"]
+
+
+def test_dtensors_are_told_how_to_be_made_whole(tmp_path, unloaded):
+    (tmp_path / "a.pt").write_bytes(b"\x80\x02ctorch.distributed.tensor\nDTensor\n.")
+    told = refused(tmp_path / "a.pt")
+    assert "holds DTensors, which are spread over processes: it has one process's part of them." in told
+    assert "each one's full_tensor()" in told
+
+
+class Own(torch.Tensor):
+    """As DTensors are where they can be read: a tensor without memory of its own."""
+
+
+def test_what_is_more_than_a_tensor_is_skipped(tmp_path):
+    torch.save({"w": torch.ones(2, 4).as_subclass(Own), "p": torch.nn.Parameter(torch.ones(2, 4))}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([Own]):
+        skipped, measured = inspect(open_checkpoint(tmp_path / "a.pt")).rows
+    assert (skipped.kind, skipped.note, measured.kind) == ("skipped", "its type is Own", "matrix")
 
 
 def test_packed_numbers_are_skipped(tmp_path):

@@ -245,11 +245,11 @@ def test_files_that_vanish_between_listing_and_reading(copied, monkeypatch):
 def test_files_that_vanish_between_listing_and_opening(copied, monkeypatch):
     learn, vanished = reader.Source._learn_columns, []
 
-    def lose_then_learn(self, files):
+    def lose_then_learn(self, kind, files):
         if not vanished:
             vanished.append(True)
             compact(copied)
-        learn(self, files)
+        learn(self, kind, files)
 
     monkeypatch.setattr(reader.Source, "_learn_columns", lose_then_learn)
     assert open_run(copied).sql("SELECT count(*) AS n FROM tensors")["n"].tolist() == [18_006]

@@ -97,6 +97,40 @@ def test_the_run_json_of_something_else(run_folder, text, lacks):
         open_run(run_folder)
 
 
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"meta": None}, "meta is null; expected an object"),
+        ({"meta": []}, "meta is a list; expected an object"),
+        ({"lost": None}, "lost is null; expected an object"),
+        ({"lost": {"tensors": "x"}}, "lost.tensors is 'x'; expected a whole number"),
+        ({"status": 7}, "status is 7; expected a text"),
+        ({"attempt": None}, "attempt is null; expected a whole number"),
+        ({"process": "me"}, "process is 'me'; expected an object"),
+        ({"meta": {"watch": {"what_if": 7}}}, "meta.watch.what_if is 7; expected an object"),
+        ({"meta": {"watch": {"what_if": {"recipes": "r"}}}}, "meta.watch.what_if.recipes is 'r'; expected a list"),
+        ({"meta": {"conversion": [{}, True]}}, "meta.conversion.1 is true; expected an object"),
+        ({"meta": {"conversion": [{"calls": {}}]}}, "meta.conversion.0.calls is an object; expected a whole number"),
+        ({"meta": {"notes": "x" * 99}}, f"meta.notes is '{'x' * 39}...; expected a list"),
+    ],
+)
+def test_a_run_json_with_a_value_of_another_type(run_folder, facts, says):
+    manifest = json.loads((run_folder / "run.json").read_text())
+    (run_folder / "run.json").write_text(json.dumps({**manifest, **facts}))
+    with pytest.raises(RunError) as told:
+        open_run(run_folder)
+    assert f"run.json: {says}. It was damaged or edited by hand: repair it, or read" in str(told.value)
+    assert open_run(run_folder, recover=True).steps.tolist() == [0, 1, 2]
+
+
+def test_facts_that_are_not_known_or_that_nobody_reads(run_folder):
+    manifest = json.loads((run_folder / "run.json").read_text())
+    unknown = dict.fromkeys(("recipe", "flops", "ranks", "peak_memory_bytes", "seconds", "conversion", "not_found"))
+    meta = {**unknown, "own": 7, "watch": {"update_share": None}}
+    (run_folder / "run.json").write_text(json.dumps({**manifest, "ended": None, "process": None, "meta": meta}))
+    assert open_run(run_folder).meta == meta
+
+
 def test_a_newer_schema(run_folder):
     manifest = json.loads((run_folder / "run.json").read_text())
     (run_folder / "run.json").write_text(json.dumps({**manifest, "schema": 7}))
@@ -139,6 +173,20 @@ def test_a_damaged_segment_is_named_and_can_be_skipped(run_folder, damage):
         steps, _ = run.series(site, "amax")
     assert steps.tolist() == [0, 2]
     assert run.tensors().rows == 2000  # and no second warning: warnings are errors here
+
+
+def test_a_file_that_is_no_segment_is_told_as_one(run_folder):
+    shutil.copy(segment(run_folder, 1, "scalars"), segment(run_folder, 1))
+    why = (
+        r"rank0-00000001-00000001.parquet cannot be read \(it is no segment of a run's tensors: it has no column site\)"
+    )
+    with pytest.raises(RunError, match=f"tensors/{why}"):
+        open_run(run_folder).tensors()
+    run = open_run(run_folder, skip_corrupt=True)
+    with pytest.warns(
+        UserWarning, match=r"going on without tensors/rank0-00000001-.*it is no segment of a run's tensors"
+    ):
+        assert run.tensors().rows == 2000
 
 
 def test_a_damaged_segment_of_scalars_leaves_the_rest_readable(run_folder):

@@ -9,6 +9,7 @@ narrowgauge_site{run,role,metric,site}           sites that were asked for
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server, write_to_textfile
 
@@ -61,7 +62,11 @@ class Prometheus(Exporter):
     def flush(self) -> None:
         """Replace the file."""
         if self._file:
-            write_to_textfile(str(self._file), self._registry)
+            try:
+                Path(self._file).parent.mkdir(parents=True, exist_ok=True)
+                write_to_textfile(str(self._file), self._registry)
+            except OSError as error:  # it may name the file that is written aside, which nobody asked for
+                raise OSError(f"cannot write {self._file}: {error.strerror}; give another file.") from error
 
     def close(self, status: str) -> None:
         """Say that it is over, and close the port."""

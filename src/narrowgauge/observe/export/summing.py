@@ -80,13 +80,17 @@ class Chosen:
         """What of the globs was not followed, in one sentence."""
         if self.refused:
             return [f"export.sites: {self.refused} sites beyond the first {MOST_SITES} that match were left out."]
-        wrong = self._unmet or () if self.taken else self.globs
-        if wrong and self._known:
-            modules = list(dict.fromkeys(site.rpartition(":")[0] for site in self._known))
-            more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
-            there_is = f"there is: {', '.join(map(repr, modules[:5]))}{more}."
-            return [f"export.sites: no recorded site matches {', '.join(map(repr, wrong))}; {there_is}"]
-        return []
+        if not self._known or (self.taken and not self._unmet):
+            return []
+        modules = list(dict.fromkeys(site.rpartition(":")[0] for site in self._known))
+        more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
+        there_is = f"there is: {', '.join(map(repr, modules[:5]))}{more}."
+        if self._unmet:
+            return [f"export.sites: no recorded site matches {', '.join(map(repr, self._unmet))}; {there_is}"]
+        without = [glob for glob in self.globs if glob.startswith("!")]
+        others = " that the others match" if len(without) < len(self.globs) else ""
+        leave = f"{', '.join(map(repr, without))} leave{'' if len(without) > 1 else 's'} out"
+        return [f"export.sites: {leave} every recorded site{others}; {there_is}"]
 
     def _matches(self, site: str) -> bool:
         plain = [glob for glob in self.globs if not glob.startswith("!")]

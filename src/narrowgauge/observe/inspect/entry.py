@@ -25,7 +25,7 @@ class Entry:
 
     Args:
         name: its key; keys of nested dicts are joined by dots.
-        shape: as stored.
+        shape: as stored; of a nested tensor, which has none, how many elements.
         dtype: torch's word for it ("bfloat16"), or the file's own where torch has none.
         tied_to: the first name of the same memory; "" if this is the first.
         optimizer: whether it belongs to an optimizer's state.

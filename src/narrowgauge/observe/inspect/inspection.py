@@ -194,7 +194,7 @@ def _scales(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def _kind(entry: Entry, chosen: set[str], scale_names: set[str]) -> str:
-    if entry.tied_to in chosen:
+    if entry.tied_to and entry.tied_to in chosen:  # "" is a name, too
         return "tied"
     if entry.name in scale_names:
         return "scale"

@@ -190,7 +190,7 @@ def _of(count: int, top: int) -> str:
 
 
 def _name(row: Looked) -> str:
-    return shown(row.entry.name)
+    return shown(row.entry.name) or '""'
 
 
 def _shape(row: Looked) -> str:

@@ -13,11 +13,13 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.inspect.entry import Entry, names_an_optimizer, word
@@ -28,6 +30,9 @@ VALUES = 2_000_000  # and a few containers that hold each other twice unfold int
 
 # How torch words that a pickle asked for more than tensors: a name, or a step that its reader does not take.
 _NAMED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupported class) ([^\s']+)")
+
+# What it reads once these are imported: nested tensors of the layout `jagged`, and DTensors.
+JAGGED, SPREAD = "torch._dynamo", "torch.distributed.tensor"
 
 # What the format from before 2020 begins with: torch.serialization.MAGIC_NUMBER, pickled.
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -64,7 +69,7 @@ class TorchFile:
             tied_to = "" if why_not else first.setdefault(_memory(value, name), name)
             yield Entry(
                 name,
-                tuple(value.shape),
+                (value.numel(),) if value.is_nested else tuple(value.shape),
                 word(value.dtype),
                 tied_to="" if tied_to == name else tied_to,
                 optimizer=optimizer or names_an_optimizer(name),
@@ -74,12 +79,22 @@ class TorchFile:
 
 def _load(path: Path, mapped: bool) -> Any:
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(STAND_INS):
-            warnings.simplefilter("ignore")  # what is wrong is said once, below
-            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        try:
+            return _read(path, mapped)
+        except Exception as error:
+            if JAGGED not in str(error):
+                raise
+            import_module(JAGGED)  # takes over a second, and no other file needs it
+            return _read(path, mapped)
     except Exception as error:  # a damaged file fails in any way: IndexError, KeyError, OSError, RuntimeError, ...
         text = str(error)
         named = _NAMED.search(text)
+        if SPREAD in text:
+            raise UsageError(
+                f"{path} holds DTensors, which are spread over processes: it has one process's part of them. Save "
+                "whole tensors: each one's full_tensor(), or get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict."
+            ) from error
         if named or "TorchScript" in text:
             wanted = f"it names `{named[1]}`" if named else "it is a TorchScript archive"
             raise UsageError(
@@ -90,6 +105,12 @@ def _load(path: Path, mapped: bool) -> Any:
             f"{path} is no whole torch checkpoint: {_fault(path, error)}. If it was downloaded or copied, do that "
             "again; if another program wrote it, save its tensors with torch.save or as safetensors."
         ) from error
+
+
+def _read(path: Path, mapped: bool) -> Any:
+    with warnings.catch_warnings(), torch.serialization.safe_globals(STAND_INS):
+        warnings.simplefilter("ignore")  # what is wrong is said once, by `_load`
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
 
 
 def _fault(path: Path, error: Exception) -> str:
@@ -150,6 +171,8 @@ def _memory(value: Tensor, name: str) -> tuple[Any, ...]:
 def _why_not(value: Tensor) -> str:
     if value.is_nested or value.layout != torch.strided:
         return f"it is {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')}"
+    if type(value) not in (Tensor, Parameter):
+        return f"its type is {type(value).__name__}"
     if value.is_quantized:
         return "it is one of torch's own quantized tensors"
     return "it was saved without its data (meta)" if value.device.type == "meta" else ""

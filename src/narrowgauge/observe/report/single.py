@@ -85,7 +85,7 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
                 values = [column(key)[part & trained] for part in parts] if key in OF_EACH_TURN else [column(key)]
                 told[key] = words.listing([written(of(each)) for each in values])
         if "eval_loss" in told and (sums := run.meta.get("eval_sums")):
-            told["eval_loss"] += " (a sum over a batch)" if sums[0] == sums[1] else " (of sums over batches, in part)"
+            told["eval_loss"] += " (a sum over a batch)" if len(set(sums)) == 1 else " (of sums over batches, in part)"
         rows.append(
             {
                 **{key: words.NONE for _, key, *_ in SCALARS},

@@ -24,6 +24,7 @@ from typing import Any
 
 from narrowgauge.errors import RunError
 from narrowgauge.observe.store.schema import SCHEMA
+from narrowgauge.observe.store.shape import fault
 
 Manifest = dict[str, Any]
 
@@ -140,10 +141,7 @@ def read(folder: Path, rank: int = 0) -> Manifest:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunError(
-            f"{path} is not valid JSON ({error}). It was damaged or edited by hand: repair it, or read what "
-            f"was recorded without it by open_run({str(folder)!r}, recover=True)."
-        ) from error
+        raise RunError(f"{path} is not valid JSON ({error}). {_without(folder)}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
         raise RunError(f"{path} has no schema number, so it is not the run.json of a narrowgauge run.")
     if "status" not in manifest:
@@ -153,7 +151,16 @@ def read(folder: Path, rank: int = 0) -> Manifest:
             f"{folder} was written with run schema {manifest['schema']}; this narrowgauge reads up to schema "
             f"{SCHEMA}. Upgrade narrowgauge to a version that reads schema {manifest['schema']}."
         )
+    if wrong := fault(manifest):
+        raise RunError(f"{path}: {wrong}. {_without(folder)}")
     return manifest
+
+
+def _without(folder: Path) -> str:
+    return (
+        "It was damaged or edited by hand: repair it, or read what was recorded without it by "
+        f"open_run({str(folder)!r}, recover=True)."
+    )
 
 
 def process_started(pid: int) -> int | None:

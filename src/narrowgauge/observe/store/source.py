@@ -56,6 +56,10 @@ def not_superseded(starts: Iterable[tuple[int, int]]) -> str:
     return " AND ".join(f"NOT (attempt < {attempt} AND step >= {step})" for attempt, step in starts) or "true"
 
 
+class _NoSegmentError(Exception):
+    """A file with the name of a segment has not the columns of one."""
+
+
 class Source:
     """DuckDB over the live segments of a folder, looked at anew for every question."""
 
@@ -81,7 +85,7 @@ class Source:
         for _ in range(5):
             try:
                 self._refresh()
-            except duckdb.Error as error:
+            except (duckdb.Error, _NoSegmentError) as error:
                 self._handle(error)
                 continue
             try:
@@ -162,7 +166,7 @@ class Source:
         if not files:
             columns = ", ".join(f"NULL::{sql} AS {name}" for name, sql in KEYS[kind].items())
             return f"SELECT {columns} LIMIT 0"
-        self._learn_columns(files)
+        self._learn_columns(kind, files)
         groups: dict[tuple[str, ...], list[Path]] = {}
         for file in files:
             groups.setdefault(self._columns_of.get(file, ()), []).append(file)
@@ -170,18 +174,26 @@ class Source:
             return f"SELECT * FROM {parquet(files)}"
         return " UNION ALL BY NAME ".join(f"SELECT * FROM {parquet(same, by_name=False)}" for same in groups.values())
 
-    def _learn_columns(self, files: list[Path]) -> None:
-        """Names and types of the columns of segments not seen before, in one query."""
+    def _learn_columns(self, kind: Kind, files: list[Path]) -> None:
+        """Names and types of the columns of segments not seen before, in one query.
+
+        United by name, rows of a file of another kind would be rows without a site or step.
+        """
         new = [file for file in files if file not in self._columns_of]
         if not new:
             return
         names = ", ".join(literal(file) for file in new)
         found: dict[str, list[str]] = {}
+        named: dict[str, set[str]] = {}
         rows = self._db.execute(
-            f"SELECT file_name, concat_ws(' ', name, type, num_children, converted_type) FROM parquet_schema([{names}])"
+            "SELECT file_name, name, concat_ws(' ', name, type, num_children, converted_type) "
+            f"FROM parquet_schema([{names}])"
         )
-        for file, column in rows.fetchall():
+        for file, name, column in rows.fetchall():
             found.setdefault(file, []).append(column)
+            named.setdefault(file, set()).add(name)
+        if any(KEYS[kind].keys() - columns for columns in named.values()):
+            raise _NoSegmentError
         self._columns_of |= {Path(file): tuple(columns) for file, columns in found.items()}
 
     def _not_superseded(self) -> str:
@@ -199,15 +211,15 @@ class Source:
         try:
             found = [json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob("run*.json")]
             return not found or any(manifest.get("attempt", 0) > 0 for manifest in found)
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, TypeError):
             return True
 
-    def _handle(self, error: duckdb.Error) -> None:
+    def _handle(self, error: Exception) -> None:
         """Return if asking again makes sense; otherwise raise what the user needs to know."""
         self._seen = {}
         if self._listed != {kind: self.files(kind) for kind in KINDS}:
             return  # segments were merged while we read
-        damaged = {file: cause for kind in KINDS for file in self.files(kind) if (cause := _damage(file))}
+        damaged = {file: cause for kind in KINDS for file in self.files(kind) if (cause := _damage(kind, file))}
         if not damaged:
             raise RunError(f"reading {self.folder} failed: {_one_line(error)}") from error
         names = ", ".join(str(file.relative_to(self.folder)) for file in damaged)
@@ -226,14 +238,16 @@ def _rank(file: Path) -> int:
     return -1 if segment is None else segment.rank
 
 
-def _damage(file: Path) -> str:
+def _damage(kind: Kind, file: Path) -> str:
     """Why a segment cannot be read to its end; "" if it can, or if it is no longer there."""
     try:
         with connect(spill()) as db:
             db.execute(f"SELECT bit_xor(hash(COLUMNS(*))) FROM {parquet([file])}").fetchall()
+            named = {name for (name,) in db.execute(f"SELECT name FROM parquet_schema({literal(file)})").fetchall()}
     except duckdb.Error as error:
         return _one_line(error) if file.exists() else ""
-    return ""
+    missing = [name for name in KEYS[kind] if name not in named]
+    return f"it is no segment of a run's {kind}: it has no column {missing[0]}" if missing else ""
 
 
 def _one_line(error: Exception) -> str:
