@@ -153,6 +153,8 @@ class Calls:
         if inside_backward():
             return
         self.recover()
+        if not self._depth and _estimates(args, kwargs):
+            return
         self._depth += 1
         if self._depth > 1:
             return
@@ -265,6 +267,12 @@ class Calls:
         self._steps.another_model()
         if what := self._roots.renew():
             self._taken(what)
+
+
+def _estimates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all tensors that a model is given are on the meta device: its shapes are asked, say."""
+    given = [x.is_meta for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return bool(given) and all(given)
 
 
 def _nothing() -> None:
