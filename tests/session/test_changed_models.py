@@ -264,6 +264,17 @@ class Symmetric(nn.Module):
         return (w + w.mT) / 2
 
 
+class Adapted(nn.Module):
+    """Adds what a part of it makes, which is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(32, 32))
+
+    def forward(self, w):
+        return w + self.parts[0](w)
+
+
 COMPUTED = {
     "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
     "weight norm": parametrizations.weight_norm,
@@ -296,6 +307,24 @@ def test_so_is_that_of_a_convolution(tmp_path):
         train(model, 2)
     assert [sites(writer, step) for step in range(1, 5)] == [operands("1")] * 4
     assert unexpected(session) == []
+
+
+@pytest.mark.parametrize("plan", [{}, {"recipe": "current"}], ids=["as it is", "converted"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_computes_a_weight_is_no_model(tmp_path, before, plan):
+    with followed(tmp_path, judge="current", every=1, **plan) as (session, writer):
+        model, adapted = Body(), Adapted()
+        optimizer = torch.optim.SGD([*model.parameters(), *adapted.parameters()], lr=0.1)
+        train(model, before, optimizer)
+        parametrize.register_parametrization(model.top, "weight", adapted)
+        for _ in range(2):
+            (model(torch.randn(16, 32)).square().mean() + model.top.weight.square().mean()).backward()
+            model.top.weight.square().mean()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert operands("body", "top") <= sites(writer, before + 2)
+    assert set(writer.column("tokens").values()) == {16}
+    assert (session.facts()["models"], unexpected(session)) == (1, [])
 
 
 def test_what_was_added_or_is_gone(tmp_path):

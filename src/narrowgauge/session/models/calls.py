@@ -95,7 +95,7 @@ class Calls:
             if not self._steps.evals.knows(module):
                 self._evaluated(module)
             return
-        if not self._owned(module):
+        if not self._owned(module) or self._roots.family.computes(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
