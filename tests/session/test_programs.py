@@ -262,12 +262,86 @@ def test_a_forward_that_is_interrupted_is_forgotten(tmp_path, another):
                 continue
             optimizer.step()
     assert session.facts()["steps"] == 3
-    assert list(writer.column("tokens").values()) == [8, 16, 8]  # the interrupted one's as well
+    assert list(writer.column("tokens").values()) == [8, 8, 8]
     for step in (1, 2, 3):
         seen = {site for at, sites, _ in writer.tensors for site in sites if at == step}
         assert {site.partition(":")[0] for site in seen} == {"layer"}, step
         assert len(seen) == 3
     assert session.hearing.notes == []
+
+
+class BesideLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.free = nn.Linear(16, 16), nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        return self.layer(x) @ self.free
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_was_multiplied_in_a_call_that_is_left_is_in_its_steps_rows_and_no_token(tmp_path, error, evaluates):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = BesideLayers()
+        optimizer, stops = sgd(model), []
+
+        def stop(*_):
+            if stops:
+                raise stops.pop()
+
+        model.layer.register_forward_hook(stop)
+        for step in range(3):
+            if step == 1:
+                stops.append(error())
+                with pytest.raises(error):
+                    model(X)
+                if evaluates:
+                    with torch.no_grad():
+                        model(X)
+            loss_of(model).backward()
+            optimizer.step()
+    assert list(writer.column("tokens").values()) == [8, 8, 8]
+    rows = {step: dict(zip(sites, found["numel"], strict=True)) for step, sites, found in writer.tensors}
+    assert [rows[step]["layer:input"] for step in (1, 2, 3)] == [128, 256, 128]
+    assert [rows[step]["free:input"] for step in (1, 2, 3)] == [128, 128, 128]
+    assert session.hearing.notes == []
+
+
+class Stopping(torch.Tensor):
+    """Ctrl-C comes while it is multiplied."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear or func is torch._C._nn.linear:
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_layer_that_is_left_in_its_forward_hides_no_product_of_what_follows(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        model = BesideLayers()
+        optimizer = sgd(model)
+        for step in range(3):
+            if step == 1:
+                with pytest.raises(KeyboardInterrupt):
+                    model(X.as_subclass(Stopping))
+            loss_of(model).backward()
+            optimizer.step()
+    rows = {step: dict(zip(sites, found["numel"], strict=True)) for step, sites, found in writer.tensors}
+    assert [rows[step].get("free:input") for step in (1, 2, 3)] == [128, 128, 128]
+
+
+def test_a_model_whose_hooks_the_program_clears_keeps_its_tokens(tmp_path):
+    with followed(tmp_path) as (_, writer):
+        model = linear()
+        optimizer = sgd(model)
+        for step in range(4):
+            if step == 1:
+                model._forward_hooks.clear()
+            loss_of(model).backward()
+            optimizer.step()
+    assert writer.column("tokens") == dict.fromkeys((1, 2, 3, 4), 8)
 
 
 def test_a_model_that_calls_itself_is_not_taken_for_interrupted(tmp_path):

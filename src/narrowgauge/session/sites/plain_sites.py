@@ -257,6 +257,10 @@ class PlainSites:
         if running is not None and output is not None and not running.heard:
             self.called(layer, module, args, kwargs, output)
 
+    def left(self) -> None:
+        """The calls of this thread that have not returned never will."""
+        self._running.forget()
+
     def called(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:

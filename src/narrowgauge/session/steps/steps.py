@@ -142,6 +142,10 @@ class Steps:
         """Of the open step's layers all has been seen; what is compiled runs compiled from here on."""
         self._plain.end(seen=True)
 
+    def left(self) -> None:
+        """A model's call was left without a word: of its layers none runs any more."""
+        self._plain.left()
+
     def another_model(self) -> None:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
         self.begun = True
