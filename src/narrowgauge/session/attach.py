@@ -21,9 +21,10 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks
 
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, updating
@@ -239,7 +240,8 @@ class Session:
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
-        unseen_by_modes(self.steps.finish, failed=failed)
+        heard = not self.seams.telling or OURS in _global_optimizer_post_hooks
+        unseen_by_modes(self.steps.finish, failed=failed, heard=heard)
         self.abandon()
         self.steps.report(done=True)
 
