@@ -1,8 +1,10 @@
 """A program adds to a model that it trains, or exchanges a part of it: its new layers are watched and converted."""
 
+import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.observe.verdict.high import stays_high
@@ -255,6 +257,74 @@ def test_a_rule_that_matches_nothing_any_more_is_told_once(tmp_path):
         del model.extra
         train(model, 8, optimizer)
     assert len(session.roots.conversions.notes) == 1
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return (w + w.mT) / 2
+
+
+class Adapted(nn.Module):
+    """Adds what a part of it makes, which is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(32, 32))
+
+    def forward(self, w):
+        return w + self.parts[0](w)
+
+
+COMPUTED = {
+    "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+}
+
+
+def unexpected(session):
+    return [note for note in session.facts()["notes"] if "slower passes" not in note]
+
+
+@pytest.mark.parametrize("computed", COMPUTED.values(), ids=list(COMPUTED))
+def test_a_weight_that_is_computed_from_some_step_on_is_seen(tmp_path, computed):
+    with followed(tmp_path, judge="current", every=1) as (session, writer):
+        model = Body()
+        train(model, 2)
+        computed(model.top)
+        train(model, 2)
+        parametrize.remove_parametrizations(model.top, "weight")
+        train(model, 2)
+    assert [sites(writer, step) for step in range(1, 7)] == [operands("body", "top")] * 6
+    assert (session.facts()["models"], unexpected(session), writer.events) == (1, [], [])
+
+
+def test_so_is_that_of_a_convolution(tmp_path):
+    with followed(tmp_path, judge="current", every=1) as (session, writer):
+        model = nn.Sequential(nn.Unflatten(0, (1, 16)), nn.Conv1d(16, 32, 1))
+        train(model, 2)
+        parametrizations.weight_norm(model[1])
+        train(model, 2)
+    assert [sites(writer, step) for step in range(1, 5)] == [operands("1")] * 4
+    assert unexpected(session) == []
+
+
+@pytest.mark.parametrize("plan", [{}, {"recipe": "current"}], ids=["as it is", "converted"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_computes_a_weight_is_no_model(tmp_path, before, plan):
+    with followed(tmp_path, judge="current", every=1, **plan) as (session, writer):
+        model, adapted = Body(), Adapted()
+        optimizer = torch.optim.SGD([*model.parameters(), *adapted.parameters()], lr=0.1)
+        train(model, before, optimizer)
+        parametrize.register_parametrization(model.top, "weight", adapted)
+        for _ in range(2):
+            (model(torch.randn(16, 32)).square().mean() + model.top.weight.square().mean()).backward()
+            model.top.weight.square().mean()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert operands("body", "top") <= sites(writer, before + 2)
+    assert set(writer.column("tokens").values()) == {16}
+    assert (session.facts()["models"], unexpected(session)) == (1, [])
 
 
 def test_what_was_added_or_is_gone(tmp_path):

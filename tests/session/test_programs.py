@@ -1,5 +1,6 @@
 """Programs that do not train as textbooks do: none is disturbed, and the run says what was and was not seen of it."""
 
+import copy
 import gc
 import sys
 import threading
@@ -261,12 +262,86 @@ def test_a_forward_that_is_interrupted_is_forgotten(tmp_path, another):
                 continue
             optimizer.step()
     assert session.facts()["steps"] == 3
-    assert list(writer.column("tokens").values()) == [8, 16, 8]  # the interrupted one's as well
+    assert list(writer.column("tokens").values()) == [8, 8, 8]
     for step in (1, 2, 3):
         seen = {site for at, sites, _ in writer.tensors for site in sites if at == step}
         assert {site.partition(":")[0] for site in seen} == {"layer"}, step
         assert len(seen) == 3
     assert session.hearing.notes == []
+
+
+class BesideLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.free = nn.Linear(16, 16), nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        return self.layer(x) @ self.free
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_was_multiplied_in_a_call_that_is_left_is_in_its_steps_rows_and_no_token(tmp_path, error, evaluates):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = BesideLayers()
+        optimizer, stops = sgd(model), []
+
+        def stop(*_):
+            if stops:
+                raise stops.pop()
+
+        model.layer.register_forward_hook(stop)
+        for step in range(3):
+            if step == 1:
+                stops.append(error())
+                with pytest.raises(error):
+                    model(X)
+                if evaluates:
+                    with torch.no_grad():
+                        model(X)
+            loss_of(model).backward()
+            optimizer.step()
+    assert list(writer.column("tokens").values()) == [8, 8, 8]
+    rows = {step: dict(zip(sites, found["numel"], strict=True)) for step, sites, found in writer.tensors}
+    assert [rows[step]["layer:input"] for step in (1, 2, 3)] == [128, 256, 128]
+    assert [rows[step]["free:input"] for step in (1, 2, 3)] == [128, 128, 128]
+    assert session.hearing.notes == []
+
+
+class Stopping(torch.Tensor):
+    """Ctrl-C comes while it is multiplied."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear or func is torch._C._nn.linear:
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_layer_that_is_left_in_its_forward_hides_no_product_of_what_follows(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        model = BesideLayers()
+        optimizer = sgd(model)
+        for step in range(3):
+            if step == 1:
+                with pytest.raises(KeyboardInterrupt):
+                    model(X.as_subclass(Stopping))
+            loss_of(model).backward()
+            optimizer.step()
+    rows = {step: dict(zip(sites, found["numel"], strict=True)) for step, sites, found in writer.tensors}
+    assert [rows[step].get("free:input") for step in (1, 2, 3)] == [128, 128, 128]
+
+
+def test_a_model_whose_hooks_the_program_clears_keeps_its_tokens(tmp_path):
+    with followed(tmp_path) as (_, writer):
+        model = linear()
+        optimizer = sgd(model)
+        for step in range(4):
+            if step == 1:
+                model._forward_hooks.clear()
+            loss_of(model).backward()
+            optimizer.step()
+    assert writer.column("tokens") == dict.fromkeys((1, 2, 3, 4), 8)
 
 
 def test_a_model_that_calls_itself_is_not_taken_for_interrupted(tmp_path):
@@ -897,6 +972,73 @@ def test_a_default_device_is_for_the_program(tmp_path):
     assert all(np.isfinite(writer.column(name)[3]) for name in ("loss", "grad_norm", "param_norm", "update_ratio"))
     assert [step for step, _, _ in writer.tensors] == [1, 2, 3]
     assert not session.hearing.notes
+
+
+def on_meta_like(model):
+    return copy.deepcopy(model).to("meta")
+
+
+def trained_on_meta(model):
+    """One step, to see what memory it takes."""
+    estimated = on_meta_like(model)
+    optimizer = torch.optim.AdamW(estimated.parameters())
+    estimated(torch.empty(8, 16, device="meta")).square().mean().backward()
+    nn.utils.clip_grad_norm_(estimated.parameters(), 1.0)
+    optimizer.step()
+
+
+def called_with_meta_weights(model):
+    weights = {name: p.requires_grad_() for name, p in on_meta_like(model).named_parameters()}
+    torch.func.functional_call(model, weights, (torch.empty(8, 16, device="meta"),)).square().mean().backward()
+
+
+@pytest.mark.parametrize("estimate", [trained_on_meta, called_with_meta_weights])
+def test_what_is_done_on_meta_is_no_training(tmp_path, estimate):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = nn.Sequential(linear(), nn.Linear(16, 16))
+        estimate(model)
+        optimizer = sgd(model)
+        for _ in range(3):
+            estimate(model)
+            loss = loss_of(model)
+            estimate(model)
+            loss.backward()
+            estimate(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            estimate(model)
+    assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
+    assert set(writer.column("microbatches").values()) == {1}
+    assert all(np.isfinite(writer.column(name)[3]) for name in ("loss", "grad_norm", "param_norm", "update_ratio"))
+    operands = {f"{n}:{role}" for n in (0, 1) for role in ("input", "weight", "grad_output")}
+    assert [(step, set(sites)) for step, sites, _ in writer.tensors] == [(step, operands) for step in (1, 2, 3)]
+    assert [note for note in session.facts()["notes"] if "slower passes" not in note] == []
+
+
+def test_a_model_that_leaves_meta_is_trained_from_then_on(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = nn.Sequential(nn.Linear(16, 16, device="meta"))
+        estimated = torch.optim.AdamW(model.parameters())
+        model(torch.empty(8, 16, device="meta")).square().mean().backward()
+        estimated.step()
+        model.to_empty(device="cpu")
+        nn.init.normal_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        optimizer = sgd(model)
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+    facts = session.facts()
+    assert (facts["steps"], facts["models"], facts["baseline_dtype"]) == (2, 1, "float32")
+    assert [set(sites) for _, sites, _ in writer.tensors] == [{"0:input", "0:weight", "0:grad_output"}] * 2
+
+
+def test_a_program_that_only_estimates_has_made_no_step(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (session, _):
+        trained_on_meta(nn.Sequential(linear()))
+    told = "No step was seen: no torch.optim optimizer stepped."
+    assert session.facts()["not_found"] == [f"{told} One was made on the meta device, where nothing is trained."]
+    assert session.hearing.notes == []
 
 
 def test_why_tensors_are_counted_slowly_is_told(tmp_path, monkeypatch):

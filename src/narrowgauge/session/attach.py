@@ -21,9 +21,10 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks
 
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, updating
@@ -52,7 +53,7 @@ from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
-from narrowgauge.session.steps.trained import Trained
+from narrowgauge.session.steps.trained import Trained, only_estimates
 from narrowgauge.session.steps.updates import Updates
 from narrowgauge.session.tensors.masters import copies_of
 
@@ -85,6 +86,7 @@ class Session:
         self.notes: list[str] = []
         self.optimizers = Trained()
         self.optimizers_made = 0
+        self._estimates = False  # an optimizer was made on the meta device
         self.recorder = Recorder(plan, writer)
         self.recorder.mine = lambda: self.calls.of_training()
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
@@ -183,6 +185,7 @@ class Session:
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
+        self._estimates |= only_estimates(optimizer)
         self.steps.evals.training_changed()
 
     def optimizer_restored(self, optimizer: Optimizer) -> None:
@@ -209,7 +212,7 @@ class Session:
             self._hear_modules(not deaf)
 
     def _follows(self, optimizer: Optimizer) -> bool:
-        return self._only is None or optimizer in self.optimizers
+        return (self._only is None or optimizer in self.optimizers) and not only_estimates(optimizer)
 
     def _trouble(self, what: str) -> None:
         """Something of ours went wrong: said at once, the first time; the notes tell of all."""
@@ -237,7 +240,8 @@ class Session:
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
-        unseen_by_modes(self.steps.finish, failed=failed)
+        heard = not self.seams.telling or OURS in _global_optimizer_post_hooks
+        unseen_by_modes(self.steps.finish, failed=failed, heard=heard)
         self.abandon()
         self.steps.report(done=True)
 
@@ -278,6 +282,7 @@ class Session:
                 *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
                 converting=bool(self.plan.recipe),
                 elsewhere=self.ranks.others_have("loss"),
+                estimates=self._estimates,
             ),
             "notes": [
                 *self.notes,

@@ -8,7 +8,15 @@ from narrowgauge.session.steps.updates import Updates
 
 
 def not_found(
-    optimizers: int, steps: int, roots: Roots, calls: Calls, updates: Updates, *, converting: bool, elsewhere: bool
+    optimizers: int,
+    steps: int,
+    roots: Roots,
+    calls: Calls,
+    updates: Updates,
+    *,
+    converting: bool,
+    elsewhere: bool,
+    estimates: bool,
 ) -> list[str]:
     """One sentence for each; empty if everything was found.
 
@@ -17,12 +25,14 @@ def not_found(
         roots, calls, updates: the session's.
         converting: whether something was to be converted.
         elsewhere: whether another rank has a loss.
+        estimates: whether an optimizer was made on the meta device.
     """
     found: list[str] = []
     if not optimizers:
         found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
     elif not steps:
-        found.append("No step was seen: no torch.optim optimizer stepped.")
+        beside = " One was made on the meta device, where nothing is trained." if estimates else ""
+        found.append(f"No step was seen: no torch.optim optimizer stepped.{beside}")
     if steps and not roots.taken:
         why = "no module that owns what the optimizers train was called with gradients on."
         if calls.scripted:

@@ -124,6 +124,25 @@ def test_under_autocast_and_a_default_device(how, tmp_path):
     assert run.tensors(["numel"], sites="head:grad_output")["numel"][0] == 4 * 16 * 64
 
 
+def test_a_weight_that_is_computed_from_some_step_on_ends_graphs(tmp_path):
+    net, folder = Net(), tmp_path / "graphs"
+    folder.mkdir()
+    config = folder / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 1\ncompiled = "graphs"\n')
+
+    def then(step):
+        if step == STEPS // 2:
+            nn.utils.parametrizations.weight_norm(net.head)
+
+    with ng.watch(net, out=folder / "run", config=config):
+        train(net, compiled(net, "module", Counting()), then=then)
+    run = ng.open_run(folder / "run")
+    rows = run.tensors(["numel"])
+    assert all(len(rows["step"][rows["site"] == site]) == STEPS for site in run.sites)
+    (note,) = notes(run)
+    assert note.endswith("not in graphs of their own: ParametrizedLinear cannot be seen in a graph.")
+
+
 def test_torchaos_layers_show_their_own_casts(tmp_path):
     float8 = pytest.importorskip("torchao.float8")
     net = Net()

@@ -182,7 +182,30 @@ def test_what_is_not_seen_is_named_with_its_share():
     assert notes == (
         "Not seen as a weight in any recorded step: Embedding (1 of them, 42.1% of all parameters, looked up, not "
         "multiplied); Bilinear (1 of them, 42.1% of all parameters, a product of three tensors); Linear (1 of them, "
-        "5.3% of all parameters)."
+        "5.3% of all parameters: 'n')."
+    )
+
+
+class Unheard(nn.Module):
+    """Multiplies in ways that are not listened to."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("dot", "multi", "aten", "vector"):
+            self.register_parameter(name, nn.Parameter(torch.randn(8, 8)))
+
+    def forward(self, x):
+        x = torch.linalg.multi_dot([torch.tensordot(x, self.dot, dims=1), self.multi, x.mT])
+        return torch.mv(self.vector, torch.ops.aten.mm(x, self.aten)[0])
+
+
+def test_parameters_whose_product_is_not_heard_are_named():
+    model = nn.ModuleDict({"one": Unheard(), "two": nn.Linear(8, 8)})
+    found, notes = recorded(model, lambda: model["one"](model["two"](torch.randn(8, 8))).sum().backward())
+    assert sorted(found) == ["two:grad_output", "two:input", "two:weight"]
+    assert notes == (
+        "Not seen as a weight in any recorded step: Unheard (1 of them, 78.0% of all parameters: 'one.dot', "
+        "'one.multi', 'one.aten' and 1 more)."
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from tests.session.inline import followed
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import narrowgauge as ng
 
@@ -87,3 +88,19 @@ def test_an_evaluation_after_microbatches_that_were_left_over_is_the_last_steps(
         with torch.no_grad():
             value = F.mse_loss(model(torch.ones(4, 16)), torch.ones(4, 16)).item()
     assert writer.column("eval_loss") == {steps: pytest.approx(value)}
+
+
+def test_a_program_that_clears_torch_s_optimizer_hooks_is_told_what_is_missing(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model, optimizer = made()
+        train(model, optimizer, 2)
+        hooks = dict(_global_optimizer_post_hooks)
+        _global_optimizer_post_hooks.clear()
+        train(model, optimizer, 2)
+        session.finish()
+        _global_optimizer_post_hooks.update(hooks)
+    assert sorted(writer.scalars) == [1, 2]
+    told = (
+        "The program cleared torch's global optimizer hooks, ours among them: what stepped after step 2 was not heard."
+    )
+    assert [note for note in session.facts()["notes"] if "step 2" in note] == [told]

@@ -31,6 +31,7 @@ from narrowgauge.session.models.frames import innermost_call, left_by_an_error, 
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.ledger import Line
 from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
@@ -76,6 +77,7 @@ class Calls:
         self._running: Root | None = None
         self._rerouted: Callable[[], None] = _nothing
         self._tokens = 0  # of the last call with gradients
+        self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._in_generator = False
         self._eval_began = 0.0
@@ -95,7 +97,7 @@ class Calls:
             if not self._steps.evals.knows(module):
                 self._evaluated(module)
             return
-        if not self._owned(module):
+        if not self._owned(module) or self._roots.family.computes(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -153,6 +155,8 @@ class Calls:
         if inside_backward():
             return
         self.recover()
+        if not self._depth and _estimates(args, kwargs):
+            return
         self._depth += 1
         if self._depth > 1:
             return
@@ -177,8 +181,8 @@ class Calls:
         self._in_generator = any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
         tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given)
-        self._tokens, line = tokens, self._steps.line
-        if line is not None:
+        self._tokens, self._line = tokens, self._steps.line
+        if (line := self._line) is not None:
             line.tokens += tokens
             self._loading.trained(line)
         if self._probe is not None:
@@ -205,10 +209,11 @@ class Calls:
         if self._depth:
             return
         raised = output is None and self._outermost is not None and left_by_an_error(self._outermost)
-        self._left()
         if raised:
             self._take_back()
-        elif missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
+            missed = None
+        self._left()
+        if missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
             late = self._steps.batches.see(missed, more=True)
             if self._steps.line is not None:
                 self._steps.line.tokens += late
@@ -226,8 +231,8 @@ class Calls:
 
     def _take_back(self) -> None:
         """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
-        if self._steps.line is not None and self.learns():
-            self._steps.line.tokens -= self._tokens
+        if self.training and self._line is not None and self._line is self._steps.line:
+            self._line.tokens -= self._tokens
         self._tokens = 0
 
     def recover(self) -> None:
@@ -237,6 +242,9 @@ class Calls:
         if self._running is not None:
             self._running.exit_autocast()
         self._depth = 0
+        if self._line is not None and self._line.learned <= self._line.tokens - self._tokens:
+            self._take_back()  # or a backward pass came of it, and the program has cleared the hook that tells its end
+        self._steps.left()
         self._left()
 
     def hand_over(self) -> None:
@@ -265,6 +273,12 @@ class Calls:
         self._steps.another_model()
         if what := self._roots.renew():
             self._taken(what)
+
+
+def _estimates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all tensors that a model is given are on the meta device: its shapes are asked, say."""
+    given = [x.is_meta for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return bool(given) and all(given)
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Set
 from weakref import ReferenceType, ref
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 
 class Family:
@@ -44,6 +45,17 @@ class Family:
         known = self._parents.get(id(module))
         parent = known() if known is not None else None
         return parent if parent is not None and any(m is module for m in parent.children()) else None
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether it computes a weight, as a parametrization or a part of one, wherever somebody looks at that."""
+        seen, at = set[int](), module
+        while not isinstance(at, ParametrizationList):
+            seen.add(id(at))
+            parent = self.parent(at)
+            if parent is None or id(parent) in seen:
+                return False
+            at = parent
+        return True
 
     def model_of(self, module: nn.Module, trained: Set[int]) -> nn.Module:
         """The outermost module around `module` whose linear children are all being trained, wholly or in part.

@@ -1,8 +1,8 @@
 """Which parameters a run's models have, who owns them, and which of them were never seen as a weight.
 
-What no kind and no product told of is named by the class of its owner, with its share of all parameters: nothing is
-passed over in silence. Models are held weakly, and parameters no longer than a recorded step: what is told at the end
-was noted when a model was taken.
+What no kind and no product told of is named by the class of its owner, with its share of all parameters, and by the
+first names where no reason is known: nothing is passed over in silence. Models are held weakly, and parameters no
+longer than a recorded step: what is told at the end was noted when a model was taken.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from narrowgauge.compute.nn.conversion.rule_checks import some
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.parallel.placements import some_are_distributed
@@ -30,6 +31,7 @@ _WHY = {
     "GRU": "multiplied inside one kernel",
     "RNN": "multiplied inside one kernel",
 }
+MOST_NAMED = 3  # parameters of one kind of owner
 
 
 class Owner(NamedTuple):
@@ -46,10 +48,17 @@ class Noted(NamedTuple):
 
     at: tuple[int, str]  # the id of its module, and its name there
     parameter: int  # its id: a shared one is known by it
+    site: str
+    observer: Observer  # who knows the site's name in the run
     kind: str
     elements: int
     matrix: bool
     converted: bool
+
+    @property
+    def name(self) -> str:
+        """As the site's rows have it."""
+        return str(getattr(self.observer, "name", str)(self.site))
 
 
 def plain_name(name: str) -> str:
@@ -74,13 +83,18 @@ class Census:
         """Count a model's parameters too."""
         self._models = [known for known in self._models if known[0]() is not None]
         self._models.append((ref(model), observer))
-        self._note(model)
+        self._note(model, observer)
 
-    def _note(self, model: nn.Module) -> None:
-        for module, name, p in _parameters(model):
-            at, kind, shape = (id(module), name), type(module).__name__, shape_of(p)
-            self._late |= is_lazy(p)
-            self._noted[at] = Noted(at, id(p), kind, math.prod(shape), len(shape) >= 2, isinstance(module, Fp8Linear))
+    def _note(self, model: nn.Module, observer: Observer) -> None:
+        for path, module in model.named_modules():
+            for name, p in module._parameters.items():
+                if p is None:
+                    continue
+                self._late |= is_lazy(p)
+                at, shape, kind = (id(module), name), shape_of(p), type(module).__name__
+                whose = at, id(p), _site(path, name), observer
+                converted = isinstance(module, Fp8Linear)
+                self._noted[at] = Noted(*whose, kind, math.prod(shape), len(shape) >= 2, converted)
 
     def begin(self) -> None:
         """A step begins: parameters are as they are between their uses."""
@@ -93,8 +107,8 @@ class Census:
     def _note_late(self) -> None:
         if self._late:
             self._late = False
-            for model, _ in self._living():
-                self._note(model)
+            for model, observer in self._living():
+                self._note(model, observer)
 
     def end(self) -> None:
         """It ended: no parameter is held."""
@@ -112,8 +126,7 @@ class Census:
                 for path, module in model.named_modules():
                     for name, own in module._parameters.items():
                         if own is not None:
-                            site = plain_name(path if name == "weight" else f"{path}.{name}".lstrip("."))
-                            self._owners.setdefault(id(own), Owner(site, module, name, observer))
+                            self._owners.setdefault(id(own), Owner(_site(path, name), module, name, observer))
         return self._owners.get(id(parameter))
 
     def saw(self, module: nn.Module, *names: str) -> Tensor | None:
@@ -139,12 +152,14 @@ class Census:
         total = sum({row.parameter: row.elements for row in self._noted.values()}.values())
         missing: dict[str, dict[int, int]] = {}
         owners: dict[str, set[int]] = {}
+        names: dict[str, dict[int, str]] = {}
         for row in self._missing():
             missing.setdefault(row.kind, {})[row.parameter] = row.elements
             owners.setdefault(row.kind, set()).add(row.at[0])
+            names.setdefault(row.kind, {}).setdefault(row.parameter, row.name)
         words = []
         for kind, sizes in sorted(missing.items(), key=lambda item: -sum(item[1].values())):
-            why = f", {_WHY[kind]}" if kind in _WHY else ""
+            why = f", {_WHY[kind]}" if kind in _WHY else f": {some([*names[kind].values()], MOST_NAMED)}"
             words.append(
                 f"{kind} ({len(owners[kind])} of them, {sum(sizes.values()) / total:.1%} of all parameters{why})"
             )
@@ -160,6 +175,10 @@ class Census:
             model = known()
             if model is not None:
                 yield model, observer
+
+
+def _site(path: str, name: str) -> str:
+    return plain_name(path if name == "weight" else f"{path}.{name}".lstrip("."))
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -59,7 +59,7 @@ class Layer:
     _numbers = itertools.count(2)
 
     def __init__(self, name: str, module: nn.Module, kind: Kind, observer: Observer, hears: HearsLayers) -> None:
-        self.name, self.kind, self.observer = name, kind, observer
+        self.name, self.kind, self.observer, self._class = name, kind, observer, type(module)
         self._known, self._hears = ref(module), hears
         self._begins, self._ended = partial(hears.begins, self), partial(hears.ended, self)
         self._number = -next(Layer._numbers)  # torch's own hooks have none below zero
@@ -70,6 +70,16 @@ class Layer:
     def module(self) -> nn.Module | None:
         """The module; None once it is gone."""
         return self._known()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the module is of another class by now: torch's parametrizations change it."""
+        module = self._known()
+        return module is not None and type(module) is not self._class
+
+    def becomes(self, kind: Kind, of: type[nn.Module]) -> None:
+        """The module is `of` another class by now, and perhaps of another kind."""
+        self.kind, self._class = kind, of
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It was called outside of graphs, in a step that has graphs of its own."""

@@ -125,6 +125,7 @@ class PlainSites:
             return []
         self._census.add(model, observer)
         self._layers = [layer for layer in self._layers if layer.module is not None]
+        self._look_again()
         taken = {id(layer.module) for layer in self._layers}
         found = [
             Layer(plain_name(name), module, kind, observer, self)
@@ -134,6 +135,16 @@ class PlainSites:
         self._layers += found
         self._beside |= dict.fromkeys(heard for layer in found if (heard := getattr(layer.kind, "heard", None)))
         return [layer.name for layer in found]
+
+    def _look_again(self) -> None:
+        """The program may have changed what layers are since they were taken in: their weights are computed, say."""
+        for layer in self._layers:
+            module = layer.module if layer.changed else None
+            if module is None or (kind := kind_of(module)) is None:
+                continue
+            layer.becomes(kind, type(module))
+            if not kind.in_graph and self._compiles():
+                self.choice.refuse(f"{type(module).__name__} cannot be seen in a graph")
 
     def why(self) -> str:
         """What makes recorded steps of this program long, in words; "" if nothing does that is known."""
@@ -245,6 +256,10 @@ class PlainSites:
         running = self._running.ended(layer)
         if running is not None and output is not None and not running.heard:
             self.called(layer, module, args, kwargs, output)
+
+    def left(self) -> None:
+        """The calls of this thread that have not returned never will."""
+        self._running.forget()
 
     def called(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -38,6 +38,10 @@ class Running(threading.local):
         del calls[at:]
         return call
 
+    def forget(self) -> None:
+        """None of them will return."""
+        self._calls.clear()
+
     def innermost(self) -> OpenCall | None:
         """The last that began."""
         return self._calls[-1] if self._calls else None

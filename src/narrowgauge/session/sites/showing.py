@@ -126,7 +126,7 @@ class Showing:
             self.say(part.hidden)
         x, w, y = part.x, part.w, part.y
         some = x if x is not None else w if w is not None else y
-        if self.recipe is None or some is None or not self._mine():
+        if self.recipe is None or some is None or some.is_meta or not self._mine():
             return
         state = self._state(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:

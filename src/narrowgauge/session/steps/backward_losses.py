@@ -59,6 +59,12 @@ class BackwardLosses:
             "has no loss: the losses of these steps lack it."
         ]
 
+    @staticmethod
+    def estimate(loss: Any) -> bool:
+        """Whether it has no number, and so nothing is trained by it: it is on the meta device."""
+        losses = loss if isinstance(loss, tuple | list) else (loss,)
+        return any(isinstance(each, Tensor) and each.is_meta for each in losses)
+
     def _unscaled(self, loss: Any) -> Any:
         after, before, scale = self._scaled.get(id(loss), (None, None, None))
         if after is not loss:

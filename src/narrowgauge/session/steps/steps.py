@@ -143,6 +143,10 @@ class Steps:
         """Of the open step's layers all has been seen; what is compiled runs compiled from here on."""
         self._plain.end(seen=True)
 
+    def left(self) -> None:
+        """A model's call was left without a word: of its layers none runs any more."""
+        self._plain.left()
+
     def another_model(self) -> None:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
         self.begun = True
@@ -156,15 +160,23 @@ class Steps:
             self._plain.end()
             self._recorder.end_step()
 
-    def finish(self, *, failed: bool = False) -> None:
-        """The program ended, or `failed`: close the last step and write everything."""
+    def finish(self, *, failed: bool = False, heard: bool = True) -> None:
+        """The program ended, or `failed`: close the last step and write everything.
+
+        Without `heard`, optimizers' steps were not heard any more.
+        """
+        if not heard:
+            self.notes.append(
+                "The program cleared torch's global optimizer hooks, ours among them: what stepped after step "
+                f"{self.ledger.steps} was not heard."
+            )
         if self.line is not None and self.ledger.unfinished:
             rows = "it is in no row"
             if failed:  # where it died is what somebody will look for
                 rows = "its layers have rows, as far as they came"
             else:
                 self._recorder.drop_step()
-            if self.ledger.steps:
+            if self.ledger.steps and heard:
                 self.notes.append(
                     f"What the program called with gradients on after step {self.ledger.steps} led to no optimizer "
                     f"step (backward: {self.line.microbatches} times); {rows}."

@@ -6,6 +6,8 @@
     [flat] with as many elements            laid flat and not cut: all of it
     opt = AdamW(masters)                    made with copies in float32 (tensors/masters.py): the model that they are of
                                             counts as trained, once it was told by its values
+    opt = AdamW(meta.parameters())          on the meta device nothing has numbers: what steps there is an estimate, of
+                                            memory say, and no training
 
 Optimizers and parameters are held weakly, and told apart as objects: an optimizer need not be hashable.
 """
@@ -65,20 +67,23 @@ class Trained:
         self._asked.clear()
 
     def parameters(self) -> list[Tensor]:
-        """All that optimizers hold now."""
-        return [p for optimizer in self for p in parameters(optimizer)]
+        """All that optimizers hold now, and that have numbers."""
+        return [p for optimizer in self for p in parameters(optimizer) if not p.is_meta]
 
     def ids(self) -> set[int]:
-        """The ids of all parameters that optimizers hold, or held when they were made."""
-        found = {id(p) for optimizer in self for p in parameters(optimizer)}
+        """The ids of all parameters that optimizers hold, or held when they were made, and that have numbers."""
+        found = {id(p) for p in self.parameters()}
         known = [self._copied, *self._made.values()]
-        return found | {at for made in known for at, p in made.items() if p() is not None}
+        held = ((at, p()) for made in known for at, p in made.items())
+        return found | {at for at, p in held if p is not None and not p.is_meta}
 
     def owns(self, module: nn.Module) -> bool:
         """Whether any of the module's parameters is trained, itself or by a copy; the copies are looked for once."""
-        own, trained = {id(p) for p in module.parameters()}, self.ids()
-        if not own or not own.isdisjoint(trained):
-            return bool(own)
+        own = {id(p) for p in module.parameters()}
+        if not own:
+            return False
+        if not own.isdisjoint(self.ids()):
+            return True
         if module in self._asked:
             return False
         self._asked.add(module)
@@ -109,3 +114,12 @@ class Trained:
 def parameters(optimizer: Optimizer) -> list[Tensor]:
     """Those that it holds now."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def only_estimates(optimizer: Optimizer) -> bool:
+    """Whether all that it holds is on the meta device."""
+    for group in optimizer.param_groups:  # the first parameter tells, of nearly every one
+        for p in group["params"]:
+            if not p.is_meta:
+                return False
+    return any(group["params"] for group in optimizer.param_groups)

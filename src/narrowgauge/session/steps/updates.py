@@ -84,6 +84,8 @@ class Updates:
     @heard_if(lambda self, loss, plain: self.same.loss(loss))
     def backward_begins(self, loss: Any, plain: bool) -> None:
         """`backward` is called on `loss`."""
+        if self.losses.estimate(loss):
+            return
         self.backwards += 1
         if not self._in_closure:
             self._stepping = None  # an optimizer that was stepping has raised
@@ -109,6 +111,8 @@ class Updates:
     @heard
     def backward_ended(self, loss: Any) -> None:
         """The gradients of one microbatch are there; the weights have not moved, unless in backward."""
+        if self.losses.estimate(loss):
+            return
         self.losses.forget()
         self.hearing.waits = False
         line = self._steps.line
@@ -160,7 +164,7 @@ class Updates:
     @heard
     def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
         """The program clipped the gradients `of` these parameters; its own norm is the one before clipping."""
-        if isinstance(norm, Tensor) and order == 2.0:
+        if isinstance(norm, Tensor) and order == 2.0 and not norm.is_meta:
             self._clips.add(norm, of)
 
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
