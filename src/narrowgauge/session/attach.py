@@ -137,7 +137,7 @@ class Session:
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
         self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
-        leave_models_clean(self.seams)
+        leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open

@@ -9,7 +9,10 @@ import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
+from torch.export import export
 from torch.nn import functional as F
+
+from narrowgauge.compute.nn import Fp8Linear, scaling_state
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 HOOKS = (
@@ -118,6 +121,81 @@ def test_a_scripted_or_traced_model_is_as_without_us(tmp_path, kind, made):
     assert sorted(writer.column("loss").values()) == sorted(losses)
     assert session.facts()["backwards"] == 3
     assert {site for step, sites, _ in writer.tensors for site in sites if step == 2} >= {"a:input", "b:grad_output"}
+
+
+def graph_of(made):
+    graph = made[0] if isinstance(made, tuple) else getattr(made, "inlined_graph", None) or made.graph
+    if isinstance(graph, torch.Graph):
+        return [node.kind() for node in graph.nodes()]
+    return [f"{node.op} {node.target}" for node in graph.nodes]
+
+
+def exported(model, **how):
+    return torch.export.export(model, (X,), **how).module()
+
+
+TRACED = {
+    "script": torch.jit.script,
+    "trace": lambda model: torch.jit.trace(model, X),
+    "trace of forward": lambda model: torch.jit.trace(model.forward, X),
+    "trace_module": lambda model: torch.jit.trace_module(mod=model, inputs={"forward": X}),
+    "export": exported,
+    "export, strict": lambda model: exported(model, strict=True),
+    "export by a name taken before": lambda model: export(mod=model, args=(X,)).module(),
+    "onnx": torch.no_grad()(lambda model: torch.jit._get_trace_graph(model, (X,))),  # as torch.onnx does
+    "trace of a wrapper": lambda model: torch.jit.trace(nn.Sequential(model), X),
+    "export of a wrapper": lambda model: exported(nn.Sequential(model)),
+    "export of a wrapper, strict": lambda model: exported(nn.Sequential(model), strict=True),
+    "fx": torch.fx.symbolic_trace,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", TRACED)
+def test_what_is_made_of_a_converted_model_is_plain_and_training_goes_on(tmp_path, how):
+    def scales(model):
+        return {name: scale.clone() for name, scale in scaling_state(model).items()}
+
+    def made(model):
+        traced, plain, own = TRACED[how](model), Net(), list(map(id, model.parameters()))
+        assert graph_of(traced) == graph_of(TRACED[how](plain))
+        plain.load_state_dict(model.state_dict())
+        if how != "onnx":
+            with torch.no_grad():
+                assert torch.equal(traced(X), model(X)) is (how == "fx")  # which holds the model's own layers
+                assert torch.equal(traced(X), plain(X)) is (how != "fx")
+        assert list(map(id, model.parameters())) == own
+        return scales(model)
+
+    kept = []
+    for between in (scales, made):
+        torch.manual_seed(0)
+        losses, states, _, writer = training(Net(), tmp_path, between, recipe="delayed")
+        kept.append((losses, states, writer.column("loss"), [site for _, sites, _ in writer.tensors for site in sites]))
+    torch.testing.assert_close(kept[0][:3], kept[1][:3], rtol=0, atol=0)
+    assert kept[0][3] == kept[1][3]
+    assert len(kept[1][0]) == 3
+    assert len(kept[1][1][-1]) > 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_traced_function_calls_plain_layers_and_an_error_leaves_them_converted(tmp_path):
+    def function(x):
+        return model(x)
+
+    def refused(x):
+        raise ValueError
+
+    with followed(tmp_path, recipe="current", compiling=True):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).square().mean().backward()
+        optimizer.step()
+        model.requires_grad_(False)
+        torch.jit.trace(function, X)
+        with pytest.raises(ValueError):
+            torch.jit.trace(refused, X)
+        assert isinstance(model.a, Fp8Linear)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

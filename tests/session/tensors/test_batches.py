@@ -58,6 +58,82 @@ def test_tokens_are_ids_in_rows_or_packed_and_else_samples(inputs, tokens):
     assert Batches().see((inputs, {})) == tokens
 
 
+def ids(*shape):
+    return torch.randint(8, shape)
+
+
+BESIDE_IDS = {  # 4 texts of 6
+    "mask": (ids(4, 6), torch.ones(4, 6)),
+    "mask first, by its name": {"attention_mask": torch.ones(4, 6), "text": ids(4, 6)},
+    "causal mask": (ids(4, 6), torch.ones(6, 6)),
+    "mask of heads": (ids(4, 6), torch.ones(4, 1, 6, 6)),
+    "time before batch": (ids(6, 4), torch.ones(6, 6), torch.ones(4, 6)),
+    "rewards": (ids(4, 6), torch.ones(4)),
+    "states": (torch.rand(4, 9, 5), ids(4, 6)),
+    "last state": (ids(4, 6), (torch.rand(1, 4, 9), torch.rand(1, 4, 9))),
+    "pictures": (torch.rand(4, 3, 8, 8), ids(4, 6)),
+    "pictures in bytes": (torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8), ids(4, 6)),
+    "patches": {"pixel_values": torch.rand(50, 12), "grid": ids(2, 3), "input_ids": ids(4, 6), "labels": ids(4, 6)},
+    "more pictures than texts": {"input_ids": ids(4, 6), "pixel_values": torch.rand(7, 3, 8, 8)},
+    "numbers": {"numbers": torch.rand(4, 3), "batch": {"input_ids": ids(4, 6)}},
+    "embedded": {"inputs_embeds": torch.rand(4, 6, 5), "attention_mask": ids(4, 6), "labels": ids(4, 6)},
+    "embedded by a model": {"inputs_embeds": torch.rand(4, 6, 5, requires_grad=True) * 2, "attention_mask": ids(4, 6)},
+    "labels first": {"labels": ids(4, 9), "mask": ids(4, 9), "x": ids(4, 6)},
+    "labels alone": {"labels": ids(4, 6)},
+}
+NO_IDS = {  # 4 samples
+    "edges": (torch.rand(4, 5), ids(2, 9)),
+    "edges first": (ids(2, 9), torch.rand(4, 5)),
+    "edges with attributes": {"x": torch.rand(4, 5), "edge_index": ids(2, 9), "edge_attr": torch.rand(9, 3)},
+    "categories": (torch.rand(4, 5), ids(4, 3)),
+    "categories first": (ids(4, 3), torch.rand(4, 5)),
+    "as many categories as numbers": (torch.rand(4, 5), ids(4, 5)),
+    "classes of pixels": (torch.rand(4, 3, 8, 8), ids(4, 8, 8)),
+    "classes of pixels in bytes": (torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8), ids(4, 8, 8)),
+    "labels of pixels": {"labels": ids(4, 8, 8), "pixel_values": torch.rand(4, 3, 8, 8)},
+    "labels of frames": {"input_features": torch.rand(4, 9, 6), "labels": ids(4, 7)},
+    "classes of frames": (torch.rand(4, 6, 9), ids(4, 6)),
+    "classes of frames, channels first": (torch.rand(4, 9, 6), ids(4, 6)),
+    "sound": {"input_values": torch.rand(4, 60), "attention_mask": ids(4, 60)},
+    "complex": (torch.rand(4, 6, dtype=torch.complex64),),
+}
+
+
+def call(held):
+    return ((), held) if isinstance(held, dict) else (held, {})
+
+
+@pytest.mark.parametrize("name", BESIDE_IDS)
+def test_ids_of_a_text_are_counted_whatever_accompanies_them(name):
+    batches = Batches()
+    assert batches.see(call(BESIDE_IDS[name])) == 24
+    assert batches.facts() == {"counted": "tokens"}
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_whole_numbers_of_something_else_are_no_ids(name):
+    batches = Batches()
+    assert batches.see(call(NO_IDS[name])) == 4
+    assert batches.facts() == {"counted": "samples"}
+
+
+def test_what_tells_of_a_models_output_counts_nothing():
+    batches = Batches()
+    made = torch.rand(4, 6)
+    batches.made(made)
+    assert batches.see(((made, ids(4)), {})) == 0  # a generator's pictures, and their classes
+    assert batches.see(((made,), {"labels": ids(4, 6)})) == 0
+    assert batches.see(((ids(4, 6), made), {})) == 24  # a state that goes on
+    assert batches.see(((ids(4), made), {})) == 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_ids_in_ragged_rows_are_ids(layout):
+    ragged = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=layout)
+    assert Batches().see(((ragged, torch.rand(2, 7)), {})) == 8
+
+
 @pytest.mark.parametrize(
     ("inputs", "counted"),
     [

@@ -5,7 +5,8 @@
                                                                   functions of ours in the place of torch's
     torch.export.export                                           refuses a module that is called with hooks: the same
 
-Hooks that are objects of ours say themselves what a copy has in their place.
+Hooks that are objects of ours say themselves what a copy has in their place. Layers that the plan converted are plain
+ones where a model is scripted, traced or exported: see tracing.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,21 +23,28 @@ from torch import nn
 
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.doors.tracing import Models, plainly, trace_plainly
 
 SEAT = "_narrowgauge_seat"  # what a module has of ours beside a hook
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _SAID_OF_THEM = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def leave_models_clean(seams: Seams) -> None:
-    """Until the seams are closed, what leaves a model has no hook of ours."""
+def leave_models_clean(seams: Seams, models: Models | None = None) -> None:
+    """Until the seams are closed, what leaves a model has no hook of ours; if the plan converts `models`, no layer."""
+    plain = nullcontext if models is None else partial(plainly, models=models)
     seams.replace(nn.Module, "__reduce_ex__", _reducing)
-    seams.replace(torch.export, "export", _exporting)
+    exports = [name for name in ("export", "draft_export", "export_for_training") if hasattr(torch.export, name)]
+    for name in exports:
+        seams.replace(torch.export, name, partial(_exporting, plain=plain))
+    seams.replace_where_held(torch.export, exports)
     scripting = getattr(torch.jit, "_recursive", None)
     if hasattr(scripting, "create_script_module"):
-        seams.replace(scripting, "create_script_module", _scripting)
+        seams.replace(scripting, "create_script_module", partial(_scripting, plain=plain))
     if hasattr(scripting, "try_compile_fn"):
         seams.replace(scripting, "try_compile_fn", lambda original: lambda fn, at: original(seams.original(fn), at))
+    if models is not None:
+        trace_plainly(seams, models)
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,21 +55,21 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _scripting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _scripting(original: Callable[..., Any], plain: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _aside(module):
+        with _aside(module), plain(module):
             return original(module, *args, **kwargs)
 
     return run
 
 
-def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _exporting(original: Callable[..., Any], plain: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
+    def run(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for_all = nn.modules.module._global_forward_pre_hooks
         ours = for_all.pop(OURS, None)
         try:
-            with _aside(module):
-                return original(module, *args, **kwargs)
+            with _aside(mod), plain(mod):
+                return original(mod, *args, **kwargs)
         finally:
             if ours is not None:
                 for_all[OURS] = ours

@@ -1,0 +1,97 @@
+"""How much a call was given: token ids, or samples where there are none.
+
+Ids are whole numbers in rows, [B, T], by their name (`input_ids`, `tokens`), or the first whose name says nothing else
+(`labels`, `edge_index`). Beside other numbers in rows they are ids without such a name only as [B, T], and only if all
+of those can belong to a text:
+
+    [B, T], [T, T], [T, H]            after the ids: masks, weights, positions; also of ids [T, B]
+    [B, S, H], [S, B, H]              states, soft prompts; but ids behind a [B, T, H] or [B, H, T] are its classes
+    [B, 1, T, T], [B, C, H, W]        masks, pictures
+    named `mask`, or of ragged rows   whatever they look like
+
+So edges [2, E] beside nodes [N, K], categories [B, C] beside numbers [B, K] and classes of pixels [B, H, W] are none.
+A single row is all there is (packed texts), or says something of what lies in rows beside it: offsets of their parts,
+their classes or time steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens)|ids")
+_OTHERS = re.compile(r"(.*_)?(labels?|targets?|masks?|index|indices|positions|position_ids|type_ids)|y")
+_MASK = re.compile(r"(.*_)?masks?")
+
+
+@dataclass(eq=False, slots=True)
+class Given:
+    """A tensor of a call: its keyword or key, "" if it has none, and which of all it is."""
+
+    name: str
+    at: int
+    x: Tensor
+
+
+def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:
+    """How many token ids are among the data, of all that was `found`, or samples, if there are none; and which."""
+    if any(given.x.dtype != torch.bool for given in found):  # or else a mask, which tells of no tokens of its own
+        data = [given for given in data if given.x.dtype != torch.bool]
+    if not data:
+        data = [given for given in found if _moves(given.x) and type(given.x) is Tensor]
+    batched = [given for given in data if given.x.dim()]
+    numbers = [given for given in batched if _is_number(given.x) and given.x.dim() > 1]
+    whole = [given for given in batched if not _is_number(given.x) and given.x.dtype != torch.bool]
+    before = found[: whole[0].at] if whole and not numbers else ()
+    made = any(_is_number(given.x) and given.x.dim() > 1 and not _moves(given.x) for given in before)
+    embedded = next((o.x for o in found if o.name.endswith("inputs_embeds") and not o.x.is_nested), None)
+    ids = _ids([given for given in whole if given.x.dim() > 1], numbers, made, embedded)
+    if ids is not None:
+        return ids.x.numel(), True
+    if made:  # it says something of what a model made
+        return 0, False
+    rows = numbers or [given for given in batched if given.x.dim() > 1]
+    if whole and not rows:  # packed ids beside where each text begins
+        return max(given.x.numel() for given in whole), True
+    return next((given.x.size(0) for given in (*rows, *batched)), len(data[:1])), False
+
+
+def _ids(whole: Sequence[Given], numbers: Sequence[Given], made: bool, embedded: Tensor | None) -> Given | None:
+    """The ids among whole numbers in rows; beside them are `numbers`, or before them others that a model `made`."""
+    named = next((given for given in whole if _IDS.fullmatch(given.name)), None)
+    if named is not None:
+        return named
+    if embedded is not None:  # in the place of ids: a mask or labels have their shape
+        return next((given for given in whole if given.x.shape == embedded.shape[:2]), None)
+    others = [given for given in whole if not _OTHERS.fullmatch(given.name)]
+    if not numbers and not made:
+        return next(iter(others or whole), None)
+    return next((o for o in others if o.x.dim() == 2 and all(_belongs(n, o) for n in numbers)), None)
+
+
+def _belongs(number: Given, ids: Given) -> bool:
+    """Whether these can be what is given with a text; by shapes and order."""
+    x = number.x
+    if _MASK.fullmatch(number.name) or x.is_nested or ids.x.is_nested:
+        return True
+    (B, T), behind = ids.x.shape, number.at < ids.at
+    if x.dim() == 2:
+        return not behind and (x.size(0) == T or x.shape in ((B, T), (B, B)))
+    if x.dim() == 3:
+        classes = behind and (B, T) in ((x.size(0), x.size(1)), (x.size(0), x.size(2)))
+        return not classes and (B in x.shape[:2] or T in x.shape[:2])
+    return x.size(0) in (1, B)
+
+
+def _is_number(x: Tensor) -> bool:
+    """Whether it is numbers, or pixels: [B, C, H, W] or [C, H, W] in bytes."""
+    return x.is_floating_point() or x.is_complex() or (x.dtype == torch.uint8 and x.dim() > 2)
+
+
+def _moves(x: Tensor) -> bool:
+    """Whether gradients may move it: a parameter, or a batch that wants one itself."""
+    return x.requires_grad and x.is_leaf
