@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,9 +74,10 @@ def _tell(told: Told, loss: Any, args: tuple[Any, ...], summed: bool) -> None:
 
 def _rows_of_batchmean() -> int | None:
     """By how many rows `F.kl_div` is about to divide the sum that it asked for, if it is."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _KL_DIV:
-            return frame.f_locals["input"].size(0) if frame.f_locals["reduction"] == "batchmean" else None
+            given = frame.f_locals
+            return int(given["input"].size(0)) if given["reduction"] == "batchmean" and given["input"].dim() else None
         frame = frame.f_back
     return None
