@@ -232,6 +232,13 @@ def test_fused_encoder_layers_are_noted():
             r"only 'blocks.9' matches no module of the model; did you mean 'blocks.\d'\?",
         ),
         (
+            {"only": ["module.*"]},
+            r"'module\.\*' matches no module of the model; names are without the `module\.` that a wrapper \(DDP\) "
+            r"puts in front; its linear layers: 'blocks\.0\.",
+        ),
+        ({"only": ["module.lm_head"]}, r"`module\.` that a wrapper \(DDP\) puts in front; did you mean 'lm_head'\?"),
+        ({"only": ["model"]}, r"only 'model' matches no module of the model; its linear layers: "),
+        (
             {"rules": (Rule.keep("block.0"), *O2)},
             r"rule 'block.0' matches no module of the model; did you mean",
         ),

@@ -8,7 +8,7 @@ Event     something that happened                        nan, skipped, watch_fai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,3 +113,12 @@ class Exporter:
 
     def close(self, status: str) -> None:
         """The run ended as `status` says ("complete", "failed", ...; "running", "silent": nobody knows)."""
+
+
+def write(file: str | Path, by: Callable[[str], None]) -> None:
+    """Write a file, in a folder that is made; what goes wrong is told of it, not of one that is written aside."""
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        by(str(file))
+    except OSError as error:
+        raise OSError(f"cannot write {file}: {error.strerror}; give another file.") from error

@@ -9,11 +9,10 @@ narrowgauge_site{run,role,metric,site}           sites that were asked for
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server, write_to_textfile
 
-from narrowgauge.observe.export.exporter import Event, Exporter, Look, Point
+from narrowgauge.observe.export.exporter import Event, Exporter, Look, Point, write
 from narrowgauge.observe.store import role_of
 
 FILE = "metrics.prom"
@@ -62,11 +61,7 @@ class Prometheus(Exporter):
     def flush(self) -> None:
         """Replace the file."""
         if self._file:
-            try:
-                Path(self._file).parent.mkdir(parents=True, exist_ok=True)
-                write_to_textfile(str(self._file), self._registry)
-            except OSError as error:  # it may name the file that is written aside, which nobody asked for
-                raise OSError(f"cannot write {self._file}: {error.strerror}; give another file.") from error
+            write(self._file, lambda file: write_to_textfile(file, self._registry))
 
     def close(self, status: str) -> None:
         """Say that it is over, and close the port."""

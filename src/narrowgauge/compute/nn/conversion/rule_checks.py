@@ -13,6 +13,9 @@ from fnmatch import fnmatchcase
 from narrowgauge.compute.nn.conversion.rules import Rule, covers, decide
 from narrowgauge.compute.nn.conversion.structure import Layer
 from narrowgauge.errors import ConversionError
+from narrowgauge.metrics.site import WHOLE
+
+PREFIX = "module."
 
 
 def check_rules(rules: Sequence[Rule], layers: Sequence[Layer], modules: Sequence[str]) -> None:
@@ -48,13 +51,16 @@ def unmatched(word: str, pattern: str, layers: Sequence[Layer], modules: Sequenc
         found = f"matches {some(others)}, which hold no linear layer"
     else:
         found = "matches no module"
-    bare = pattern.replace("*", "").strip(".")
-    tails = {".".join(name.split(".")[-n:]): name for name in modules for n in (1, 2, 3)}
-    options = {**tails, **{name: name for name in modules}}
+    named = [name for name in modules if name != WHOLE]  # that is a label, and no glob
+    left_out = pattern.startswith(PREFIX) and not any(name.startswith(PREFIX) for name in named)
+    why = f"names are without the `{PREFIX}` that a wrapper (DDP) puts in front; " if left_out else ""
+    bare = (pattern.removeprefix(PREFIX) if left_out else pattern).replace("*", "").strip(".")
+    tails = {".".join(name.split(".")[-n:]): name for name in named for n in (1, 2, 3)}
+    options = {**tails, **{name: name for name in named}}
     close = get_close_matches(bare, options, n=1, cutoff=0.5)
     there_is = f"its linear layers: {some([layer.name for layer in layers])}."
     hint = f"did you mean {options[close[0]]!r}?" if close else there_is
-    return ConversionError(f"{word} {pattern!r} {found} of the model; {hint}")
+    return ConversionError(f"{word} {pattern!r} {found} of the model; {why}{hint}")
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:
