@@ -176,3 +176,30 @@ def test_where_hearing_of_a_call_fails_what_runs_uncompiled_does_so_again_behind
         calls.close()
     assert ran.count == 0
     assert [str(error) for error in errors] == ["'unheard'"]
+
+
+@pytest.mark.parametrize("what", ["module", "function", "helper"])
+def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_calls_are_heard(tmp_path, what):
+    torch._dynamo.reset()
+    model, ran = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), Ran()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def call(x):
+        return model(x)
+
+    def distance(y):
+        return y.square().mean()
+
+    with ng.watch(model, out=tmp_path / "run", every=100):
+        forward, loss = model, distance
+        for step in range(4):
+            if step == 1:
+                if what == "helper":
+                    loss = torch.compile(distance, backend=ran, fullgraph=True)
+                else:
+                    forward = torch.compile(model if what == "module" else call, backend=ran, fullgraph=True)
+            loss(forward(torch.ones(4, 16))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ran.count == 3
+    assert open_run(tmp_path / "run").scalars("tokens")["tokens"].tolist() == [4.0] * 4

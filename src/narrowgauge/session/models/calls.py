@@ -277,8 +277,13 @@ class Calls:
 
 def _estimates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all tensors that a model is given are on the meta device: its shapes are asked, say."""
-    given = [x.is_meta for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    return bool(given) and all(given)
+    found = False
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor):
+            if not x.is_meta:
+                return False
+            found = True
+    return found
 
 
 def _nothing() -> None:

@@ -2,11 +2,14 @@
 
 a module that was compiled       is a model, if it owns what is trained
 a function, before any model     is the call of the whole that the optimizers train
+a function that names a model    is that model's call: its code, or the object that it is a method of, has it
 any other, or inside of a call   is none
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ class CompiledModels:
         self._calls, self._roots, self._steps = calls, roots, steps
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
         self._known: dict[int, Root] = {}  # by the id of what was compiled
+        self._helpers: dict[int, int] = {}  # functions that name no model, and how many models there were
 
     @heard_if(lambda self, owner, args, kwargs: self._same_compiled(owner))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
@@ -83,11 +87,33 @@ class CompiledModels:
 
     def _take(self, owner: Any) -> Root | None:
         module = self._model(owner)
-        return None if module is None or module in self._roots else self._calls.take(module)
+        if module is None or (module is owner and module in self._roots):
+            return None
+        return self._calls.take(module)
 
     def _model(self, owner: Any) -> nn.Module | None:
         if not torch.is_grad_enabled():
             return None
         if isinstance(owner, nn.Module):
             return owner if self._optimizers.owns(owner) else None
-        return self._roots.whole(self._optimizers) if not len(self._roots) else None
+        if not len(self._roots):
+            return self._roots.whole(self._optimizers)
+        if self._helpers.get(id(owner)) == self._roots.taken:
+            return None
+        found = next((module for module in _named_by(owner) if module in self._roots), None)
+        if found is None:  # until there is another model
+            self._helpers[id(owner)] = self._roots.taken
+        return found
+
+
+def _named_by(function: Any) -> Iterator[nn.Module]:
+    """The modules that a function has in its scope, or that lie in the object whose method it is."""
+    try:
+        scope = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):  # none of Python's, or of a name that has no value yet
+        return
+    owner = getattr(function, "__self__", None)
+    held = vars(owner).values() if hasattr(owner, "__dict__") else ()
+    for value in (*scope.nonlocals.values(), *scope.globals.values(), owner, *held):
+        if isinstance(value, nn.Module):
+            yield value

@@ -59,14 +59,17 @@ class Root:
         begins: Callable[[Root, tuple[Any, ...], dict[str, Any]], None],
         ended: Callable[[Root, Any, dict[str, Any]], None],
     ) -> None:
-        """Have the two called around each call of the model; `ended` with the keywords that `begins` missed."""
+        """Have the two called around each call of the model; `ended` with the keywords that `begins` missed.
+
+        Not while it is traced: what is compiled around it is called as a whole.
+        """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not _is_replica(module):
+            if not torch.compiler.is_compiling() and not _is_replica(module):
                 begins(self, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if _is_replica(module):
+            if torch.compiler.is_compiling() or _is_replica(module):
                 return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             ended(self, output, missed)

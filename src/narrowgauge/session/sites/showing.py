@@ -126,15 +126,18 @@ class Showing:
             self.say(part.hidden)
         x, w, y = part.x, part.w, part.y
         some = x if x is not None else w if w is not None else y
-        if self.recipe is None or some is None or some.is_meta or not self._mine():
+        if self.recipe is None or some is None or not self._mine():
+            return
+        own = part.own
+        usual = kept is None and own is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y)
+        if not usual and some.is_meta:
             return
         state = self._state(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
-        own = part.own
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         wanted = observer.wants(name)
-        if kept is None and own is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y):
+        if usual:
             self._use_here(state, wanted, learns, part)
             return
         held = Held(None) if x is None else local_of(x)
