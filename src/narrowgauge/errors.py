@@ -16,8 +16,10 @@ A message says what was found, what was expected and what to do next.
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import pairwise
 from types import FrameType
 
 
@@ -80,9 +82,12 @@ def let_pass(error: BaseException) -> None:
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Whether it runs a signal handler: what called it is what it was given, the frame that the signal interrupted."""
+    """Whether it runs a signal handler: it was given a signal's number and, interrupted by that, its caller's frame."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
     values = [frame.f_locals.get(name) for name in names]
     given = [each for value in values for each in (value if type(value) is tuple else (value,))]
-    return frame.f_back is not None and any(each is frame.f_back for each in given)
+    return frame.f_back is not None and any(
+        at is frame.f_back and isinstance(number, int) and number in signal.valid_signals()
+        for number, at in pairwise(given)
+    )

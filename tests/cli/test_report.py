@@ -53,6 +53,22 @@ def test_a_damaged_verdict(folder, capsys, text, says):
     assert "Delete it to have a page of the runs alone" in said
 
 
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"watch": {"what_if": 7}}, "watch.what_if is 7; expected an object"),
+        ({"watch": {"what_if": {"recipes": "r"}}}, "watch.what_if.recipes is 'r'; expected a list"),
+        ({"conversion": [{}, True]}, "conversion.1 is true; expected an object"),
+        ({"conversion": [{"calls": {}}]}, "conversion.0.calls is an object; expected a whole number"),
+        ({"notes": "x" * 99}, f"notes is '{'x' * 39}...; expected a list"),
+    ],
+)
+def test_facts_that_no_page_can_be_made_of(tmp_path, capsys, facts, says):
+    with RunWriter(tmp_path / "run", facts) as writer:
+        writer.add_scalars(1, loss=1.0)
+    assert f"of the facts in its run.json, {says}. No page can be made of that" in refused(capsys, tmp_path / "run")
+
+
 def test_a_newer_verdict(folder, capsys):
     data = json.loads((folder / "verdict.json").read_text())
     (folder / "verdict.json").write_text(json.dumps({**data, "schema": 9, "novelty": 1}))

@@ -4,6 +4,7 @@ import functools
 import json
 import signal
 import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -161,9 +162,16 @@ def test_a_handlers_decorator_is_nobody_elses_error():
     def handler(*_):
         raise TimeoutError("theirs")
 
+    def told(frame):  # who called it, as a logger might be
+        raise LookupError(frame)
+
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        for raising, passes in ((ours, False), (lambda: signal.raise_signal(signal.SIGTERM), True)):
+        for raising, passes in (
+            (ours, False),
+            (lambda: told(sys._getframe()), False),
+            (lambda: signal.raise_signal(signal.SIGTERM), True),
+        ):
             try:
                 raising()
             except Exception as error:

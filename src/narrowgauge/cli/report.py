@@ -41,6 +41,7 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report.further import further
     from narrowgauge.observe.report.readiness import plain, readiness
     from narrowgauge.observe.store import open_run
+    from narrowgauge.observe.store.shape import FACTS, fault
     from narrowgauge.observe.verdict.worst import worst_tensors
 
     verdict = None
@@ -54,6 +55,12 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
         names = ["baseline", "noise", *(v.name for v in verdict.variants)]
         folders += [path / name for name in names if (path / name).is_dir()]
     opened = {folder.name: open_run(folder, skip_corrupt=True) for folder in folders}
+    for run in opened.values():
+        for facts in run.metas.values():
+            if wrong := fault(facts, FACTS):
+                raise RunError(
+                    f"{run.path}: of the facts in its run.json, {wrong}. No page can be made of that: repair it."
+                )
     if text:
         for name, run in opened.items():
             click.echo(f"# {name}" if len(opened) > 1 else "", nl=len(opened) > 1)

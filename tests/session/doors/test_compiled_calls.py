@@ -178,7 +178,20 @@ def test_where_hearing_of_a_call_fails_what_runs_uncompiled_does_so_again_behind
     assert [str(error) for error in errors] == ["'unheard'"]
 
 
-@pytest.mark.parametrize("what", ["module", "function", "helper"])
+class Trainer:
+    """Holds a model, which one of its methods calls."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+    def distance(self, y):
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("what", ["module", "function", "given", "method", "helper", "method beside"])
 def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_calls_are_heard(tmp_path, what):
     torch._dynamo.reset()
     model, ran = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), Ran()
@@ -190,16 +203,26 @@ def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_cal
     def distance(y):
         return y.square().mean()
 
+    def given(module, x):
+        return module(x)
+
+    trainer = Trainer(model)
+    compiles = {"module": model, "function": call, "given": given, "method": trainer.forward}
+    helpers = {"helper": distance, "method beside": trainer.distance}
     with ng.watch(model, out=tmp_path / "run", every=100):
-        forward, loss = model, distance
+        forward, loss, evaluated = model, distance, []
         for step in range(4):
-            if step == 1:
-                if what == "helper":
-                    loss = torch.compile(distance, backend=ran, fullgraph=True)
-                else:
-                    forward = torch.compile(model if what == "module" else call, backend=ran, fullgraph=True)
-            loss(forward(torch.ones(4, 16))).backward()
+            if step == 1 and what in helpers:
+                loss = torch.compile(helpers[what], backend=ran, fullgraph=True)
+            elif step == 1:
+                forward = torch.compile(compiles[what], backend=ran, fullgraph=True)
+            inputs = (*[model] * (step > 0 and what == "given"), torch.ones(4, 16))
+            loss(forward(*inputs)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert ran.count == 3
-    assert open_run(tmp_path / "run").scalars("tokens")["tokens"].tolist() == [4.0] * 4
+            with torch.no_grad():
+                evaluated.append(nn.functional.mse_loss(forward(*inputs), torch.ones(4, 8)).item())
+    assert ran.count == (3 if what in helpers else 6)
+    found = open_run(tmp_path / "run").scalars(["tokens", "eval_loss"])
+    assert found["tokens"].tolist() == [4.0] * 4
+    assert found["eval_loss"].tolist() == pytest.approx(evaluated)

@@ -134,6 +134,11 @@ LOSSES = {
 }
 
 
+def test_functions_below_can_be_pickled(evals):
+    for function in (torch.binary_cross_entropy_with_logits, torch.kl_div, F.huber_loss):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
 @pytest.mark.parametrize("compute", LOSSES.values(), ids=LOSSES)
 def test_each_loss_is_heard_as_the_program_gets_it(evals, compute):
     with torch.no_grad():
@@ -170,6 +175,21 @@ def test_a_metric_of_a_batch_that_trains_is_no_evaluation(tmp_path):
     assert writer.column("eval_loss") == pytest.approx(wanted)
     told = "8 losses were computed without gradients of batches that train (a metric, say); eval_loss leaves them out."
     assert told in session.facts()["notes"]
+
+
+def test_a_teacher_that_is_asked_between_a_batch_and_its_step_makes_no_evaluation(tmp_path):
+    with followed(tmp_path, every=1) as (_, writer):
+        model, teacher, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            out = model(x)
+            with torch.no_grad():
+                wanted = teacher(x)
+            F.mse_loss(out, wanted).backward()
+            optimizer.step()
+            with torch.no_grad():
+                F.l1_loss(out.detach(), wanted)
+    assert writer.column("eval_loss") == {}
 
 
 def test_losses_of_an_evaluation_that_nobody_reduced_are_told(evals):

@@ -1,8 +1,11 @@
-"""What readers take from run.json, and as what: asked once, where it is read, so that no reader need guess.
+"""What is taken from run.json, and as what: asked once, so that nobody who reads it need guess.
 
 path -> kind        `*` is every item of a list, every value of an object
 what is not there   is no fault, nor what nobody here reads: a run has what its writer knew
 null                is one, but of the kinds that end in "?"
+
+The head is asked where a run is opened. Its facts, which may be anybody's who writes runs, are asked before a page is
+made of them.
 """
 
 from __future__ import annotations
@@ -18,33 +21,40 @@ KINDS: dict[str, tuple[type, ...]] = {
     "an object": (dict,),
 }
 
-EXPECTED = {
+HEAD = {
     "a text": "status",
-    "a text?": "meta.conversion.*.recipe meta.conversion.*.reason meta.conversion.*.backend",
-    "a whole number": "rank attempt lost.* meta.steps meta.nan_steps meta.skipped_steps meta.models meta.eval_sums.* "
-    "meta.conversion.*.shape.*",
-    "a whole number?": "meta.peak_memory_bytes meta.ranks.world meta.ranks.merged_steps meta.ranks.apart_steps "
-    "meta.conversion.*.calls meta.conversion.*.block meta.conversion.*.blocks meta.stages.*",
-    "a number": "meta.conversion.*.fp8_gemms meta.flops.linear.*",
-    "a number?": "meta.seconds meta.watch.seconds meta.flops.total meta.conversion.*.flops_per_token",
-    "a list": "meta.notes meta.same_weights",
-    "a list?": "meta.conversion meta.judged meta.not_found meta.gradients_not_seen meta.eval_sums "
-    "meta.same_weights_notes meta.conversion.*.shape meta.conversion.*.shared_with meta.watch.what_if.recipes",
-    "an object": "lost meta meta.watch meta.watch.what_if meta.versions meta.conversion.* meta.same_weights.*",
-    "an object?": "process meta.flops meta.flops.linear meta.stages",
+    "a whole number": "rank attempt lost.*",
+    "an object": "lost meta",
+    "an object?": "process",
+}
+
+FACTS = {
+    "a text?": "conversion.*.recipe conversion.*.reason conversion.*.backend",
+    "a whole number": "steps nan_steps skipped_steps models eval_sums.* conversion.*.shape.*",
+    "a whole number?": "peak_memory_bytes ranks.world ranks.merged_steps ranks.apart_steps conversion.*.calls "
+    "conversion.*.block conversion.*.blocks stages.*",
+    "a number": "conversion.*.fp8_gemms flops.linear.*",
+    "a number?": "seconds watch.seconds flops.total conversion.*.flops_per_token",
+    "a list": "notes same_weights",
+    "a list?": "conversion judged not_found gradients_not_seen eval_sums same_weights_notes conversion.*.shape "
+    "conversion.*.shared_with watch.what_if.recipes",
+    "an object": "watch watch.what_if versions conversion.* same_weights.*",
+    "an object?": "flops flops.linear stages",
 }
 
 
-def fault(manifest: dict[str, Any]) -> str:
+def fault(found: dict[str, Any], expected: dict[str, str] = HEAD) -> str:
     """The first value of another kind, where it stands and what is expected; "" without any.
 
-    >>> fault({"lost": {"tensors": 0}, "meta": {"watch": {"what_if": 7}}})
-    'meta.watch.what_if is 7; expected an object'
+    >>> fault({"lost": {"tensors": "x"}})
+    "lost.tensors is 'x'; expected a whole number"
+    >>> fault({"watch": {"what_if": 7}}, FACTS)
+    'watch.what_if is 7; expected an object'
     """
-    for kind, paths in EXPECTED.items():
+    for kind, paths in expected.items():
         types = KINDS[kind.removesuffix("?")]
         for path in paths.split():
-            for where, value in _at(manifest, path.split("."), ()):
+            for where, value in _at(found, path.split("."), ()):
                 if not isinstance(value, types) and not (value is None and kind.endswith("?")):
                     return f"{where} is {_short(value)}; expected {kind.removesuffix('?')}"
     return ""

@@ -70,6 +70,8 @@ class Seams:
                 return run(*args, **kwargs)
 
         seam = functools.wraps(original)(ours if alone else asking)
+        if isinstance(owner, ModuleType) and not isinstance(original, FunctionType):
+            seam.__qualname__ = name  # a builtin's may be that of a class; by this one a pickle finds it
 
         def undo(owner: Any, name: str) -> None:
             if getattr(owner, name) is not seam:

@@ -2,7 +2,7 @@
 
 a module that was compiled       is a model, if it owns what is trained
 a function, before any model     is the call of the whole that the optimizers train
-a function that names a model    is that model's call: its code, or the object that it is a method of, has it
+a function with a model          is that model's call: it is given it, or its code names it
 any other, or inside of a call   is none
 """
 
@@ -39,20 +39,23 @@ class CompiledModels:
     ) -> None:
         self._calls, self._roots, self._steps = calls, roots, steps
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
-        self._known: dict[int, Root] = {}  # by the id of what was compiled
+        self._known: dict[tuple[int, int], Root] = {}  # by the ids of what was compiled and is given
         self._helpers: dict[int, int] = {}  # functions that name no model, and how many models there were
 
-    @heard_if(lambda self, owner, args, kwargs: self._same_compiled(owner))
+    @heard_if(lambda self, owner, args, kwargs: self._same_compiled(owner, self._given(owner, args, kwargs)))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called."""
         if self._calls.running or not self._optimizers or inside_backward():
             return None
-        root = self._known.get(id(owner))
+        given = self._given(owner, args, kwargs)
+        at = id(owner), id(given)
+        root = self._known.get(at)
         if root is None or not root.alive:  # or an address that is used again
-            root = self._take(owner)
+            root = self._take(owner, given)
             if root is None:
+                self._unknown()
                 return None
-            self._known[id(owner)] = root
+            self._known[at] = root
         self._calls.begins(root, args, kwargs)
         return root
 
@@ -60,13 +63,13 @@ class CompiledModels:
         """As of any call."""
         return self._calls.learns()
 
-    def _same_compiled(self, owner: Any) -> bool | None:
+    def _same_compiled(self, owner: Any, given: nn.Module | None) -> bool | None:
         if not self._calls.learns() or not self._optimizers:
             return None
-        root = self._known.get(id(owner))
+        root = self._known.get((id(owner), id(given)))
         if root is not None and root.alive:
             return self._same.model(root)
-        module = self._model(owner)
+        module = self._model(owner, given)
         return None if module is None else self._same.module(module)
 
     @heard
@@ -85,19 +88,32 @@ class CompiledModels:
     def _settle(self) -> None:
         self._steps.settle()
 
-    def _take(self, owner: Any) -> Root | None:
-        module = self._model(owner)
+    def _unknown(self) -> None:
+        if not torch.is_grad_enabled():
+            self._steps.evals.other_begins()
+
+    def _given(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
+        """The first model that a compiled function is given."""
+        if isinstance(owner, nn.Module):
+            return None
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
+        return next((module for module in given if module in self._roots), None)
+
+    def _take(self, owner: Any, given: nn.Module | None) -> Root | None:
+        module = self._model(owner, given)
         if module is None or (module is owner and module in self._roots):
             return None
         return self._calls.take(module)
 
-    def _model(self, owner: Any) -> nn.Module | None:
+    def _model(self, owner: Any, given: nn.Module | None) -> nn.Module | None:
         if not torch.is_grad_enabled():
             return None
         if isinstance(owner, nn.Module):
             return owner if self._optimizers.owns(owner) else None
         if not len(self._roots):
             return self._roots.whole(self._optimizers)
+        if given is not None:
+            return given
         if self._helpers.get(id(owner)) == self._roots.taken:
             return None
         found = next((module for module in _named_by(owner) if module in self._roots), None)
@@ -107,13 +123,16 @@ class CompiledModels:
 
 
 def _named_by(function: Any) -> Iterator[nn.Module]:
-    """The modules that a function has in its scope, or that lie in the object whose method it is."""
+    """The modules that a function's code names: in its scope, or as attributes of the object whose method it is."""
     try:
         scope = inspect.getclosurevars(inspect.unwrap(function))
     except (TypeError, ValueError):  # none of Python's, or of a name that has no value yet
         return
+    names = set(getattr(getattr(function, "__code__", None), "co_names", ()))
     owner = getattr(function, "__self__", None)
-    held = vars(owner).values() if hasattr(owner, "__dict__") else ()
-    for value in (*scope.nonlocals.values(), *scope.globals.values(), owner, *held):
+    held = [value for name, value in vars(owner).items() if name in names] if hasattr(owner, "__dict__") else []
+    if isinstance(owner, nn.Module) and not names.isdisjoint(owner._modules):  # calls its parts, as `forward` does
+        held.append(owner)
+    for value in (*scope.nonlocals.values(), *scope.globals.values(), *held):
         if isinstance(value, nn.Module):
             yield value

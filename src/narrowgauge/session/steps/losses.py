@@ -64,7 +64,7 @@ class EvalLosses:
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._sums = self._taken = 0
-        self._trains = False  # the model's call that was heard last had gradients
+        self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
@@ -93,7 +93,7 @@ class EvalLosses:
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
         self._called_since.clear()
-        self._trains = True
+        self._trains = self._fed = True
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
@@ -119,12 +119,18 @@ class EvalLosses:
             known = self._holds[id(module)] = ref(module), any(own) if own else None
         if known[1] is not None:
             self._called_since.add(known[1])
-            self._trains = False
+            if known[1] or not self._fed:  # or a teacher, between a batch's forward and its step
+                self._trains = False
+
+    def other_begins(self) -> None:
+        """Something compiled is called without gradients, and nobody knows what it calls: a model, perhaps."""
+        self._called_since.add(True)
+        self._trains = False
 
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
-        self._last_was_ours, self._ended = True, False
+        self._last_was_ours, self._ended, self._fed = True, False, False
 
     def training_changed(self) -> None:
         """Other parameters are trained now."""
@@ -183,7 +189,7 @@ class EvalLosses:
                 f"{self._alone} losses of models that do not train (an averaged copy, say) are eval_loss where no "
                 "others were computed without gradients."
             )
-        if self._metrics and self._taken:
+        if self._metrics:
             notes.append(
                 f"{self._metrics} losses were computed without gradients of batches that train (a metric, say); "
                 "eval_loss leaves them out."
