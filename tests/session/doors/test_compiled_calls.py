@@ -187,14 +187,24 @@ class Trainer:
     def forward(self, x):
         return self.model(x)
 
+    def through_another(self, x):
+        return self.forward(x)
+
     def distance(self, y):
         return y.square().mean()
 
 
-@pytest.mark.parametrize("what", ["module", "function", "given", "method", "helper", "method beside"])
+class Net(nn.Sequential):
+    """Has a method beside its forward, which calls it."""
+
+    def itself(self, x):
+        return self(x)
+
+
+@pytest.mark.parametrize("what", ["module", "function", "given", "method", "methods", "itself", "helper", "beside"])
 def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_calls_are_heard(tmp_path, what):
     torch._dynamo.reset()
-    model, ran = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), Ran()
+    model, ran = Net(nn.Linear(16, 8), nn.Tanh()), Ran()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def call(x):
@@ -208,7 +218,8 @@ def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_cal
 
     trainer = Trainer(model)
     compiles = {"module": model, "function": call, "given": given, "method": trainer.forward}
-    helpers = {"helper": distance, "method beside": trainer.distance}
+    compiles |= {"methods": trainer.through_another, "itself": model.itself}
+    helpers = {"helper": distance, "beside": trainer.distance}
     with ng.watch(model, out=tmp_path / "run", every=100):
         forward, loss, evaluated = model, distance, []
         for step in range(4):
@@ -226,3 +237,36 @@ def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_cal
     found = open_run(tmp_path / "run").scalars(["tokens", "eval_loss"])
     assert found["tokens"].tolist() == [4.0] * 4
     assert found["eval_loss"].tolist() == pytest.approx(evaluated)
+
+
+@pytest.mark.parametrize("what", ["helper", "given", "teacher"])
+def test_what_is_compiled_and_calls_no_model_that_trains_makes_no_evaluation(tmp_path, what):
+    torch._dynamo.reset()
+    model, other = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), nn.Linear(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def average(ours, theirs):
+        for own, averaged in zip(ours.parameters(), theirs.parameters(), strict=True):
+            averaged.lerp_(own, 0.1)
+
+    def largest(y):
+        return y.abs().max()
+
+    def taught(x):
+        return other(x)
+
+    compiled = torch.compile({"helper": largest, "given": average, "teacher": taught}[what], backend="eager")
+    x = torch.ones(4, 16)
+    with ng.watch(model, out=tmp_path / "run", every=100):
+        for _ in range(3):
+            out = model(x)
+            with torch.no_grad():
+                compiled(*{"helper": [out.detach()], "given": [model, other], "teacher": [x]}[what])
+            nn.functional.mse_loss(out, torch.zeros(4, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                nn.functional.l1_loss(out.detach(), torch.zeros(4, 8))
+    run = open_run(tmp_path / "run")
+    assert "eval_loss" not in run.scalars()
+    assert run.scalars("tokens")["tokens"].tolist() == [4.0] * 3

@@ -8,8 +8,6 @@ any other, or inside of a call   is none
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,11 +17,14 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.models.calls import Calls
+from narrowgauge.session.models.naming import named_by
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import Trained
+
+_NO_DATA = nn.Module, int, float, str, type(None)  # what no model is called with alone
 
 
 class CompiledModels:
@@ -53,7 +54,7 @@ class CompiledModels:
         if root is None or not root.alive:  # or an address that is used again
             root = self._take(owner, given)
             if root is None:
-                self._unknown()
+                self._evaluates(owner, given)
                 return None
             self._known[at] = root
         self._calls.begins(root, args, kwargs)
@@ -88,16 +89,23 @@ class CompiledModels:
     def _settle(self) -> None:
         self._steps.settle()
 
-    def _unknown(self) -> None:
-        if not torch.is_grad_enabled():
-            self._steps.evals.other_begins()
+    def _evaluates(self, owner: Any, given: nn.Module | None) -> None:
+        """What is called without gradients, and never was with them, may be an evaluation: of what it has in it."""
+        if torch.is_grad_enabled():
+            return
+        modules = [owner] if isinstance(owner, nn.Module) else named_by(owner) if given is None else [given]
+        for module in modules:
+            if not self._steps.evals.knows(module):
+                self._steps.evals.module_called(module, self._optimizers.ids)
 
     def _given(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
-        """The first model that a compiled function is given."""
+        """The first model that a compiled function is given to call, which takes something to call it with."""
         if isinstance(owner, nn.Module):
             return None
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
-        return next((module for module in given if module in self._roots), None)
+        given = [*args, *kwargs.values()]
+        if all(isinstance(x, _NO_DATA) for x in given):
+            return None
+        return next((x for x in given if isinstance(x, nn.Module) and x in self._roots), None)
 
     def _take(self, owner: Any, given: nn.Module | None) -> Root | None:
         module = self._model(owner, given)
@@ -116,23 +124,7 @@ class CompiledModels:
             return given
         if self._helpers.get(id(owner)) == self._roots.taken:
             return None
-        found = next((module for module in _named_by(owner) if module in self._roots), None)
+        found = next((module for module in named_by(owner) if module in self._roots), None)
         if found is None:  # until there is another model
             self._helpers[id(owner)] = self._roots.taken
         return found
-
-
-def _named_by(function: Any) -> Iterator[nn.Module]:
-    """The modules that a function's code names: in its scope, or as attributes of the object whose method it is."""
-    try:
-        scope = inspect.getclosurevars(inspect.unwrap(function))
-    except (TypeError, ValueError):  # none of Python's, or of a name that has no value yet
-        return
-    names = set(getattr(getattr(function, "__code__", None), "co_names", ()))
-    owner = getattr(function, "__self__", None)
-    held = [value for name, value in vars(owner).items() if name in names] if hasattr(owner, "__dict__") else []
-    if isinstance(owner, nn.Module) and not names.isdisjoint(owner._modules):  # calls its parts, as `forward` does
-        held.append(owner)
-    for value in (*scope.nonlocals.values(), *scope.globals.values(), *held):
-        if isinstance(value, nn.Module):
-            yield value

@@ -122,11 +122,6 @@ class EvalLosses:
             if known[1] or not self._fed:  # or a teacher, between a batch's forward and its step
                 self._trains = False
 
-    def other_begins(self) -> None:
-        """Something compiled is called without gradients, and nobody knows what it calls: a model, perhaps."""
-        self._called_since.add(True)
-        self._trains = False
-
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
