@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -310,7 +311,9 @@ def test_torch_is_as_it_was_found():
     model = Tied()
 
     def step():
-        assert [getattr(*name) for name in names] != before
+        ours = [getattr(*name) for name in names]
+        assert ours != before
+        assert pickle.loads(pickle.dumps(ours)) == ours
         assert torch.jit.script(scripted)(torch.ones(2, 2)).sum() == 8  # a scripted function finds torch's own
         raise KeyError("the program's")
 

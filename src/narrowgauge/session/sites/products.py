@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -211,6 +212,8 @@ class Products:
             known, ours = self._ours[number]
             if known is not found:  # the program may have put its own there since
                 ours = self._replacement(found, name, read)
+                if isinstance(owner, ModuleType):  # by which a pickle finds it: torch's own are at home elsewhere
+                    ours.__module__, ours.__qualname__ = owner.__name__, name
                 self._ours[number] = found, ours
             self._put.append((owner, name, ours, owner.__dict__.get(name)))
             setattr(owner, name, ours)
