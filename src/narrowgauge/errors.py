@@ -19,8 +19,10 @@ import inspect
 import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 
 class NarrowgaugeError(Exception):
@@ -82,7 +84,27 @@ def let_pass(error: BaseException) -> None:
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Whether it runs a signal handler: it was given a signal's number and, interrupted by that, its caller's frame."""
+    """Whether it runs a signal handler: one that is registered, or what got its arguments."""
+    return frame.f_code in _registered() or _got_a_signal(frame)
+
+
+def _registered() -> set[CodeType]:
+    """The codes of those, for one may delete or reuse its arguments; not of decorators, whose codes others share."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, partial):
+            handler = handler.func
+        if callable(handler) and not inspect.isroutine(handler):
+            handler = type(handler).__call__
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        if isinstance(code, CodeType) and not hasattr(handler, "__wrapped__"):
+            found.add(code)
+    return found
+
+
+def _got_a_signal(frame: FrameType) -> bool:
+    """Whether it was given a signal's number and, interrupted by that, its caller's frame."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
     values = [frame.f_locals.get(name) for name in names]

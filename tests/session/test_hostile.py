@@ -103,6 +103,16 @@ def stop_once(number, frame):
     raise TookTooLong
 
 
+def stop_unnamed(number, frame):
+    del number, frame
+    raise TookTooLong
+
+
+def stop_by_name(number, frame):
+    number = signal.Signals(number).name
+    raise TookTooLong(number)
+
+
 class Limit:
     def __call__(self, *_):
         stop()
@@ -131,7 +141,10 @@ class Interrupted(nn.Linear):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
-@pytest.mark.parametrize("handler", [stop, stop_once, Limit(), Limit().method, functools.partial(stop, 1)])
+@pytest.mark.parametrize(
+    "handler",
+    [stop, stop_once, stop_unnamed, stop_by_name, Limit(), Limit().method, functools.partial(stop, 1)],
+)
 def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_path, handler):
     before = signal.signal(signal.SIGALRM, handler)
     try:
