@@ -15,6 +15,9 @@ from torch import nn
 
 from narrowgauge.errors import let_pass
 from narrowgauge.observe.store import open_run
+from narrowgauge.session.doors.compiled_calls import CompiledCalls
+from narrowgauge.session.models.family import Family
+from narrowgauge.session.process import armed
 
 TRAINS = """
 import ctypes, os, resource, sys, torch
@@ -164,6 +167,19 @@ def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_pat
         assert session.facts()["steps"] == 3
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
+def test_a_time_limit_that_ends_while_the_watch_begins_is_the_program_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(armed, "_attached", [])
+    monkeypatch.setattr(armed, "Watched", lambda *_: signal.raise_signal(signal.SIGALRM))
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(TookTooLong):
+            armed._attach(tmp_path, Family(), CompiledCalls(), [])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert "this process is not watched: TookTooLong" in capsys.readouterr().err
 
 
 def test_a_handlers_decorator_is_nobody_elses_error():

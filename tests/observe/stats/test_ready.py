@@ -128,6 +128,23 @@ def test_without_process_and_thread_passes_count(cold, monkeypatch):
     assert "no process and no thread" in host.why_not()
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
+def test_a_time_limit_of_the_program_s_that_ends_meanwhile_is_its_own(cold, monkeypatch):
+    def limit(number, frame):
+        raise TimeoutError("theirs")
+
+    before = signal.signal(signal.SIGALRM, limit)
+    try:
+        with monkeypatch.context() as late:
+            late.setattr(host_ready, "call_all", lambda module: signal.raise_signal(signal.SIGALRM))
+            with pytest.raises(TimeoutError, match="theirs"):
+                host.prepare()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    cold.done = True
+    assert host.prepare()
+
+
 @forks
 def test_a_fork_holds_nothing_of_the_process_that_compiles(cold):
     host.prepare()

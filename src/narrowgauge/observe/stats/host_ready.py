@@ -26,6 +26,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from narrowgauge.errors import let_pass
 from narrowgauge.observe.stats import host_compile
 from narrowgauge.observe.stats.apart import Apart
 from narrowgauge.observe.stats.host_compile import NotCachedError, alone, cached_only, call_all
@@ -90,6 +91,7 @@ class Walk:
         except NotCachedError:
             raise
         except Exception as error:  # a compiler has many ways to fail, and training is not to feel any
+            let_pass(error)
             cause = " ".join(str(error).split())[:200] or type(error).__name__
             self._give_up(f"cannot be compiled ({cause})")
             _log.warning("narrowgauge: %s", self.why)

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import UsageError, let_pass
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.models.family import Family
@@ -72,6 +72,7 @@ def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizers
     except Exception as error:
         compiled.close()
         print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+        let_pass(error)
         return
     _attached[:] = [watched]
     for optimizer in optimizers:
