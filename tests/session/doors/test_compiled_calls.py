@@ -255,9 +255,9 @@ def test_what_is_compiled_and_calls_no_model_that_trains_makes_no_evaluation(tmp
     def taught(x):
         return other(x)
 
-    compiled = torch.compile({"helper": largest, "given": average, "teacher": taught}[what], backend="eager")
     x = torch.ones(4, 16)
     with ng.watch(model, out=tmp_path / "run", every=100):
+        compiled = torch.compile({"helper": largest, "given": average, "teacher": taught}[what], backend="eager")
         for _ in range(3):
             out = model(x)
             with torch.no_grad():
@@ -270,3 +270,19 @@ def test_what_is_compiled_and_calls_no_model_that_trains_makes_no_evaluation(tmp
     run = open_run(tmp_path / "run")
     assert "eval_loss" not in run.scalars()
     assert run.scalars("tokens")["tokens"].tolist() == [4.0] * 3
+
+
+def test_a_compiled_function_is_the_call_of_each_model_that_it_is_given(tmp_path):
+    torch._dynamo.reset()
+    large, small, fixed = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.Linear(16, 16), nn.Linear(16, 16)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (small, large)]
+    with ng.watch(out=tmp_path / "run", every=1):
+        call = torch.compile(lambda before, module, x: module(before(x)), backend="eager")
+        for _ in range(2):
+            for model, optimizer in zip((small, large), optimizers, strict=True):
+                call(fixed, model, torch.ones(4, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    run = open_run(tmp_path / "run")
+    assert run.meta["models"] == 2
+    assert {"(model)", "Sequential.0", "Sequential.1"} <= {site.partition(":")[0] for site in run.sites}

@@ -1,13 +1,15 @@
 """Calls of compiled functions as those of models: inside of one nobody is told of calls, so it is called as a whole.
 
 a module that was compiled       is a model, if it owns what is trained
+a function that is given one     is that model's call, if it is given anything to call it with
 a function, before any model     is the call of the whole that the optimizers train
-a function with a model          is that model's call: it is given it, or its code names it
+a function that names a model    is that model's call: its code does
 any other, or inside of a call   is none
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,18 +45,19 @@ class CompiledModels:
         self._known: dict[tuple[int, int], Root] = {}  # by the ids of what was compiled and is given
         self._helpers: dict[int, int] = {}  # functions that name no model, and how many models there were
 
-    @heard_if(lambda self, owner, args, kwargs: self._same_compiled(owner, self._given(owner, args, kwargs)))
+    @heard_if(lambda self, owner, *given: self._same_compiled(owner, self._first(owner, _given(owner, *given))))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called."""
         if self._calls.running or not self._optimizers or inside_backward():
             return None
-        given = self._given(owner, args, kwargs)
+        modules = _given(owner, args, kwargs)
+        given = self._first(owner, modules)
         at = id(owner), id(given)
         root = self._known.get(at)
         if root is None or not root.alive:  # or an address that is used again
             root = self._take(owner, given)
             if root is None:
-                self._evaluates(owner, given)
+                self._evaluates(owner, modules)
                 return None
             self._known[at] = root
         self._calls.begins(root, args, kwargs)
@@ -89,23 +92,25 @@ class CompiledModels:
     def _settle(self) -> None:
         self._steps.settle()
 
-    def _evaluates(self, owner: Any, given: nn.Module | None) -> None:
+    def _evaluates(self, owner: Any, given: Sequence[nn.Module]) -> None:
         """What is called without gradients, and never was with them, may be an evaluation: of what it has in it."""
         if torch.is_grad_enabled():
             return
-        modules = [owner] if isinstance(owner, nn.Module) else named_by(owner) if given is None else [given]
+        modules = [owner] if isinstance(owner, nn.Module) else given or named_by(owner)
         for module in modules:
             if not self._steps.evals.knows(module):
                 self._steps.evals.module_called(module, self._optimizers.ids)
 
-    def _given(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
-        """The first model that a compiled function is given to call, which takes something to call it with."""
-        if isinstance(owner, nn.Module):
-            return None
-        given = [*args, *kwargs.values()]
-        if all(isinstance(x, _NO_DATA) for x in given):
-            return None
-        return next((x for x in given if isinstance(x, nn.Module) and x in self._roots), None)
+    def _first(self, owner: Any, given: Sequence[nn.Module]) -> nn.Module | None:
+        """The first model that a compiled function is given."""
+        for module in given:
+            known = self._known.get((id(owner), id(module)))
+            if known is not None and known.alive:  # which asks none of those beside it
+                return module
+        return next((module for module in given if module in self._roots or self._owns(module)), None)
+
+    def _owns(self, module: nn.Module) -> bool:
+        return torch.is_grad_enabled() and self._optimizers.owns(module)
 
     def _take(self, owner: Any, given: nn.Module | None) -> Root | None:
         module = self._model(owner, given)
@@ -118,13 +123,22 @@ class CompiledModels:
             return None
         if isinstance(owner, nn.Module):
             return owner if self._optimizers.owns(owner) else None
-        if not len(self._roots):
-            return self._roots.whole(self._optimizers)
         if given is not None:
             return given
+        if not len(self._roots):
+            return self._roots.whole(self._optimizers)
         if self._helpers.get(id(owner)) == self._roots.taken:
             return None
         found = next((module for module in named_by(owner) if module in self._roots), None)
         if found is None:  # until there is another model
             self._helpers[id(owner)] = self._roots.taken
         return found
+
+
+def _given(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[nn.Module]:
+    """The modules that a compiled function is given to call, with something to call them with."""
+    if isinstance(owner, nn.Module):
+        return ()
+    given = [*args, *kwargs.values()]
+    modules = [x for x in given if isinstance(x, nn.Module)]
+    return modules if modules and not all(isinstance(x, _NO_DATA) for x in given) else ()
