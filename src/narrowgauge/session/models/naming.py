@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -95,6 +96,7 @@ def _closure(function: FunctionType) -> Iterator[Any]:
             continue
 
 
+@lru_cache(1024)  # what is called without gradients is asked for at each call
 def _uses(code: CodeType, own: str) -> bool:
     """Whether it does anything with `own` but read and write its attributes."""
     load = "LOAD_DEREF" if own in (*code.co_cellvars, *code.co_freevars) else "LOAD_FAST"
