@@ -286,3 +286,19 @@ def test_a_compiled_function_is_the_call_of_each_model_that_it_is_given(tmp_path
     run = open_run(tmp_path / "run")
     assert run.meta["models"] == 2
     assert {"(model)", "Sequential.0", "Sequential.1"} <= {site.partition(":")[0] for site in run.sites}
+
+
+def test_a_wrapper_that_trained_before_a_compiled_function_called_it_is_one_model(tmp_path):
+    torch._dynamo.reset()
+    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(16, 8), nn.Tanh()))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with ng.watch(out=tmp_path / "run", every=2):
+        call = torch.compile(lambda x: wrapped(x), backend="eager")
+        for forward in (wrapped, call, wrapped, call):
+            forward(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = open_run(tmp_path / "run")
+    assert run.meta["models"] == 1
+    assert run.scalars("tokens")["tokens"].tolist() == [4.0] * 4
+    assert {site.partition(":")[0] for site in run.sites} == {"0"}

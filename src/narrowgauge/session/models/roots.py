@@ -126,7 +126,11 @@ class Roots:
 
         Raises RecipeError, or ConversionError when the plan's conversion is not possible and no other model is left.
         """
+        before = self._roots.get(id(module))
         root = self._root(module)
+        if before is not None and before.alive and before.module is module:  # a wrapper, say, which is no model's part
+            root.belongs_to(before.model)
+            return root
         for known in list(self._models):
             whole = known.module()
             if id(module) in known.parts and whole is not None and any(part is module for part in whole.modules()):
