@@ -95,7 +95,8 @@ def test_functions():
         return missing(x)
 
     assert set(named_by(through_another)) == {layer}
+    assert set(named_by(functools.partial(through_another))) == {layer}
     assert set(named_by(through_a_global)) == {LAYER}
-    for none in (not_yet, torch.relu, functools.partial(through_another), None, Net):
+    for none in (not_yet, torch.relu, functools.partial(torch.relu), None, Net):
         assert list(named_by(none)) == []
     missing = None

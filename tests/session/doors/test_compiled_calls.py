@@ -1,5 +1,6 @@
 """What is compiled is told of; in recorded steps a program's graphs run uncompiled, and those of libraries as ever."""
 
+import functools
 import sys
 from types import ModuleType
 from weakref import WeakSet
@@ -201,7 +202,9 @@ class Net(nn.Sequential):
         return self(x)
 
 
-@pytest.mark.parametrize("what", ["module", "function", "given", "method", "methods", "itself", "helper", "beside"])
+@pytest.mark.parametrize(
+    "what", ["module", "function", "given", "partial", "method", "methods", "itself", "helper", "beside"]
+)
 def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_calls_are_heard(tmp_path, what):
     torch._dynamo.reset()
     model, ran = Net(nn.Linear(16, 8), nn.Tanh()), Ran()
@@ -218,7 +221,7 @@ def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_cal
 
     trainer = Trainer(model)
     compiles = {"module": model, "function": call, "given": given, "method": trainer.forward}
-    compiles |= {"methods": trainer.through_another, "itself": model.itself}
+    compiles |= {"partial": functools.partial(given, model), "methods": trainer.through_another, "itself": model.itself}
     helpers = {"helper": distance, "beside": trainer.distance}
     with ng.watch(model, out=tmp_path / "run", every=100):
         forward, loss, evaluated = model, distance, []

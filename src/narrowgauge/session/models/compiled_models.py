@@ -10,6 +10,7 @@ any other, or inside of a call   is none
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,8 @@ def _given(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequenc
     """The modules that a compiled function is given to call, with something to call them with."""
     if isinstance(owner, nn.Module):
         return ()
+    while isinstance(owner, partial):
+        owner, args, kwargs = owner.func, (*owner.args, *args), owner.keywords | kwargs
     given = [*args, *kwargs.values()]
     modules = [x for x in given if isinstance(x, nn.Module)]
     return modules if modules and not all(isinstance(x, _NO_DATA) for x in given) else ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -24,6 +24,8 @@ MOST_READ = 64  # codes: enough for any program, and no walk through a library
 
 def named_by(function: Any) -> Iterator[nn.Module]:
     """Each of them, some more than once; none of what is not written in Python."""
+    while isinstance(function, partial):
+        function = function.func
     owner = getattr(function, "__self__", None)
     inner = _plain(function)
     if inner is None:
