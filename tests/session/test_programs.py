@@ -129,6 +129,33 @@ def test_parts_of_a_partly_frozen_model_have_its_names(tmp_path, around):
     assert not session.hearing.notes
 
 
+class OfFabric(nn.Module):
+    """What Lightning's Fabric makes of a model: both, the wrapper of its strategy first."""
+
+    def __init__(self, model, wrap):
+        super().__init__()
+        self._forward_module = wrap(model)
+        self._original_module = model
+
+    def forward(self, x):
+        return self._forward_module(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_layers_below_fabric_have_the_names_that_their_author_gave(tmp_path, wrap):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = OfFabric(nn.Sequential(linear(), nn.Tanh(), linear()), wrap)
+        optimizer = sgd(model)
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for _, sites, _ in writer.tensors:
+        assert {site.partition(":")[0] for site in sites} == {"0", "2"}
+    assert len(writer.tensors) == 2
+    assert not session.hearing.notes
+
+
 def test_parts_of_two_models_have_names_of_their_own(tmp_path):
     with followed(tmp_path, every=1, judge="current") as (_, writer):
         models = [Parts(), Parts(), nn.Sequential(linear())]

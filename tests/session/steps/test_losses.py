@@ -76,6 +76,26 @@ def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
     assert float(evals.take()[0]) == 9.0
 
 
+@pytest.mark.parametrize("around", [lambda output: output, list])
+def test_a_number_beside_other_things_is_not_the_loss_that_is_made_of_them(evals, around):
+    with torch.no_grad():
+        for router in 1.0, 2.0:
+            evals.model_begins()
+            evals.model_ended(around((torch.tensor([router + 2]), torch.tensor(router))))
+            F.mse_loss(torch.tensor([router + 2]), torch.tensor([0.0]))
+    assert float(evals.take()[0]) == (9 + 16) / 2
+
+
+def test_it_is_where_nothing_is_made_of_them_or_another_models_output_is_compared(evals):
+    teacher = nn.Linear(2, 2)
+    with torch.no_grad():
+        evals.model_begins()
+        evals.model_ended((torch.ones(2), torch.tensor(2.0)))
+        evals.module_called(teacher, lambda: [])
+        F.mse_loss(torch.ones(2), teacher(torch.ones(2)))
+    assert float(evals.take()[0]) == 2.0
+
+
 def test_a_loss_in_a_graph_is_no_break_of_it():
     def evaluate(x):
         return F.mse_loss(x * 2, torch.ones(3)) + F.cross_entropy(x[None], torch.tensor([1]))
@@ -479,3 +499,102 @@ def test_a_sum_that_a_model_divides_before_it_returns_it_is_none(evals):
         evals.model_ended({"loss": F.mse_loss(torch.ones(4, 1), torch.zeros(4, 1), reduction="sum") / 4})
     assert float(evals.take()[0]) == 1.0
     assert (evals.notes, evals.facts()) == ([], {})
+
+
+class Returning(nn.Module):
+    """Returns its cross entropy, as models of language do, and what it is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, x.argmax(1)), "logits": logits}
+
+
+PART = (
+    "3 of 3 losses of evaluations are what the model's call returned, which is only a part of what backward was called"
+)
+NOTHING = "3 of 3 losses of evaluations are what the model's call returned, which backward was not called on"
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda out: out["loss"], None),
+        (lambda out: (out["loss"] / 4).float() * torch.tensor(2.0), None),
+        (lambda out: out["loss"] + 0.1 * out["logits"].square().mean(), PART),
+        (lambda out: -F.logsigmoid(out["logits"].log_softmax(-1).diff(dim=1)).mean(), NOTHING),
+        (lambda out: [out["loss"], out["logits"].square().mean()], PART),
+    ],
+)
+def test_what_a_model_returns_and_the_program_does_not_train_by_is_told(tmp_path, loss, told):
+    with followed(tmp_path) as (session, _):
+        model = Returning()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            torch.autograd.backward(loss(model(torch.randn(8, 16))))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(8, 16))
+    notes = session.steps.evals.notes
+    assert len(notes) == (told is not None)
+    assert told is None or notes[0].startswith(told)
+    assert not session.hearing.notes
+
+
+class Tower(nn.Module):
+    """Returns features and a temperature, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.layer(x), self.scale.exp()
+
+
+def test_a_temperature_is_no_evaluation(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = Tower()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            features, scale = model(torch.randn(8, 16))
+            F.cross_entropy(features * scale, torch.arange(8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(8, 16))
+    assert not any("eval_loss" in row for row in writer.scalars.values())
+    (note,) = session.steps.evals.notes
+    assert note.startswith("3 numbers that a model's call without gradients returned beside other things")
+
+
+def test_a_program_that_comes_to_train_by_what_is_returned_is_heard_late(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = Returning()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(60):
+            out = model(torch.randn(8, 16))
+            (out["loss"] if step > 25 else out["logits"].square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.randn(8, 16))
+    assert not session.steps.evals.notes + session.hearing.notes
+
+
+def test_nothing_is_told_of_losses_of_several_calls_nor_of_an_edge_of_a_graph(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = Returning()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for several in True, False:
+            losses = [model(torch.randn(8, 16))["loss"] for _ in range(2 if several else 1)]
+            torch.autograd.backward(sum(losses) / 2 if several else torch.autograd.graph.get_gradient_edge(losses[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(8, 16))
+    assert not session.steps.evals.notes + session.hearing.notes

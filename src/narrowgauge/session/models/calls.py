@@ -225,6 +225,7 @@ class Calls:
             self._steps.evals.model_ended(output)
             self._steps.ledger.interrupted(time.perf_counter() - self._eval_began)
             return
+        self._steps.evals.training_ended(output)
         root.exit_autocast()
         if self._probe is not None:
             self._probe.module_call_end(root.module, output)

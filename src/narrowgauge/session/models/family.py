@@ -74,7 +74,7 @@ class Family:
         seen, names, module = {id(model)}, list[str](), model
         while (parent := self.parent(module)) is not None and id(parent) not in seen:
             seen.add(id(parent))
-            if not is_wrapper(parent):
+            if held_by(parent) is None:
                 names.insert(0, next(name for name, child in parent.named_children() if child is module))
             module = parent
         own = {id(p) for p in model.parameters()}
@@ -82,9 +82,15 @@ class Family:
         return (module, ".".join(names)) if more else (model, "")
 
 
-def is_wrapper(module: nn.Module) -> bool:
-    """Whether it holds one module, called `module`, and no parameter of its own: DDP, an engine of DeepSpeed."""
-    return list(module._modules) == ["module"] and not module._parameters and module._modules["module"] is not None
+def held_by(module: nn.Module) -> nn.Module | None:
+    """What a wrapper holds, having no parameter of its own: DDP and engines of DeepSpeed one module; Fabric two.
+
+    Fabric's second is the model as it was given, its first that in a wrapper of the strategy's.
+    """
+    names = list(module._modules)
+    if module._parameters or names not in (["module"], ["_forward_module", "_original_module"]):
+        return None
+    return module._modules[names[-1]]
 
 
 def _trains(parent: nn.Module, trained: Set[int]) -> bool:

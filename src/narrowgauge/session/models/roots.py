@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from narrowgauge.compute.nn.conversion.rule_checks import some
 from narrowgauge.session.models.conversions import Conversions
 from narrowgauge.session.models.everywhere import held_by_all, part_of
-from narrowgauge.session.models.family import Family, is_wrapper
+from narrowgauge.session.models.family import Family, held_by
 from narrowgauge.session.models.model import Model
 from narrowgauge.session.models.perturb import perturb
 from narrowgauge.session.models.root import AUTOCAST, Root
@@ -298,8 +298,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """
     while True:
         compiled = module._modules.get("_orig_mod")  # torch.compile's; what it compiled may have no truth, nor a length
-        wrapper = module if compiled is None else compiled
-        wrapped = wrapper._modules["module"] if is_wrapper(wrapper) else None
+        wrapped = held_by(module if compiled is None else compiled)
         if wrapped is None:
             return module
         module = wrapped

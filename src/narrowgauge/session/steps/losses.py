@@ -8,6 +8,10 @@ A loss is of the models that were called since the loss before. One of other mod
 weights, say) counts only where the evaluation has no others. One of a batch that trains (a metric beside the loss) is
 none of an evaluation.
 
+A call that returns one number beside other things (`logits, loss`) may mean a part of the loss by it, or a temperature:
+if torch's loss function is called on what came of it, that is the loss; and where none was called inside, nor the
+program trains by that number alone, there is none.
+
 What a program makes of a loss afterwards nobody knows. One that torch was asked to sum over the batch is told as a sum.
 """
 
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.steps.returned import ReturnedLosses
 from narrowgauge.session.tensors.sharded import here
 
 MOST_KNOWN = 1 << 14  # modules
@@ -46,6 +51,7 @@ class _Loss(NamedTuple):
     value: Tensor
     ours: bool
     summed: bool  # over its batch
+    returned: bool  # by a model's call
 
 
 class EvalLosses:
@@ -63,7 +69,9 @@ class EvalLosses:
         self._passes = self._most_passes = 1  # over data, in one evaluation
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
-        self._sums = self._taken = 0
+        self._beside = False  # the last loss is a number that the last call returned beside other things
+        self._sums = self._taken = self._returned = self._numbers = 0
+        self.trains_by = ReturnedLosses()
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
 
@@ -76,11 +84,14 @@ class EvalLosses:
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
         elif loss.numel() == 1:
+            if self._beside and self._losses and False not in self._called_since:
+                self._losses.pop()
             self._add(loss, summed)
         else:
             self._unreduced += 1
 
-    def _add(self, loss: Tensor, summed: bool = False) -> None:
+    def _add(self, loss: Tensor, summed: bool = False, *, returned: bool = False) -> None:
+        self._beside = False
         if self._called_since:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
@@ -88,7 +99,7 @@ class EvalLosses:
             self._passes += self._ended
             self._ended = False
         value = here(loss).detach().reshape(()).clone().float()
-        self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed))
+        self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, returned))
 
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
@@ -97,7 +108,7 @@ class EvalLosses:
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
-        self._mark = len(self._losses)
+        self._mark, self._beside = len(self._losses), False
         self._called_since.add(True)
         self._trains = False
 
@@ -125,7 +136,7 @@ class EvalLosses:
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
-        self._last_was_ours, self._ended, self._fed = True, False, False
+        self._last_was_ours, self._ended, self._fed, self._beside = True, False, False, False
 
     def training_changed(self) -> None:
         """Other parameters are trained now."""
@@ -140,10 +151,24 @@ class EvalLosses:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None and not loss.is_meta:
+            beside = isinstance(output, tuple | list)
+            if beside and self._mark == len(self._losses) and self.trains_by.otherwise:
+                self._numbers += 1
+                self._mark = None
+                return
             del self._losses[self._mark :]
             self._called_since.add(True)
-            self._add(loss)
+            self._add(loss, returned=True)
+            self._beside = beside
         self._mark = None
+
+    def training_ended(self, output: Any) -> None:
+        """A model's call with gradients ended with `output`."""
+        if not self.trains_by.asks:
+            return
+        if not isinstance(output, Tensor | dict | tuple | list):
+            output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
+        self.trains_by.returned(scalar_loss(output))
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
@@ -162,6 +187,7 @@ class EvalLosses:
             losses = kinds.get(True) or kinds[False]
             self._taken += len(losses)
             self._sums += sum(loss.summed for loss in losses)
+            self._returned += sum(loss.returned for loss in losses)
             device = losses[-1].value.device
             means[steps] = torch.stack([loss.value.to(device) for loss in losses]).mean()
         return means
@@ -173,7 +199,7 @@ class EvalLosses:
     @property
     def notes(self) -> list[str]:
         """What an evaluation's mean has, or lacks, that nobody would think of."""
-        notes = []
+        notes = self.trains_by.note(self._returned, self._taken)
         if self._aside:
             notes.append(
                 f"{self._aside} losses were computed without gradients of models that do not train (an averaged copy, "
@@ -183,6 +209,11 @@ class EvalLosses:
             notes.append(
                 f"{self._alone} losses of models that do not train (an averaged copy, say) are eval_loss where no "
                 "others were computed without gradients."
+            )
+        if self._numbers:
+            notes.append(
+                f"{self._numbers} numbers that a model's call without gradients returned beside other things are none "
+                "that backward was called on; eval_loss leaves them out."
             )
         if self._metrics:
             notes.append(

@@ -94,6 +94,7 @@ class Updates:
         self.hearing.waits = True
         if not self._closure_again:
             self.losses.add(loss, staged=self.staged > 0)
+            self._steps.evals.trains_by.backward(loss)
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
 
