@@ -1,6 +1,7 @@
 """Which modules a function's code names."""
 
 import functools
+from types import MethodType
 
 import pytest
 import torch
@@ -100,3 +101,98 @@ def test_functions():
     for none in (not_yet, torch.relu, functools.partial(torch.relu), None, Net):
         assert list(named_by(none)) == []
     missing = None
+
+
+class Slots:
+    """Holds a model, and has no dictionary."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+
+    return call
+
+
+def of_what_holds_it(model):
+    trainer, slots, named, listed = Trainer(model), Slots(model), {"it": model}, [model]
+    forward, method, part = model.forward, trainer.calls, functools.partial(lambda net, x: net(x), model)
+    return {
+        "attribute": lambda x: trainer._model(x),
+        "method": lambda x: trainer.calls(x),
+        "decorated": decorated(trainer.calls),
+        "slots": lambda x: slots.model(x),
+        "called": slots,
+        "dict": lambda x: named["it"](x),
+        "list": lambda x: listed[0](x),
+        "forward": lambda x: forward(x),
+        "bound": lambda x: method(x),
+        "partial": lambda x: part(x),
+        "default": lambda x, net=model: net(x),
+        "keyword": lambda x, *, net=model: net(x),
+    }
+
+
+@pytest.mark.parametrize("name", of_what_holds_it(nn.Linear(2, 2)))
+def test_what_an_object_in_its_scope_holds(name):
+    layer = nn.Linear(2, 2)
+    assert set(named_by(of_what_holds_it(layer)[name])) == {layer}
+
+
+def test_a_model_that_it_does_not_call():
+    layer = nn.Linear(2, 2)
+    trainer, named = Trainer(layer), {"it": layer}
+    for function in (
+        lambda y: y * trainer.scale,
+        lambda y: y + sum(p.sum() for p in layer.parameters()),
+        lambda y: y + sum(p.sum() for p in trainer.model.parameters()),
+        lambda y: y + sum(p.sum() for p in named["it"].parameters()),
+        lambda y: y if layer.training else -y,
+    ):
+        assert list(named_by(function)) == []
+    assert set(named_by(lambda x: layer(x) if layer.training else x)) == {layer}
+
+
+def test_nothing_of_the_programs_is_run():
+    ran = []
+
+    class Curious:
+        __slots__ = ("model",)
+
+        @property
+        def __class__(self):
+            ran.append("__class__")
+            raise RuntimeError
+
+        @property
+        def made(self):
+            ran.append("made")
+
+        def __getattr__(self, name):
+            ran.append(name)
+            raise KeyError(name)
+
+        def calls(self, x):
+            return self.model(self.made, x)
+
+    class Asked(Curious):
+        def __getattribute__(self, name):
+            ran.append(name)
+            raise KeyError(name)
+
+    layer, curious = nn.Linear(2, 2), Curious()
+    curious.model = layer
+    for function in (curious.calls, lambda x: curious.calls(x), decorated(curious.calls), curious):
+        assert set(named_by(function)) <= {layer}
+    assert set(named_by(curious.calls)) == {layer}
+    assert list(named_by(MethodType(vars(Curious)["calls"], Asked()))) == []
+    assert ran == []

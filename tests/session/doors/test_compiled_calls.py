@@ -1,6 +1,7 @@
 """What is compiled is told of; in recorded steps a program's graphs run uncompiled, and those of libraries as ever."""
 
 import functools
+import gc
 import sys
 from types import ModuleType
 from weakref import WeakSet
@@ -194,6 +195,9 @@ class Trainer:
     def distance(self, y):
         return y.square().mean()
 
+    def lambda_(self):
+        return lambda x: self.model(x)
+
 
 class Net(nn.Sequential):
     """Has a method beside its forward, which calls it."""
@@ -203,7 +207,7 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    "what", ["module", "function", "given", "partial", "method", "methods", "itself", "helper", "beside"]
+    "what", ["module", "function", "given", "partial", "held", "method", "methods", "itself", "helper", "beside"]
 )
 def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_calls_are_heard(tmp_path, what):
     torch._dynamo.reset()
@@ -221,6 +225,7 @@ def test_a_model_that_trained_before_it_was_compiled_breaks_no_graph_and_its_cal
 
     trainer = Trainer(model)
     compiles = {"module": model, "function": call, "given": given, "method": trainer.forward}
+    compiles |= {"held": trainer.lambda_()}
     compiles |= {"partial": functools.partial(given, model), "methods": trainer.through_another, "itself": model.itself}
     helpers = {"helper": distance, "beside": trainer.distance}
     with ng.watch(model, out=tmp_path / "run", every=100):
@@ -305,3 +310,56 @@ def test_a_wrapper_that_trained_before_a_compiled_function_called_it_is_one_mode
     assert run.meta["models"] == 1
     assert run.scalars("tokens")["tokens"].tolist() == [4.0] * 4
     assert {site.partition(":")[0] for site in run.sites} == {"0"}
+
+
+def test_a_state_that_a_compiled_function_is_given_evaluates_the_model_in_it(tmp_path):
+    torch._dynamo.reset()
+    model, evaluated = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), []
+    state, optimizer = Trainer(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=100):
+        evaluate = torch.compile(lambda held, x: held.model(x).square().mean(), backend="eager")
+        for _ in range(3):
+            model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                y = evaluate(state, torch.ones(4, 16))
+                evaluated.append(nn.functional.mse_loss(y, torch.zeros(())).item())
+    assert open_run(tmp_path / "run").scalars("eval_loss")["eval_loss"].tolist() == pytest.approx(evaluated)
+
+
+def test_a_compiled_loss_with_a_penalty_of_the_weights_is_no_second_call_of_their_model(tmp_path):
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)), torch.ones(4, 8, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def penalized(y, target):
+        return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten()) + sum(
+            p.square().sum() for p in model.parameters()
+        )
+
+    with ng.watch(model, out=tmp_path / "run", every=100):
+        loss = torch.compile(penalized, backend="eager")
+        for _ in range(3):
+            loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert open_run(tmp_path / "run").scalars("tokens")["tokens"].tolist() == [32.0] * 3
+
+
+def test_a_function_at_the_address_of_one_that_is_gone_is_another(tmp_path):
+    model, x = nn.Linear(8, 4), torch.ones(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compiled(function):
+        torch._dynamo.reset()
+        gc.collect()
+        return torch.compile(function, backend="eager")
+
+    with ng.watch(model, out=tmp_path / "run", every=100):
+        for _ in range(6):
+            compiled(lambda y: y.square().mean())(model(x)).backward()
+            optimizer.step()
+            compiled(lambda x: model(x))(x).square().mean().backward()
+            optimizer.step()
+    assert open_run(tmp_path / "run").scalars("tokens")["tokens"].tolist() == [4.0] * 12

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -20,14 +21,14 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.models.calls import Calls
-from narrowgauge.session.models.naming import named_by
+from narrowgauge.session.models.naming import modules_in, named_by
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import Trained
 
-_NO_DATA = nn.Module, int, float, str, type(None)  # what no model is called with alone
+_NO_DATA = int, float, str, type(None)  # what no model is called with alone
 
 
 class CompiledModels:
@@ -45,12 +46,14 @@ class CompiledModels:
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
         self._known: dict[tuple[int, int], Root] = {}  # by the ids of what was compiled and is given
         self._helpers: dict[int, int] = {}  # functions that name no model, and how many models there were
+        self._owners: dict[int, ref[Any] | None] = {}  # of both, by their ids; None where it cannot be told
 
     @heard_if(lambda self, owner, *given: self._same_compiled(owner, self._first(owner, _given(owner, *given))))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called."""
         if self._calls.running or not self._optimizers or inside_backward():
             return None
+        self._meets(owner)
         modules = _given(owner, args, kwargs)
         given = self._first(owner, modules)
         at = id(owner), id(given)
@@ -102,6 +105,19 @@ class CompiledModels:
             if not self._steps.evals.knows(module):
                 self._steps.evals.module_called(module, self._optimizers.ids)
 
+    def _meets(self, owner: Any) -> None:
+        """Forget what is known of another function, at whose address this one is."""
+        at = id(owner)
+        known = self._owners.get(at)
+        if at in self._owners and (known is None or known() is owner):
+            return
+        try:
+            self._owners[at] = ref(owner)
+        except TypeError:  # an object with slots
+            self._owners[at] = None
+        self._helpers.pop(at, None)
+        self._known = {of: root for of, root in self._known.items() if of[0] != at}
+
     def _first(self, owner: Any, given: Sequence[nn.Module]) -> nn.Module | None:
         """The first model that a compiled function is given."""
         for module in given:
@@ -142,6 +158,8 @@ def _given(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequenc
         return ()
     while isinstance(owner, partial):
         owner, args, kwargs = owner.func, (*owner.args, *args), owner.keywords | kwargs
-    given = [*args, *kwargs.values()]
-    modules = [x for x in given if isinstance(x, nn.Module)]
-    return modules if modules and not all(isinstance(x, _NO_DATA) for x in given) else ()
+    calls = not torch.is_grad_enabled()  # else what an object holds may be no more than asked for its weights
+    given = [(x, modules_in(x) if calls or isinstance(x, nn.Module) else ()) for x in (*args, *kwargs.values())]
+    modules = [module for _, found in given for module in found]
+    data = any(not found and not isinstance(x, _NO_DATA) for x, found in given)
+    return modules if data else ()
