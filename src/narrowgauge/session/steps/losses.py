@@ -142,6 +142,7 @@ class EvalLosses:
         """Other parameters are trained now."""
         self._holds.clear()
         self._trained = frozenset()
+        self.trains_by.training_changed()
 
     def data_ended(self) -> None:
         """A pass over data came to its end."""
