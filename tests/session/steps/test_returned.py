@@ -108,6 +108,28 @@ def test_a_compiled_models_outputs_are_told_apart(tmp_path):
     assert note.startswith("3 numbers that a model's call without gradients returned beside other things")
 
 
+@pytest.mark.parametrize("around", [tuple, lambda output: {"loss": output[1], "features": output[0]}])
+def test_a_metric_of_what_is_returned_beside_the_loss_is_none(tmp_path, around):
+    class Model(ByHand):
+        def forward(self, x):
+            return around(super().forward(x))
+
+    def loss(model):
+        found = model(X)
+        return found["loss"] if isinstance(found, dict) else found[1]
+
+    def evaluate(model):
+        found = loss(model)
+        F.l1_loss(X, torch.zeros_like(X))
+        return found
+
+    with followed(tmp_path) as (session, writer):
+        expected = trained(Model(), loss, evaluate=evaluate)
+    assert list(writer.column("eval_loss").values()) == expected
+    (note,) = session.steps.evals.notes
+    assert note.startswith("3 losses were computed without gradients when a model's call had returned the one")
+
+
 def test_a_model_that_is_trained_after_another_is_asked_of_its_own(tmp_path):
     with followed(tmp_path) as (session, writer):
         trained(Scaled(), lambda model: F.cross_entropy(model(X)[0], torch.arange(8)), steps=18)
