@@ -156,6 +156,18 @@ def test_layers_below_fabric_have_the_names_that_their_author_gave(tmp_path, wra
     assert not session.hearing.notes
 
 
+def test_two_layers_that_happen_to_be_called_as_fabrics_are_both_recorded(tmp_path):
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = OfFabric(linear(), lambda model: linear())
+        model.forward = lambda x: model._original_module(model._forward_module(x))
+        optimizer = sgd(model)
+        loss_of(model).backward()
+        optimizer.step()
+    ((_, sites, _),) = writer.tensors
+    assert {site.partition(":")[0] for site in sites} == {"_forward_module", "_original_module"}
+    assert not session.hearing.notes
+
+
 def test_parts_of_two_models_have_names_of_their_own(tmp_path):
     with followed(tmp_path, every=1, judge="current") as (_, writer):
         models = [Parts(), Parts(), nn.Sequential(linear())]

@@ -90,7 +90,8 @@ def held_by(module: nn.Module) -> nn.Module | None:
     names = list(module._modules)
     if module._parameters or names not in (["module"], ["_forward_module", "_original_module"]):
         return None
-    return module._modules[names[-1]]
+    first, held = module._modules[names[0]], module._modules[names[-1]]
+    return held if first is held or (first is not None and any(m is held for m in first.modules())) else None
 
 
 def _trains(parent: nn.Module, trained: Set[int]) -> bool:

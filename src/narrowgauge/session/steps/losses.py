@@ -10,7 +10,7 @@ none of an evaluation.
 
 A call that returns one number beside other things (`logits, loss`) may mean a part of the loss by it, or a temperature:
 if torch's loss function is called on what came of it, that is the loss; and where none was called inside, nor the
-program trains by that number alone, there is none.
+program trains by that number alone, there is none. Once it is known to, what torch's then returns is a metric.
 
 What a program makes of a loss afterwards nobody knows. One that torch was asked to sum over the batch is told as a sum.
 """
@@ -69,8 +69,8 @@ class EvalLosses:
         self._passes = self._most_passes = 1  # over data, in one evaluation
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
-        self._beside = False  # the last loss is a number that the last call returned beside other things
-        self._sums = self._taken = self._returned = self._numbers = 0
+        self._told = self._beside = False  # the last loss is what the last call returned; beside other things
+        self._sums = self._taken = self._returned = self._numbers = self._further = 0
         self.trains_by = ReturnedLosses()
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
@@ -84,14 +84,17 @@ class EvalLosses:
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
         elif loss.numel() == 1:
-            if self._beside and self._losses and False not in self._called_since:
+            if self._told and self.trains_by.whole and not self._called_since:
+                self._further += 1
+                return
+            if self._beside and self._losses and not self.trains_by.whole and False not in self._called_since:
                 self._losses.pop()
             self._add(loss, summed)
         else:
             self._unreduced += 1
 
     def _add(self, loss: Tensor, summed: bool = False, *, returned: bool = False) -> None:
-        self._beside = False
+        self._told = self._beside = False
         if self._called_since:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
@@ -108,7 +111,7 @@ class EvalLosses:
 
     def model_begins(self) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
-        self._mark, self._beside = len(self._losses), False
+        self._mark, self._told, self._beside = len(self._losses), False, False
         self._called_since.add(True)
         self._trains = False
 
@@ -136,12 +139,14 @@ class EvalLosses:
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
-        self._last_was_ours, self._ended, self._fed, self._beside = True, False, False, False
+        self._last_was_ours, self._ended, self._fed = True, False, False
+        self._told = self._beside = False
 
     def training_changed(self) -> None:
         """Other parameters are trained now."""
         self._holds.clear()
         self._trained = frozenset()
+        self.trains_by.training_changed()
 
     def data_ended(self) -> None:
         """A pass over data came to its end."""
@@ -159,7 +164,7 @@ class EvalLosses:
             del self._losses[self._mark :]
             self._called_since.add(True)
             self._add(loss, returned=True)
-            self._beside = beside
+            self._told, self._beside = True, beside
         self._mark = None
 
     def training_ended(self, output: Any) -> None:
@@ -214,6 +219,11 @@ class EvalLosses:
             notes.append(
                 f"{self._numbers} numbers that a model's call without gradients returned beside other things are none "
                 "that backward was called on; eval_loss leaves them out."
+            )
+        if self._further:
+            notes.append(
+                f"{self._further} losses were computed without gradients when a model's call had returned the one that "
+                "the program trains by (a metric, say); eval_loss leaves them out."
             )
         if self._metrics:
             notes.append(

@@ -1,71 +1,98 @@
 """Whether a program trains by the loss that its model's call returns, so that an evaluation's is of the same kind.
 
-    whole      backward is called on it, or on what was made of it and numbers alone (loss / 4, scaler.scale(loss))
+    whole      backward is called on it, or on what was made of it and of nothing else that the call computed
+               (loss / 4, scaler.scale(loss), loss + a penalty of the weights)
     in part    on something that it is a part of (a loss and a router's; or it was the router's)
     not        on something else (preference optimization, whose model returns the cross entropy of its labels)
 
-Nodes of a graph have numbers that grow as a thread makes them: what lies between two has one between theirs. Where
-several calls come before a backward, nothing is said: it may be of the sum of their losses.
+Nodes of a graph have numbers that grow as a thread makes them: what lies between two has one between theirs, and what
+the call computed has one below the next that is free when it returns. A parameter's is the largest that there is.
+A compiled model's outputs have one node, and each its number there.
+
+Where several calls come before a backward, nothing is said: it may be of the sum of their losses. Nor where another
+thread calls it.
 """
 
 from __future__ import annotations
 
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 
 MOST_NODES = 512  # that are gone through in one backward pass
 OFTEN = 16  # backward passes: these are all looked at, and then one in as many
+
+
+class _Made(NamedTuple):
+    """Where a call's loss was made."""
+
+    node: tuple[int, str]
+    output: int
+    until: int  # numbers of what the call made are below
+    thread: int
 
 
 class ReturnedLosses:
     """Asked in some of a program's backward passes, until one is of the whole."""
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[int, str, int] | None] = []  # that made what calls since the last backward returned
+        self._made: list[_Made | None] = []  # what calls since the last backward returned
         self._passes = self._outside = self._parts = 0
-        self._whole = False
+        self.whole = False
 
     @property
     def asks(self) -> bool:
         """Whether it is still to be told of what is returned."""
-        return not self._whole and (self._passes < OFTEN or self._passes % OFTEN == 0)
+        return not self.whole and (self._passes < OFTEN or self._passes % OFTEN == 0)
 
     @property
     def otherwise(self) -> bool:
         """Whether what was looked at so far is never the whole."""
-        return not self._whole and self._parts + self._outside > 0
+        return not self.whole and self._parts + self._outside > 0
+
+    def training_changed(self) -> None:
+        """Other parameters are trained now, perhaps by another loss."""
+        self._passes = 0
 
     def returned(self, loss: Tensor | None) -> None:
         """A model's call with gradients returned this loss, or none."""
-        if len(self._nodes) < 2:
-            self._nodes.append(None if loss is None or loss.grad_fn is None else _name(loss.grad_fn))
+        if len(self._made) < 2:
+            node = None if loss is None else loss.grad_fn
+            if loss is None or node is None:
+                self._made.append(None)
+                return
+            self._made.append(_Made(_name(node), loss.output_nr, _get_sequence_nr(), get_ident()))
 
     def backward(self, losses: Any) -> None:
         """Backward is called on this, or these."""
         self._passes += 1
-        if not self._nodes:
+        if not self._made:
             return
-        wanted, *others = self._nodes
-        self._nodes = []
+        wanted, *others = self._made
+        self._made = []
         given = losses if isinstance(losses, tuple | list) else (losses,)
-        nodes = [each.grad_fn for each in given if isinstance(each, Tensor) and each.grad_fn is not None]
-        if wanted is None or others or not nodes or len(nodes) != len(given):
+        edges = [(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
+        if wanted is None or others or not edges or len(edges) != len(given) or wanted.thread != get_ident():
             return
-        whole = len(nodes) == 1
+        found, alone = False, len(edges) == 1
         for _ in range(MOST_NODES):
-            if not nodes:
-                self._outside += 1
+            if not edges:
+                self._outside += not found
+                self._parts += found
+                self.whole = found and alone
                 return
-            node = nodes.pop()
-            if _name(node) == wanted:
-                self._parts += 1
-                self._whole = whole
-                return
-            before = [each for each, _ in node.next_functions if each is not None]
-            whole = whole and len(before) == 1
-            nodes += [each for each in before if each._sequence_nr() >= wanted[0]]
+            node, output = edges.pop()
+            if _name(node) == wanted.node and output == wanted.output:
+                found = True
+                continue
+            before, least = node.next_functions, 0
+            if node.name() == "BackwardHookFunctionBackward":  # a hook of the module's, set when the call had returned
+                before = before[output : output + 1]
+            elif node._sequence_nr() < wanted.until:
+                alone, least = False, wanted.node[0]
+            edges += [(each, at) for each, at in before if each is not None and each._sequence_nr() >= least]
 
     def note(self, evaluated: int, of: int) -> list[str]:
         """What `evaluated` of `of` losses of evaluations are that models' calls returned."""
@@ -80,5 +107,5 @@ class ReturnedLosses:
         ]
 
 
-def _name(node: Any) -> tuple[int, str, int]:
-    return node._sequence_nr(), node.name(), get_ident()
+def _name(node: Any) -> tuple[int, str]:
+    return node._sequence_nr(), node.name()

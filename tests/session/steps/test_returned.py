@@ -1,0 +1,150 @@
+"""What a model's call returns is an evaluation's loss wherever the program trains by it, whatever is done around it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.session.inline import followed
+from torch import nn
+
+from narrowgauge.session.steps.returned import MOST_NODES, ReturnedLosses
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+class ByHand(nn.Module):
+    """Returns a loss that torch has no function for, beside what it is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        found = self.layer(x)
+        return found, (found - 1).pow(2).mean()
+
+
+class Scaled(nn.Module):
+    """Returns a temperature beside features; both are of one node when it is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.layer(x), self.scale.exp()
+
+
+def trained(model, loss, steps=3, evaluate=lambda model: model(X)[1]):
+    """Train by `loss`; what is evaluated after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(float(evaluate(model)))
+    return found
+
+
+def penalized(model):
+    return model(X)[1] / 2 + 0.01 * sum(p.abs().sum() for p in model.parameters())
+
+
+def in_a_thread(model):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(model, X).result()[1]
+
+
+def hooked(model):
+    model.register_full_backward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (ByHand, penalized),
+        (ByHand, lambda model: torch.amp.GradScaler("cpu").scale(penalized(model))),
+        (ByHand, in_a_thread),
+        (lambda: hooked(ByHand()), lambda model: model(X)[1]),
+        (lambda: nn.DataParallel(ByHand()), lambda model: model(X)[1].mean()),
+    ],
+)
+def test_a_loss_that_a_program_trains_by_is_an_evaluations(tmp_path, make, loss):
+    with followed(tmp_path) as (session, writer):
+        expected = trained(make(), loss)
+    assert list(writer.column("eval_loss").values()) == expected
+    assert not session.steps.evals.notes + session.hearing.notes
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model: penalized(model) + 0.1 * model.features.square().mean(),
+        lambda model: penalized(model) + 0.1 * model.features.square().mean() + model.features.mean(),
+    ],
+)
+def test_one_that_it_trains_by_beside_others_that_the_call_computed_is_not(tmp_path, loss):
+    model = ByHand()
+    model.register_forward_hook(lambda model, _, output: setattr(model, "features", output[0]))
+    with followed(tmp_path) as (session, writer):
+        trained(model, loss)
+    assert not writer.column("eval_loss")
+    assert len(session.steps.evals.notes) == 1
+
+
+def test_a_compiled_models_outputs_are_told_apart(tmp_path):
+    with followed(tmp_path, compiling=True) as (session, writer):
+        trained(
+            torch.compile(Scaled(), backend="aot_eager"),
+            lambda model: F.cross_entropy(model(X)[0], torch.arange(8)),
+        )
+    assert not writer.column("eval_loss")
+    (note,) = session.steps.evals.notes
+    assert note.startswith("3 numbers that a model's call without gradients returned beside other things")
+
+
+@pytest.mark.parametrize("around", [tuple, lambda output: {"loss": output[1], "features": output[0]}])
+def test_a_metric_of_what_is_returned_beside_the_loss_is_none(tmp_path, around):
+    class Model(ByHand):
+        def forward(self, x):
+            return around(super().forward(x))
+
+    def loss(model):
+        found = model(X)
+        return found["loss"] if isinstance(found, dict) else found[1]
+
+    def evaluate(model):
+        found = loss(model)
+        F.l1_loss(X, torch.zeros_like(X))
+        return found
+
+    with followed(tmp_path) as (session, writer):
+        expected = trained(Model(), loss, evaluate=evaluate)
+    assert list(writer.column("eval_loss").values()) == expected
+    (note,) = session.steps.evals.notes
+    assert note.startswith("3 losses were computed without gradients when a model's call had returned the one")
+
+
+def test_a_model_that_is_trained_after_another_is_asked_of_its_own(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        trained(Scaled(), lambda model: F.cross_entropy(model(X)[0], torch.arange(8)), steps=18)
+        expected = trained(ByHand(), lambda model: model(X)[1])
+    assert list(writer.column("eval_loss").values()) == expected
+    assert not session.hearing.notes
+
+
+def test_nothing_is_told_of_a_graph_that_is_too_large():
+    found, x = ReturnedLosses(), torch.ones(2, requires_grad=True)
+    loss = (x * 2).sum()
+    found.returned(loss)
+    rest = x.sum()
+    for _ in range(MOST_NODES):
+        rest = rest * 1
+    found.backward(loss + rest)
+    assert not found.whole
+    assert not found.otherwise
