@@ -1,13 +1,14 @@
 """Which modules a function's code names."""
 
 import functools
-from types import MethodType
+from itertools import islice
+from types import MethodType, ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-from narrowgauge.session.models.naming import named_by
+from narrowgauge.session.models.naming import MOST_READ, modules_in, named_by
 
 LAYER = nn.Linear(2, 2)
 
@@ -32,6 +33,15 @@ class Net(nn.Module):
 
     def hands_itself_on(self, x):
         return torch.utils.checkpoint.checkpoint(self, x)
+
+    def hands_itself_alone(self):
+        return torch.export.export(self, (torch.ones(2),))
+
+    def hands_itself_on_in_a_lambda(self, x):
+        return (lambda: self(x))()
+
+    def hands_itself_on_beside_a_lambda(self, x):
+        return self((lambda: x * self.scale)())
 
     def calls_a_part(self, x):
         return torch.stack([self.part(each) for each in x])
@@ -62,12 +72,43 @@ class Trainer:
     def in_a_lambda(self, x):
         return (lambda: self._model(x))()
 
+    def hands_itself_on(self, x):
+        return decorated(self, x)
+
+    def forward(self, x):
+        return self.made_once(x)
+
+    @functools.cached_property
+    def made_once(self):
+        return torch.no_grad()(self._model)
+
     @staticmethod
     def doubled(y):
         return 2 * y
 
+    @staticmethod
+    def one():
+        return 1
+
+    def two():  # asked of the class
+        return 2
+
+    @staticmethod
+    def layered(x):
+        return LAYER(x)
+
+    @classmethod
+    def made(cls, x):
+        return LAYER(cls.doubled(x))
+
     def calls_none(self, y):
-        return self.doubled(y) * self.scale
+        return self.doubled(y) * self.scale * self.one() * Trainer.two()
+
+    def calls_a_static_method(self, x):
+        return self.layered(x)
+
+    def calls_a_class_method(self, x):
+        return self.made(x)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Net) if name.startswith(("calls", "hands"))])
@@ -75,12 +116,27 @@ def test_a_method_of_a_module(name):
     net = Net()
     found = [module for module in named_by(getattr(net, name)) if module is net]
     assert found == ([] if name == "calls_none" else [net])
+    assert set(named_by(getattr(net, name))) <= {net, net.part}
 
 
-@pytest.mark.parametrize("name", ["calls", "calls_by_another", "decorated", "in_a_lambda", "calls_none"])
+@pytest.mark.parametrize("name", ["hands_itself_on", "calls_a_part"])
+def test_a_method_of_a_module_names_its_parts(name):
+    net = Net()
+    assert set(named_by(getattr(net, name))) == {net, net.part}
+
+
+HOLDING = "calls", "calls_by_another", "decorated", "in_a_lambda", "hands_itself_on", "forward", "calls_none"
+
+
+@pytest.mark.parametrize("name", HOLDING)
 def test_a_method_of_what_holds_a_module(name):
     trainer = Trainer(nn.Linear(2, 2))
     assert set(named_by(getattr(trainer, name))) == (set() if name == "calls_none" else {trainer.model})
+
+
+@pytest.mark.parametrize("name", ["calls_a_static_method", "calls_a_class_method", "layered", "made"])
+def test_a_method_without_its_object(name):
+    assert set(named_by(getattr(Trainer(None), name))) == {LAYER}
 
 
 def test_functions():
@@ -95,12 +151,77 @@ def test_functions():
     def not_yet(x):
         return missing(x)
 
+    def beside_what_is_not_yet(x):
+        return through_a_closure(missing(x))
+
     assert set(named_by(through_another)) == {layer}
     assert set(named_by(functools.partial(through_another))) == {layer}
+    assert set(named_by(beside_what_is_not_yet)) == {layer}
     assert set(named_by(through_a_global)) == {LAYER}
     for none in (not_yet, torch.relu, functools.partial(torch.relu), None, Net):
         assert list(named_by(none)) == []
     missing = None
+
+
+def test_what_a_function_defines_reads():
+    layer = nn.Linear(2, 2)
+
+    def in_a_class_of_a_global(x):
+        class Once:
+            part = LAYER
+
+        return Once.part(x)
+
+    def in_a_class_of_a_closure(x):
+        class Once:
+            part = layer
+
+        return Once.part(x)
+
+    assert set(named_by(in_a_class_of_a_global)) == {LAYER}
+    assert set(named_by(in_a_class_of_a_closure)) == {layer}
+    assert list(named_by(lambda LAYER: 2 * LAYER)) == []  # an argument of that name
+
+
+def test_functions_that_call_each_other():
+    def first(x):
+        return second(LAYER(x))
+
+    def second(x):
+        return first(x)
+
+    assert list(islice(named_by(first), 3)) == [LAYER]
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_so_many_functions_are_read(beyond):
+    call = through_a_global
+    for at in range(MOST_READ - 1 + beyond):
+        call = eval(f"lambda x{at}: call(x{at})", {"call": call})
+    assert list(named_by(call)) == [LAYER] * (1 - beyond)
+
+
+def of(package, function):
+    function.__module__ = f"{package}.of_its_own"
+    return function
+
+
+def test_what_a_librarys_function_reads():
+    layer = nn.Linear(2, 2)
+    trainer = Trainer(layer)
+    calls, reads = of("library", lambda x: layer(x)), of("library", lambda x: trainer.model(x))
+    torchs = of("torch", lambda x: layer(x))
+    assert set(named_by(lambda x: calls(x))) == {layer}
+    assert list(named_by(lambda x: reads(x))) == []
+    assert set(named_by(reads)) == {layer}  # itself
+    assert list(named_by(lambda x: torchs(x))) == []
+
+
+def test_what_is_read_of_an_imported_module():
+    library, layer = ModuleType("library"), nn.Linear(2, 2)
+    library.layer, library.call = layer, of("library", lambda x: layer(x))
+    assert set(named_by(lambda x: library.layer(x))) == {layer}
+    assert list(named_by(lambda x: library.call(x))) == []
 
 
 class Slots:
@@ -126,6 +247,7 @@ def decorated(function):
 def of_what_holds_it(model):
     trainer, slots, named, listed = Trainer(model), Slots(model), {"it": model}, [model]
     forward, method, part = model.forward, trainer.calls, functools.partial(lambda net, x: net(x), model)
+    by_name = functools.partial(lambda x, net: net(x), net=model)
     return {
         "attribute": lambda x: trainer._model(x),
         "method": lambda x: trainer.calls(x),
@@ -137,6 +259,7 @@ def of_what_holds_it(model):
         "forward": lambda x: forward(x),
         "bound": lambda x: method(x),
         "partial": lambda x: part(x),
+        "partial by name": lambda x: by_name(x),
         "default": lambda x, net=model: net(x),
         "keyword": lambda x, *, net=model: net(x),
     }
@@ -146,6 +269,71 @@ def of_what_holds_it(model):
 def test_what_an_object_in_its_scope_holds(name):
     layer = nn.Linear(2, 2)
     assert set(named_by(of_what_holds_it(layer)[name])) == {layer}
+
+
+class Odd(Trainer):
+    """Has a name of torch's."""
+
+    _modules = None
+
+    def __init__(self, model):
+        super().__init__(model)
+        self._modules = None
+
+
+class Late(Slots):
+    """Has a slot that nothing was put into, before another."""
+
+    __slots__ = ("absent", "second")
+
+    def __init__(self, model):
+        self.second = model
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda layer: layer,
+        lambda layer: {"it": layer, "scale": 3.0},
+        lambda layer: [3.0, layer],
+        lambda layer: (3.0, layer),
+        lambda layer: functools.partial(print, layer),
+        lambda layer: functools.partial(print, end=layer),
+        Trainer,
+        Slots,
+        Odd,
+        Late,
+    ],
+)
+def test_modules_in_what_a_function_is_given(around):
+    layer = nn.Linear(2, 2)
+    assert list(modules_in(around(layer))) == [layer]
+
+
+def test_no_module_is_in_what_is_not_of_the_program_or_far_in_a_container():
+    layer = nn.Linear(2, 2)
+    for none in (None, 3.0, torch.ones(2), torch.utils.data.DataLoader([layer], collate_fn=layer), {layer}):
+        assert list(modules_in(none)) == []
+    assert list(modules_in([*[None] * (MOST_READ - 1), layer])) == [layer]
+    assert list(modules_in([*[None] * MOST_READ, layer])) == []
+
+
+def test_an_attribute_of_the_programs_with_a_name_of_torchs():
+    odd = Odd(LAYER)
+    assert set(named_by(lambda x: odd.model(x))) == {LAYER}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("buffers", "named_buffers", "named_parameters", "parameters", "requires_grad_", "state_dict", "zero_grad"),
+        *("eval", "train", "training"),
+    ],
+)
+def test_what_is_asked_of_a_model_for_its_weights_or_its_mode_is_no_call(asked):
+    layer = nn.Linear(2, 2)
+    assert list(named_by(eval(f"lambda y: (y, layer.{asked})", {"layer": layer}))) == []
+    assert set(named_by(eval(f"lambda {asked}: layer({asked})", {"layer": layer}))) == {layer}
 
 
 def test_a_model_that_it_does_not_call():
