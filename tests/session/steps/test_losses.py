@@ -14,7 +14,7 @@ from tests.session.inline import followed
 from torch import nn
 
 from narrowgauge.session.doors.seams import Seams
-from narrowgauge.session.steps.losses import EvalLosses, scalar_loss
+from narrowgauge.session.steps.losses import MOST_KNOWN, EvalLosses, scalar_loss
 
 
 @pytest.fixture
@@ -33,6 +33,8 @@ def evals():
         ((torch.ones(3, 4), torch.tensor(2.0)), 2.0),
         (SimpleNamespace(loss=torch.tensor(2.0), logits=torch.ones(3)), 2.0),
         ({"loss": torch.tensor([2.0])}, 2.0),
+        ([torch.ones(3, 4), torch.tensor(2.0)], 2.0),
+        (("text", torch.tensor(2.0), torch.tensor(3)), 2.0),
         ((torch.tensor(1.0), torch.tensor(2.0)), None),  # which of the two?
         (torch.ones(3), None),
         (torch.tensor(3), None),
@@ -81,8 +83,9 @@ def test_a_number_beside_other_things_is_not_the_loss_that_is_made_of_them(evals
     with torch.no_grad():
         for router in 1.0, 2.0:
             evals.model_begins()
-            evals.model_ended(around((torch.tensor([router + 2]), torch.tensor(router))))
-            F.mse_loss(torch.tensor([router + 2]), torch.tensor([0.0]))
+            logits = torch.tensor([router + 2, router + 2])
+            evals.model_ended(around((logits, torch.tensor(router))))
+            F.mse_loss(logits, torch.zeros(2))
     assert float(evals.take()[0]) == (9 + 16) / 2
 
 
@@ -216,7 +219,8 @@ def test_losses_of_an_evaluation_that_nobody_reduced_are_told(evals):
     with torch.no_grad():
         F.cross_entropy(torch.randn(4, 5), torch.zeros(4, dtype=torch.long), reduction="none").mean()
     assert not evals.take()
-    assert [note for note in evals.notes if 'reduction="none"' in note]
+    (note,) = evals.notes
+    assert note.startswith('1 losses of evaluations were computed with reduction="none"')
 
 
 def test_evaluations_are_of_the_steps_that_were_made(tmp_path):
@@ -313,7 +317,7 @@ def test_a_loss_of_the_model_against_a_teacher_is_the_models(tmp_path):
     assert notes == []
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("passes", [1, 2, 3])
 def test_several_passes_over_data_are_told(tmp_path, passes):
     x = torch.randn(6, 4)
 
@@ -325,10 +329,8 @@ def test_several_passes_over_data_are_told(tmp_path, passes):
 
     found, wanted, notes = trained_beside_a_copy(tmp_path, evaluate)
     assert float(found) == pytest.approx(wanted, rel=1e-5)
-    told = (
-        "Evaluations took up to 3 passes over data loaders between two steps: eval_loss is the mean over all of them."
-    )
-    assert notes == ([told] if passes > 1 else [])
+    told = f"Evaluations took up to {passes} passes over data loaders between two steps: eval_loss is the mean over all"
+    assert notes == ([f"{told} of them."] if passes > 1 else [])
 
 
 def test_what_a_wrapper_holds_is_the_model(tmp_path):
@@ -598,3 +600,269 @@ def test_nothing_is_told_of_losses_of_several_calls_nor_of_an_edge_of_a_graph(tm
             with torch.no_grad():
                 model(torch.randn(8, 16))
     assert not session.steps.evals.notes + session.hearing.notes
+
+
+def loss_of(value):
+    return F.mse_loss(torch.tensor([value]), torch.zeros(1))
+
+
+def returns(evals, output):
+    evals.model_begins()
+    evals.model_ended(output)
+
+
+def trained_by_what_is_returned(evals, around=lambda loss: loss, backward=lambda loss, x: loss):
+    """One step of such a program, or of another that calls backward on something else."""
+    with torch.enable_grad():
+        x = torch.ones(2, requires_grad=True)
+        loss = x.sum()
+        evals.training_begins()
+        evals.training_ended(around(loss))
+        evals.trains_by.backward(backward(loss, x))
+    evals.stepped()
+
+
+LOGITS = torch.ones(2)
+
+
+@torch.no_grad()
+def test_what_torch_returns_beside_a_models_loss_counts_until_the_program_is_known_to_train_by_that(evals):
+    returns(evals, {"loss": torch.tensor(5.0)})
+    loss_of(3.0)
+    assert float(evals.take()[0]) == (5 + 9) / 2
+    trained_by_what_is_returned(evals)
+    returns(evals, {"loss": torch.tensor(5.0)})
+    loss_of(3.0)
+    assert float(evals.take()[0]) == 5.0
+    (note,) = [note for note in evals.notes if "when a model's call had returned" in note]
+    assert note.startswith("1 losses")
+
+
+@torch.no_grad()
+def test_a_loss_that_no_model_returned_before_counts_however_the_program_trains(evals):
+    trained_by_what_is_returned(evals)
+    returns(evals, torch.tensor(5.0))
+    evals.take()
+    evals.stepped()
+    loss_of(3.0)
+    loss_of(1.0)
+    assert float(evals.take()[0]) == (9 + 1) / 2
+
+
+@torch.no_grad()
+def test_a_loss_of_another_model_behind_the_models_is_left_out_as_such(evals):
+    trained_by_what_is_returned(evals)
+    returns(evals, torch.tensor(5.0))
+    evals.module_called(nn.Linear(2, 2), list)
+    loss_of(3.0)
+    assert float(evals.take()[0]) == 5.0
+    assert [note.partition(" that ")[0] for note in evals.notes] == [
+        "1 losses were computed without gradients of models"
+    ]
+
+
+@torch.no_grad()
+def test_a_part_that_is_called_behind_the_models_loss_has_another(evals):
+    part = nn.Linear(2, 2)
+    trained_by_what_is_returned(evals)
+    returns(evals, (LOGITS, torch.tensor(5.0)))
+    evals.module_called(part, lambda: [id(part.weight)])
+    loss_of(3.0)
+    assert float(evals.take()[0]) == (5 + 9) / 2
+
+
+@torch.no_grad()
+def test_only_the_first_loss_is_in_place_of_a_number_beside_other_things(evals):
+    returns(evals, (LOGITS, torch.tensor(5.0)))
+    loss_of(3.0)
+    loss_of(1.0)
+    assert float(evals.take()[0]) == (9 + 1) / 2
+    returns(evals, (LOGITS, torch.tensor(5.0)))
+    assert float(evals.take()[0]) == 5.0
+    loss_of(3.0)  # what it would be in place of is taken
+    assert float(evals.take()[0]) == 9.0
+    returns(evals, (LOGITS, torch.tensor(5.0)))
+    evals.stepped()
+    loss_of(3.0)
+    assert float(evals.take()[0]) == (5 + 9) / 2
+
+
+@torch.no_grad()
+def test_what_a_model_returns_counts_once_and_only_of_a_call_that_began(evals):
+    evals.model_ended(torch.tensor(5.0))
+    returns(evals, torch.tensor(5.0, device="meta"))
+    assert not evals.take()
+    returns(evals, torch.tensor(5.0))
+    evals.model_ended(torch.tensor(7.0))
+    assert float(evals.take()[0]) == 5.0
+
+
+@torch.no_grad()
+def test_where_a_program_trains_by_something_else_a_number_beside_other_things_counts_if_it_may_be_made_of_a_loss(
+    evals,
+):
+    trained_by_what_is_returned(evals, backward=lambda loss, x: (x * 2).sum())
+    returns(evals, {"loss": torch.tensor(5.0)})
+    assert float(evals.take()[0]) == 5.0
+    for around in tuple, list:
+        returns(evals, around((LOGITS, torch.tensor(5.0))))
+        evals.model_ended(torch.tensor(7.0))  # of no call that began
+        assert not evals.take()
+        evals.model_begins()
+        half = loss_of(3.0) / 2
+        evals.model_ended(around((LOGITS, half)))
+        assert float(evals.take()[0]) == 9 / 2
+
+
+@torch.no_grad()
+def test_a_model_that_asks_a_teacher_for_its_loss_returns_its_own(evals):
+    evals.model_begins()
+    loss_of(3.0)
+    evals.module_called(nn.Linear(2, 2), list)
+    evals.model_ended(torch.tensor(5.0))
+    assert float(evals.take()[0]) == 5.0
+    assert evals.notes == []
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda loss: loss,
+        lambda loss: {"loss": loss},
+        lambda loss: [LOGITS, loss],
+        lambda loss: (LOGITS, loss),
+        lambda loss: SimpleNamespace(loss=loss),
+    ],
+)
+def test_what_holds_a_loss_that_a_program_trains_by(evals, around):
+    trained_by_what_is_returned(evals, around)
+    assert evals.trains_by.whole
+
+
+def test_a_loss_that_is_computed_when_it_is_asked_is_not_asked_in_training(evals):
+    class Output:
+        @property
+        def loss(self):
+            raise RuntimeError
+
+    trained_by_what_is_returned(evals, lambda loss: Output())
+    assert not evals.trains_by.whole
+
+
+def test_what_is_returned_is_looked_at_in_some_steps(evals):
+    for _ in range(17):
+        trained_by_what_is_returned(evals, backward=lambda loss, x: (x * 2).sum())
+    trained_by_what_is_returned(evals)
+    assert not evals.trains_by.whole
+    for _ in range(14):
+        trained_by_what_is_returned(evals, backward=lambda loss, x: (x * 2).sum())
+    trained_by_what_is_returned(evals)
+    assert evals.trains_by.whole
+
+
+def test_a_loss_without_gradients_of_what_has_some_is_a_metric(evals):
+    y = torch.ones(2, requires_grad=True) * 2
+    with torch.no_grad():
+        F.mse_loss(y, torch.zeros(2))
+    assert not evals.take()
+    (note,) = evals.notes
+    assert note.startswith("1 losses were computed without gradients of batches that train")
+
+
+@torch.no_grad()
+def test_a_part_that_is_evaluated_between_a_batch_and_its_step_is_heard(evals):
+    part = nn.Linear(2, 2)
+
+    def called():
+        if not evals.knows(part):
+            evals.module_called(part, lambda: [id(part.weight)])
+
+    called()
+    evals.training_begins()
+    loss_of(1.0)
+    called()
+    loss_of(3.0)
+    assert float(evals.take()[0]) == 9.0
+
+
+@torch.no_grad()
+def test_what_was_called_before_a_step_has_no_loss_behind_it(evals):
+    evals.module_called(nn.Linear(2, 2), list)
+    evals.stepped()
+    loss_of(3.0)
+    assert float(evals.take()[0]) == 9.0
+    assert evals.notes == []
+
+
+def test_what_is_known_of_modules(evals):
+    class Asked(nn.Linear):
+        def parameters(self, recurse=True):
+            asked.append("parameters")
+            return super().parameters(recurse)
+
+    trained, other, bare, never = nn.Linear(2, 2), Asked(2, 2), nn.ReLU(), nn.Linear(2, 2)
+    asked = []
+
+    def ids():
+        asked.append("ids")
+        return [id(trained.weight)]
+
+    for module, known in (
+        (other, [False, True, False, False]),
+        (trained, [True] * 4),
+        (bare, [False, False, True, False]),
+    ):
+        assert not evals.knows(module)
+        evals.module_called(module, ids)
+        assert [evals.knows(each) for each in (trained, other, bare, never)] == known, module
+        evals.stepped()
+    evals.module_called(other, ids)
+    evals.model_begins()
+    assert evals.knows(never)
+    assert asked == ["ids", "parameters"]
+
+
+def at_an_address_again(evals, gone, make):
+    """A module at the address of one that was called and is gone."""
+    modules = [gone() for _ in range(64)]
+    for at in range(64):
+        evals.module_called(modules[at], list)
+    addresses = {id(module) for module in modules}
+    modules.clear()
+    while not modules or id(modules[-1]) not in addresses:
+        modules.append(make())
+    return modules[-1]
+
+
+@torch.no_grad()
+def test_a_module_at_the_address_of_one_that_is_gone_is_another(evals):
+    assert not evals.knows(at_an_address_again(evals, nn.ReLU, lambda: nn.Linear(2, 2)))
+    bare = at_an_address_again(evals, lambda: nn.Linear(2, 2), nn.ReLU)
+    evals.stepped()
+    evals.module_called(bare, list)
+    loss_of(3.0)
+    assert float(evals.take()[0]) == 9.0
+    assert evals.notes == []
+
+
+def test_so_many_modules_are_known(evals):
+    modules = [nn.Identity() for _ in range(MOST_KNOWN + 1)]
+    for module in modules[:-1]:
+        evals.module_called(module, list)
+    assert evals.knows(modules[0])
+    evals.module_called(modules[-1], list)
+    assert [evals.knows(module) for module in (modules[0], modules[-1])] == [False, True]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_pass_of_each_of_several_models_is_one_pass(tmp_path, order):
+    data = torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2)
+
+    def evaluate(model, copy):
+        for _ in data:  # of a training without losses
+            pass
+        for each in (model, copy)[::order]:
+            evaluated(each, *data)
+
+    _, _, (note,) = trained_beside_a_copy(tmp_path, evaluate)
+    assert note.startswith("6 losses were computed without gradients of models that do not train")

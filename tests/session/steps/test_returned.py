@@ -25,6 +25,14 @@ class ByHand(nn.Module):
         return found, (found - 1).pow(2).mean()
 
 
+class Between(ByHand):
+    """Returns it between others."""
+
+    def forward(self, x):
+        found, loss = super().forward(x)
+        return found, loss, found.square()
+
+
 class Scaled(nn.Module):
     """Returns a temperature beside features; both are of one node when it is compiled."""
 
@@ -71,6 +79,7 @@ def hooked(model):
         (ByHand, lambda model: torch.amp.GradScaler("cpu").scale(penalized(model))),
         (ByHand, in_a_thread),
         (lambda: hooked(ByHand()), lambda model: model(X)[1]),
+        (lambda: hooked(Between()), lambda model: model(X)[1]),
         (lambda: nn.DataParallel(ByHand()), lambda model: model(X)[1].mean()),
     ],
 )
@@ -148,3 +157,107 @@ def test_nothing_is_told_of_a_graph_that_is_too_large():
     found.backward(loss + rest)
     assert not found.whole
     assert not found.otherwise
+
+
+def leaf():
+    return torch.ones(2, requires_grad=True)
+
+
+def told(found):
+    if found.whole:
+        return "whole"
+    return "".join("in part" if "is only a part" in note else "not" for note in found.note(1, 1)) or "nothing"
+
+
+def test_it_asks_in_the_first_passes_and_then_in_one_of_sixteen():
+    found = ReturnedLosses()
+    for _ in range(2):
+        asked = []
+        for at in range(40):
+            asked += [at] * found.asks
+            found.backward(leaf().sum())
+        assert asked == [*range(16), 16, 32]
+        found.training_changed()
+    loss = leaf().sum()
+    found.returned(loss)
+    found.backward(loss)
+    assert (told(found), found.asks) == ("whole", False)
+
+
+@pytest.mark.parametrize(
+    ("backward", "expected"),
+    [
+        (lambda loss, x: loss, "whole"),
+        (lambda loss, x: (loss,), "whole"),
+        (lambda loss, x: (x * 3).sum(), "not"),  # nothing of the call's
+        (lambda loss, x: [loss, x[0]], "in part"),
+        (lambda loss, x: [loss, x], "nothing"),  # a leaf has no node
+        (lambda loss, x: [loss, torch.autograd.graph.get_gradient_edge(loss)], "nothing"),
+        (lambda loss, x: [], "nothing"),
+    ],
+)
+def test_what_backward_is_called_on(backward, expected):
+    found, x = ReturnedLosses(), leaf()
+    loss = (x * 2).sum()
+    found.returned(loss)
+    found.backward(backward(loss, x))
+    assert told(found) == expected
+
+
+@pytest.mark.parametrize("other", [None, torch.tensor(1.0), leaf().sum()])
+@pytest.mark.parametrize("order", [1, -1])
+def test_nothing_is_told_of_one_of_two_calls(other, order):
+    found, loss = ReturnedLosses(), leaf().sum()
+    for each in (other, loss)[::order]:
+        found.returned(each)
+    found.backward(loss)
+    assert told(found) == "nothing"
+
+
+def test_nothing_is_told_of_what_another_thread_made():
+    found, x = ReturnedLosses(), leaf()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: found.returned((x * 2).sum())).result()
+    found.backward((x * 3).sum())
+    assert told(found) == "nothing"
+
+
+def test_a_loss_that_is_the_first_thing_that_a_thread_computes():
+    def train():
+        loss = leaf().sum()
+        found.returned(loss)
+        found.backward(loss / 4)
+        return loss.grad_fn._sequence_nr()
+
+    found = ReturnedLosses()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train).result() == 0
+    assert told(found) == "whole"
+
+
+def test_what_a_large_model_computed_before_its_loss_is_not_gone_through():
+    found, y = ReturnedLosses(), leaf()
+    for _ in range(MOST_NODES):
+        y = y * 1
+    found.returned(y.sum())
+    found.backward(y.square().mean())
+    assert told(found) == "not"
+
+
+def test_what_the_call_made_of_the_loss_that_it_returned_has_it_in_part():
+    found, x = ReturnedLosses(), leaf()
+    loss = (x * 2).sum()
+    total = loss + x.sum()
+    found.returned(loss)
+    found.backward(total)
+    assert told(found) == "in part"
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_so_many_nodes_are_gone_through(beyond):
+    found, loss, rest = ReturnedLosses(), leaf().sum(), leaf()
+    found.returned(loss)
+    for _ in range(MOST_NODES - 5 + beyond):
+        rest = rest * 1
+    found.backward(loss + rest.sum())  # beside them: an addition, the loss, a sum, a leaf
+    assert told(found) == ("nothing" if beyond else "whole")
