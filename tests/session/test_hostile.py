@@ -116,6 +116,17 @@ def stop_by_name(number, frame):
     raise TookTooLong(number)
 
 
+def stop_once_by_keyword(*given, error=None):
+    signal.signal(given[0], signal.SIG_DFL)
+    raise error or TookTooLong
+
+
+class Unnamed:
+    def __call__(self, number, frame):
+        del number, frame
+        raise TookTooLong
+
+
 class Limit:
     def __call__(self, *_):
         stop()
@@ -146,7 +157,10 @@ class Interrupted(nn.Linear):
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
 @pytest.mark.parametrize(
     "handler",
-    [stop, stop_once, stop_unnamed, stop_by_name, Limit(), Limit().method, functools.partial(stop, 1)],
+    [
+        *(stop, stop_once, stop_unnamed, stop_by_name, stop_once_by_keyword, Limit(), Limit().method, Unnamed()),
+        *(functools.partial(stop, 1), functools.partial(stop_unnamed)),
+    ],
 )
 def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_path, handler):
     before = signal.signal(signal.SIGALRM, handler)
@@ -191,14 +205,23 @@ def test_a_handlers_decorator_is_nobody_elses_error():
     def handler(*_):
         raise TimeoutError("theirs")
 
-    def told(frame):  # who called it, as a logger might be
-        raise LookupError(frame)
+    def told(*of):  # who called it, say, as a logger might be
+        raise LookupError(*of)
+
+    def counts(number, before):  # when it has ended, nobody called it
+        yield number
+        raise LookupError(before)
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
         for raising, passes in (
             (ours, False),
             (lambda: told(sys._getframe()), False),
+            (lambda: told(15, "epochs"), False),
+            (lambda: told(1000, sys._getframe()), False),
+            (lambda: told([], sys._getframe()), False),
+            (lambda: list(counts(15, None)), False),
+            (lambda: signal.Signals(1000), False),
             (lambda: signal.raise_signal(signal.SIGTERM), True),
         ):
             try:
