@@ -168,6 +168,30 @@ def test_two_layers_that_happen_to_be_called_as_fabrics_are_both_recorded(tmp_pa
     assert not session.hearing.notes
 
 
+@pytest.mark.parametrize("name", ["module", "_original_module"])
+def test_a_layer_beside_a_parameter_or_nothing_is_in_no_wrapper_of_a_librarys(tmp_path, name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if name == "module":
+                self.scale = nn.Parameter(torch.ones(()))
+            else:
+                self.register_module("_forward_module", None)
+            self.add_module(name, linear())
+
+        def forward(self, x):
+            return self.get_submodule(name)(x) * getattr(self, "scale", 1)
+
+    with followed(tmp_path, every=1, judge="current") as (session, writer):
+        model = Model()
+        optimizer = sgd(model)
+        loss_of(model).backward()
+        optimizer.step()
+    ((_, sites, _),) = writer.tensors
+    assert {site.partition(":")[0] for site in sites} == {name}
+    assert not session.hearing.notes
+
+
 def test_parts_of_two_models_have_names_of_their_own(tmp_path):
     with followed(tmp_path, every=1, judge="current") as (_, writer):
         models = [Parts(), Parts(), nn.Sequential(linear())]
