@@ -330,6 +330,21 @@ def test_a_compiled_step_is_followed_from_thread_to_thread(tmp_path):
     training.is_whole(session, writer)
 
 
+def test_a_function_that_is_compiled_between_threads_is_followed(tmp_path):
+    with followed(tmp_path, compiling=True) as (session, writer):
+        training = Training(nn.Sequential(linear()))
+        model = training.model
+        compiled = torch.compile(lambda x: model(x), backend="eager")
+
+        def step_of_the_compiled():
+            training.model = lambda x: compiled(x)
+            training.model.parameters = model.parameters
+            training.step()
+
+        in_turns(training.step, step_of_the_compiled, training.step)
+    training.is_whole(session, writer)
+
+
 def test_two_networks_that_train_in_turn_move_together(tmp_path):
     with followed(tmp_path) as (session, writer):
         makes, judges = linear(), nn.Linear(16, 1)

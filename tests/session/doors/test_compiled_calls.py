@@ -363,3 +363,126 @@ def test_a_function_at_the_address_of_one_that_is_gone_is_another(tmp_path):
             compiled(lambda x: model(x))(x).square().mean().backward()
             optimizer.step()
     assert open_run(tmp_path / "run").scalars("tokens")["tokens"].tolist() == [4.0] * 12
+
+
+def test_what_is_compiled_and_runs_in_a_models_call_or_a_backward_pass_is_no_model_of_its_own(tmp_path):
+    torch._dynamo.reset()
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            y = call(inner, super().forward(x))
+            y.register_hook(torch.enable_grad()(lambda dy: call(in_backward, dy).detach()))
+            return y
+
+    with followed(tmp_path, every=100, compiling=True) as (session, writer):
+        call = torch.compile(lambda module, x: module(x), backend="eager")
+        model, inner, in_backward = Model(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = torch.optim.SGD([p for m in (model, inner, in_backward) for p in m.parameters()], lr=0.1)
+        for _ in range(2):
+            model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert writer.column("tokens") == {1: 4.0, 2: 4.0}
+    assert session.facts()["models"] == 1
+    assert not session.hearing.notes
+
+
+ALONE = "2 losses of models that do not train (an averaged copy, say) are eval_loss"
+METRICS = "2 losses were computed without gradients of batches that train"
+
+
+@pytest.mark.parametrize(
+    ("what", "gradients", "told"),
+    [("module", False, ALONE), ("function", False, ALONE), ("given", False, ALONE), ("function", True, METRICS)],
+)
+def test_a_compiled_call_of_a_model_that_does_not_train(tmp_path, what, gradients, told):
+    torch._dynamo.reset()
+    with followed(tmp_path, compiling=True) as (session, _):
+        model, averaged, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if what == "module":
+            averaged.compile(backend="eager")
+        function = torch.compile(lambda x: averaged(x), backend="eager")
+        given = torch.compile(lambda module, x: module(x), backend="eager")
+        call = {"module": averaged, "function": function, "given": functools.partial(given, averaged)}[what]
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.set_grad_enabled(gradients):
+                y = call(x).detach()
+            with torch.no_grad():
+                nn.functional.mse_loss(y, x)
+    (note,) = session.steps.evals.notes
+    assert note.startswith(told)
+    assert not session.hearing.notes
+
+
+def of_model_and(before, model):
+    def given(x, module, times=1.0):
+        return times * module(x)
+
+    def beside_another(x):
+        return model(before(x))
+
+    by_name, partly = functools.partial(given, module=model), functools.partial(given, module=before, times=2.0)
+    given, by_name, partly, beside_another = (
+        torch.compile(function, backend="eager") for function in (given, by_name, partly, beside_another)
+    )
+    return {
+        "by name": lambda x: given(x, module=model),
+        "by name before": lambda x: by_name(x, times=3.0),
+        "another by name before": lambda x: partly(x, module=model),
+        "beside another": beside_another,
+    }
+
+
+@pytest.mark.parametrize("what", ["by name", "by name before", "another by name before", "beside another"])
+def test_a_model_that_a_compiled_function_has_by_name_or_beside_another_is_called(tmp_path, what):
+    torch._dynamo.reset()
+    with followed(tmp_path, compiling=True) as (session, writer):
+        model, x = nn.Linear(8, 8), torch.ones(4, 8)
+        optimizer, call = torch.optim.SGD(model.parameters(), lr=0.1), model
+        for _ in range(3):
+            call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            call = of_model_and(nn.Linear(8, 8), model)[what]
+    assert writer.column("tokens") == dict.fromkeys(range(1, 4), 4.0)
+    assert session.facts()["models"] == 1
+    assert not session.hearing.notes
+
+
+@pytest.mark.parametrize("alone", [(), (1,), (0.1,), ("l2",), (None,)])
+def test_a_compiled_function_that_is_given_a_model_and_no_data_evaluates_nothing(tmp_path, alone):
+    torch._dynamo.reset()
+    with followed(tmp_path, compiling=True) as (session, writer):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        penalty = torch.compile(lambda module, *rest: module.weight.square().sum(), backend="eager")
+        for _ in range(2):
+            (model(torch.ones(4, 8)).square().mean() + 0.1 * penalty(model, *alone)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                penalty(model, *alone)
+    assert not writer.column("eval_loss")
+    assert not session.hearing.notes
+
+
+def test_a_compiled_loss_that_is_given_what_holds_a_model_is_no_call_of_it(tmp_path):
+    torch._dynamo.reset()
+
+    def penalized(held, y, target):
+        return (y - target).square().mean() + held.model.weight.square().sum()
+
+    with followed(tmp_path, compiling=True) as (session, writer):
+        trainer, x = Trainer(nn.Linear(8, 8)), torch.ones(4, 8)
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        loss = torch.compile(penalized, backend="eager")
+        for _ in range(2):
+            loss(trainer, trainer.model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert writer.column("tokens") == {1: 4.0, 2: 4.0}
+    assert not session.hearing.notes
