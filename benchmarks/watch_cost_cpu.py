@@ -12,7 +12,7 @@ What is recorded stands beside the same step without us, converted or not: by so
 step stands beside the program as it is. Limits that the project set itself: an unwatched step costs nothing measurable,
 a recorded one at most 30% more.
 
-    tiny              the packaged script's smallest Llama, BF16 autocast
+    tiny, small       the packaged script's smallest Llama and its next, BF16 autocast
     layers-N          three linear layers N x N with a GELU behind each, N tokens, BF16 autocast
     layers-N-float32  the same without autocast
 
@@ -53,7 +53,7 @@ ASKED = '["current", "rowwise", "blockwise", "mxfp8", "mxfp8-ocp"]'
 BY_ONE = '["current"]'
 for _recipe in RECIPES:  # beside each other in time as well: a machine's speed drifts
     BESIDE |= {_recipe: "alone", f"{_recipe}, recorded": _recipe}
-SIZES = ("tiny", "layers-512", "layers-1024", "layers-512-float32")
+SIZES = ("tiny", "layers-512", "layers-1024", "layers-512-float32", "small")
 
 Loss = Callable[[], Tensor]
 
