@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.observe.stats import host
-from narrowgauge.session.tensors.movement import MOST, SMALL, WALKED, Movement, Room
+from narrowgauge.observe.stats import device, host
+from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.rooms import MOST, SMALL, WALKED, Room
 
 
 def made(dtype=torch.float32):
@@ -101,15 +102,15 @@ def test_room_that_was_used_before_changes_no_number():
 def test_a_plan_is_kept_until_weights_are_elsewhere_and_holds_none():
     room, optimizer = Room(), made()
     (weights,) = (group["params"] for group in optimizer.param_groups)
-    first = room.plan(1, weights, 1 << 17, 16, 8)
-    assert room.plan(1, weights, 1 << 17, 16, 8) is first
-    assert room.plan(1, weights, 1000, 16, 8).stride == 5  # 3084 elements
+    first = room.plan(1, weights, 1 << 17)
+    assert room.plan(1, weights, 1 << 17) is first
+    assert room.plan(1, weights, 1000).stride == 5  # 3084 elements
     elsewhere = weights[1].data = weights[1].data.clone()
-    other = room.plan(1, weights, 1 << 17, 16, 8)
+    other = room.plan(1, weights, 1 << 17)
     assert other is not first
     assert other.whole.numbers[1] == elsewhere.data_ptr()
     weights[2].data = weights[2].data.view(7)
-    assert room.plan(1, weights, 1 << 17, 16, 8).whole.shapes[2] == (7,)
+    assert room.plan(1, weights, 1 << 17).whole.kinds[0][2] == (7,)
     kept = weakref.ref(weights[0])
     del optimizer, weights
     assert kept() is None
@@ -169,7 +170,7 @@ def test_of_more_weights_every_kth_line_of_memory_tells_the_update(turn):
     optimizer = torch.optim.SGD(weights, lr=0.5)
     movement = Movement(turn=turn, budget=budget)
     movement.before(optimizer)
-    assert [walked.plan.copies.size for walked in movement._walked.values()] <= [budget + line * len(sizes)]
+    assert [walked.plan.copies.size for walked in movement._copied.values()] <= [budget + line * len(sizes)]
     optimizer.step()
     movement.after(optimizer)
     k, square, seen = 5, 0.0, 0  # the next prime from 24181 / 5000 on
@@ -276,3 +277,38 @@ def test_no_compiler_is_asked_for_where_nothing_was_walked(monkeypatch):
     monkeypatch.setattr(host, "kernel", kernel)
     monkeypatch.setattr(host, "ready", lambda: False)
     assert told(made())["update_ratio"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("budget", [1 << 24, 30_000])
+def test_one_kernel_on_a_gpu_says_what_passes_say(budget, monkeypatch):
+    def found():
+        g = torch.Generator().manual_seed(0)
+        kinds = ((300, 201), torch.float32), ((1,), torch.float32), ((640, 96), torch.bfloat16), ((33,), torch.float16)
+        weights = [nn.Parameter(torch.randn(shape, generator=g).to("cuda", dtype)) for shape, dtype in kinds]
+        for w in weights:
+            w.grad = torch.randn(w.shape, generator=g).to("cuda", w.dtype)
+        optimizer, room, told = torch.optim.SGD(weights, lr=0.25), Room(), []
+        for turn in range(3):
+            movement = Movement(turn, budget, room)
+            before = [w.detach().double() for w in weights]
+            movement.before(optimizer)
+            optimizer.step()
+            weights[1].data = weights[1].data.clone()  # it lies elsewhere now
+            movement.after(optimizer)
+            norm = sum(float(w.square().sum()) for w in before) ** 0.5
+            assert float(movement.scalars()["param_norm"]) == pytest.approx(norm, rel=1e-6)
+            by = [w.detach().double() - x for w, x in zip(weights, before, strict=True)]
+            if movement.share == 1.0:
+                ratio = sum(float(x.square().sum()) for x in by) ** 0.5 / norm
+                assert float(movement.scalars()["update_ratio"]) == pytest.approx(ratio, rel=2e-3)
+            told.append({name: float(value) for name, value in movement.scalars().items()})
+        return told, movement.share
+
+    by_kernel, share = found()
+    monkeypatch.setattr(device, "ready", lambda where: False)
+    by_passes, other = found()
+    assert share == pytest.approx(other, rel=1e-3)
+    for mine, theirs in zip(by_kernel, by_passes, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-3)  # passes round differences to 16 bits

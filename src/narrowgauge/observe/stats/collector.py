@@ -155,10 +155,19 @@ class Collector:
             return given is None and self._judge_here(module, role, x, rule)
         if not ready(x.device):
             return False
-        held = self._held_on(x.device)
-        with self._sampled(f"{module}:{role}", x.device, held), _current(x.device):
-            return held.judge_there(_address(module, role), role, x, rule, given)
-        return True  # it went wrong, which is told: nobody else is to look
+        held, site = self._held_on(x.device), _address(module, role)
+        if held.is_timed():
+            with self._timed(f"{module}:{role}", x.device, held), _current(x.device):
+                return held.judge_there(site, role, x, rule, given)
+            return True  # it went wrong, which is told: nobody else is to look
+        try:  # a guard takes as long as a launch
+            if x.device.index == torch._C._cuda_getDevice():
+                return held.judge_there(site, role, x, rule, given)
+            with torch.cuda.device(x.device):
+                return held.judge_there(site, role, x, rule, given)
+        except Exception as error:
+            self._failed(f"{module}:{role}", error)
+            return True
 
     def _judge_here(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
         """As `_here` does it, in one function: of a small tensor the way to the walk takes as long as the walk."""
@@ -270,8 +279,10 @@ class Collector:
 
     def _sampled(self, site: str, device: torch.device, held: Held) -> Guard:
         """For one of many, of which some tell the GPU's time for all."""
-        failed = partial(self._failed, site)
-        return Guard(self._spent, failed, device, held.marks, TIMED) if held.is_timed() else Guard(self._spent, failed)
+        return self._timed(site, device, held) if held.is_timed() else Guard(self._spent, partial(self._failed, site))
+
+    def _timed(self, site: str, device: torch.device, held: Held) -> Guard:
+        return Guard(self._spent, partial(self._failed, site), device, held.marks, TIMED)
 
     def _spent(self, seconds: float) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
+    from narrowgauge.compute.kernels.fused.moved import Copies
     from narrowgauge.compute.kernels.fused.watched.looks import Look
     from narrowgauge.compute.recipes import Operand
 
@@ -46,3 +48,10 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     from narrowgauge.compute.kernels.fused import quantize
 
     quantize.count(x_MK, rule, look, given)
+
+
+def copies(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, stride: int) -> Copies:
+    """Copies of every `stride`-th element of weights of these sizes, by which to see how far they move."""
+    from narrowgauge.compute.kernels.fused.moved import Copies
+
+    return Copies(sizes, dtypes, device, stride)

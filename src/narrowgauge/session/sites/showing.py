@@ -129,7 +129,7 @@ class Showing:
         if self.recipe is None or some is None or not self._mine():
             return
         own = part.own
-        usual = kept is None and own is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y)
+        usual = kept is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y)
         if not usual and some.is_meta:
             return
         state = self._state(name, observer, self.recipe, some, part)
@@ -166,22 +166,22 @@ class Showing:
             at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
 
     def _use_here(self, state: LayerState, wanted: bool, learns: bool, part: Part) -> None:
-        """The same of plain tensors on the CPU, of which nobody has to be asked anything else: the shortest way."""
-        x, w, y = part.x, part.w, part.y
+        """The same of plain tensors, of which nobody has to be asked anything else: the shortest way."""
+        x, w, y, own = part.x, part.w, part.y, part.own
         if not inside_backward() and (learns or self._training()):
             if x is not None:
-                self._show_here(state, wanted, "input", part.x_rows, x)
+                self._show_here(state, wanted, "input", part.x_rows, own, x)
             seen = id(state.observer), state.name
             if w is not None and seen not in self._weights:
                 self._weights.add(seen)
-                self._without_gradient(state, wanted, learns, w)
-                self._show_here(state, wanted, "weight", part.w_rows, w)
+                self._without_gradient(state, wanted and _plain(part), learns, w)
+                self._show_here(state, wanted, "weight", part.w_rows, own, w)
         if y is not None and y.requires_grad:
             made, turn = made_as(y), part.dy_rows
             shape = None if made is y else y.shape
 
             def arrived(dy: Tensor) -> None:
-                unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, dy, shape)
+                unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, own, dy, shape)
 
             at_gradient(made, arrived)
 
@@ -196,18 +196,19 @@ class Showing:
         wanted: bool,
         role: OperandRole,
         turn: Turn,
+        own: Own | None,
         x: Tensor,
         shape: torch.Size | None = None,
     ) -> None:
         try:
             x = x if shape is None else x.reshape(shape)
             if not wanted or not _is_matrix(x):
-                self._show(state, wanted, role, turn, None, local_of(x), None)
+                self._show(state, wanted, role, turn, None, local_of(x), own)
                 return
             self.heard.add((id(state.observer), state.name, role))
             if selects(state.observer, state.name, role):
                 x = x.detach() if x.requires_grad or type(x) is not Tensor else x
-                self._noted(judge(state, role, turn(x), None))
+                self._noted(judge(state, role, turn(x), own))
         except Exception as error:
             self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
@@ -284,18 +285,18 @@ def _plain(part: Part) -> bool:
 
 
 def _usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:
-    """Whether each of them, if it is there, is a plain tensor on the CPU."""
+    """Whether each of them, if it is there, is a plain tensor on the CPU or a GPU."""
     return (
-        (x is None or (type(x) in PLAIN and x.is_cpu))
-        and (w is None or (type(w) in PLAIN and w.is_cpu))
+        (x is None or (type(x) in PLAIN and (x.is_cpu or x.is_cuda)))
+        and (w is None or (type(w) in PLAIN and (w.is_cpu or w.is_cuda)))
         and (y is None or type(y) is Tensor)
     )
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether it is plain numbers on the CPU, some, of a type that quantizers take."""
-    plain = type(x) in PLAIN and x.is_cpu and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
-    return plain and x.numel() > 0
+    """Whether it is plain numbers on the CPU or a GPU, some, of a type that quantizers take."""
+    plain = type(x) in PLAIN and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
+    return plain and (x.is_cpu or x.is_cuda) and x.numel() > 0
 
 
 def _pieces(x: Tensor) -> Tensor | None:

@@ -24,7 +24,8 @@ from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
 from narrowgauge.session.tensors.batches import Batches
 from narrowgauge.session.tensors.fingerprint import stored
-from narrowgauge.session.tensors.movement import Movement, Room
+from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.rooms import Room
 
 
 class StopTraining(SystemExit):

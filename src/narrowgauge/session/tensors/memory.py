@@ -1,4 +1,7 @@
-"""Weights that are nothing but float32 numbers in the CPU's memory: what the compiled walk is told of them.
+"""Weights that are nothing but numbers in one device's memory: what those are told of them who go by addresses.
+
+    CPU      float32: the compiled walk
+    GPU      float32, bfloat16, float16: kernels
 
 Nothing is detached and nothing asked twice: of many small weights this takes longer than reading them.
 """
@@ -17,20 +20,22 @@ from narrowgauge.session.tensors.sharded import PLAIN
 
 Array = npt.NDArray[np.int64]
 
+_TAKEN = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+
 
 class Runs(NamedTuple):
     """Where some tensors are, but for empty ones.
 
     Args:
         ats, sizes: their addresses, and how many elements each has.
-        shapes: theirs.
+        kinds: their shapes and dtypes, and the device of all.
         elements: of all.
         numbers: the addresses once more.
     """
 
     ats: Array
     sizes: Array
-    shapes: list[torch.Size]
+    kinds: tuple[list[torch.Size], list[torch.dtype], torch.device]
     elements: int
     numbers: list[int]
 
@@ -40,11 +45,17 @@ def runs(tensors: Sequence[Tensor], known: Runs | None = None) -> Runs | None:
 
     What was `known` of them is given back if it is still true.
     """
+    if not tensors:
+        return None
+    device = tensors[0].device
+    taken = _TAKEN.get(device.type, ())
     ats: list[int] = []
     sizes: list[int] = []
     shapes: list[torch.Size] = []
+    dtypes: list[torch.dtype] = []
     for x in tensors:
-        if type(x) not in PLAIN or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
+        dtype = x.dtype
+        if type(x) not in PLAIN or dtype not in taken or x.device != device or x.layout is not torch.strided:
             return None
         size = x.numel()
         if not size:
@@ -52,11 +63,14 @@ def runs(tensors: Sequence[Tensor], known: Runs | None = None) -> Runs | None:
         at = x.data_ptr()
         if not at or not x.is_contiguous() or x.is_neg():
             return None
-        if x.untyped_storage().nbytes() < 4 * (x.storage_offset() + size):
+        if x.untyped_storage().nbytes() < dtype.itemsize * (x.storage_offset() + size):
             return None
         ats.append(at)
         sizes.append(size)
         shapes.append(x.shape)
-    if known is not None and ats == known.numbers and shapes == known.shapes:
+        dtypes.append(dtype)
+    if known is not None and ats == known.numbers and (shapes, dtypes, device) == known.kinds:
         return known
-    return Runs(np.array(ats, np.int64), np.array(sizes, np.int64), shapes, sum(sizes), ats) if ats else None
+    if not ats:
+        return None
+    return Runs(np.array(ats, np.int64), np.array(sizes, np.int64), (shapes, dtypes, device), sum(sizes), ats)

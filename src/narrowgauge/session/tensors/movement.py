@@ -5,116 +5,45 @@
 
     k   a prime that meets all columns of every matrix; where it begins changes from one recorded step to the next
 
-So no more than BUDGET elements are held, and only while the optimizer steps; copies of a small model keep their memory
-from one recorded step to the next, because asking for it anew takes as long as filling it. w is what the optimizer was
-given: masters in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights
-count as in `norms`.
+So no more than BUDGET elements are held, and only while the optimizer steps. w is what the optimizer was given: masters
+in float32 where the program keeps them there, else the weights as they are rounded. Sharded weights count as in
+`norms`.
 
-Whole float32 weights on the CPU are walked: all of them for the norm, and no more than WALKED elements for the update.
-There memory is what costs, and it comes in lines of 64 bytes, so of more it is every k-th line that is copied.
+Weights that are nothing but memory go by their addresses (`rooms`): on a CPU they are walked, all of them for the norm
+and fewer elements for the update. There memory is what costs, and it comes in lines of 64 bytes, so of more it is every
+k-th line that is copied. On a GPU one kernel has all of them, because to launch one for each takes the host longer than
+reading them takes the GPU. All others go by passes of torch's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.metrics.primes import stride_over
 from narrowgauge.observe.stats import host
-from narrowgauge.session.tensors.memory import Array, Runs, runs
+from narrowgauge.session.tensors.memory import runs
 from narrowgauge.session.tensors.norms import Parts, Squares, Term, cut_by_fsdp, named, squares
+from narrowgauge.session.tensors.rooms import Launched, Room, Walked, widths
 from narrowgauge.session.tensors.shares import group_of
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
-WALKED = 1 << 17  # the same where a walk copies: half a MiB, which a cache has room for beside what is the program's
-SMALL = 1 << 20  # 4 MiB
-MOST = 16  # optimizers with small models
-
-Array32 = npt.NDArray[np.float32]
 
 
-class Plan(NamedTuple):
-    """Where weights are that the walk copies, and where it puts the copies, one behind the other.
-
-    Of each every `stride`-th line, which makes `held` elements of it. No weight is held by it.
-    """
-
-    whole: Runs
-    budget: int
-    copies: Array32
-    starts: Array
-    held: Array
-    stride: int
-
-
-class Room:
-    """Memory for copies of weights, and the plans by which they are copied, for a few optimizers by their numbers."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Array32] = {}
-        self._plans: dict[int, Plan] = {}
-
-    def of(self, number: int, elements: int) -> Array32:
-        """So many numbers for an optimizer of this number, with whatever is in them."""
-        kept = self._kept.get(number)
-        if kept is not None and kept.size == elements:
-            return kept
-        made = np.empty(elements, np.float32)
-        if elements <= SMALL:
-            if len(self._kept) >= MOST:
-                oldest = next(iter(self._kept))
-                del self._kept[oldest]
-                self._plans.pop(oldest, None)
-            self._kept[number] = made
-        return made
-
-    def plan(self, number: int, weights: list[Tensor], budget: int, line: int, few: int) -> Plan | None:
-        """How weights are copied that are nothing but memory, else None; the last plan, if these are where they were.
-
-        To make one takes longer than to copy a small model.
-        """
-        known = self._plans.get(number)
-        whole = runs(weights, None if known is None else known.whole)
-        if whole is None:
-            return None
-        if known is None or whole is not known.whole or budget != known.budget:
-            stride = stride_over(_widths(whole.shapes), math.ceil(whole.elements / budget), line)
-            lines = -(-whole.sizes // line)
-            most = np.where(lines <= few, lines, -(-lines // stride)) * line  # of each, rounded up to whole lines
-            copies = self.of(number, int(most.sum()))
-            starts = copies.ctypes.data + 4 * (np.cumsum(most) - most)
-            known = Plan(whole, budget, copies, starts, np.empty_like(most), stride)
-            if self._kept.get(number) is copies:
-                self._plans[number] = known
-        return known
-
-
-def _widths(shapes: Iterable[tuple[int, ...]]) -> set[int]:
-    """Of the rows that tensors consist of, and those of their outermost dimension."""
-    return {n for shape in shapes if len(shape) > 1 for n in (shape[-1], math.prod(shape[1:])) if n}
-
-
-class Walked(NamedTuple):
-    """Weights that the walk has copied, how, and from which line on; other ranks hold more of them if `partial`."""
+class Held(NamedTuple):
+    """Weights that were copied by a plan; other ranks hold more of them if `partial`."""
 
     weights: list[Tensor]
-    plan: Plan
-    turn: int
+    plan: Walked | Launched
     partial: bool
 
-    def sum(self, walk: Callable[..., float], now: Runs, *more: Array) -> Squares:
-        """What a walk says of the weights and the copies."""
-        plan = self.plan
-        total = walk(now.ats, plan.starts, now.sizes, plan.stride, self.turn, *more)
-        square = torch.from_numpy(np.array(total))  # `torch.tensor` takes ten times as long
-        return Squares(Term(square, None if self.partial else 1))
+    def squares(self, total: Tensor) -> Squares:
+        """Of all of them."""
+        return Squares(Term(total, None if self.partial else 1))
 
 
 class Movement:
@@ -130,7 +59,7 @@ class Movement:
         self._turn, self._budget, self._room = turn, budget, room or Room()
         # By optimizer: its weights, what was here of them, of how many elements one was copied, and the copies.
         self._held: dict[int, tuple[list[Tensor], Parts, int, list[Tensor]]] = {}
-        self._walked: dict[int, Walked] = {}
+        self._copied: dict[int, Held] = {}
         self._weights: Squares | None = None
         self._moved: Squares | None = None
         self._early: list[int] = []
@@ -140,18 +69,15 @@ class Movement:
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
-        alone = host.ready() and not any(map(group_of, weights))  # else some count once for several ranks
-        walk = host.kernel() if alone else None
-        number, budget = id(optimizer), min(self._budget, WALKED)
-        plan = None if walk is None else self._room.plan(number, weights, budget, walk.LINE, walk.FEW)
-        if walk is not None and plan is not None:
-            held = Walked(weights, plan, self._turn, in_parts or any(map(cut_by_fsdp, weights)))
-            self._weights = held.sum(walk.copied, plan.whole, plan.held).and_also(self._weights)
-            if plan.stride > 1:
-                self.share = min(self.share, float(plan.held.sum()) / plan.whole.elements)
-            self._walked[number] = held
-        else:
+        number = id(optimizer)
+        alone = not any(map(group_of, weights))  # else some count once for several ranks
+        plan = self._room.plan(number, weights, self._budget) if alone else None
+        if plan is None:
             self._pass(optimizer, weights, in_parts)
+            return
+        held = self._copied[number] = Held(weights, plan, in_parts or any(map(cut_by_fsdp, weights)))
+        self._weights = held.squares(plan.copy(self._turn)).and_also(self._weights)
+        self.share = min(self.share, plan.share)
 
     @torch.no_grad()
     def _pass(self, optimizer: Optimizer, weights: list[Tensor], in_parts: bool) -> None:
@@ -162,7 +88,7 @@ class Movement:
         if total is None:
             return
         self._weights = total.and_also(self._weights)
-        stride = stride_over(_widths(x.shape for x in parts.here), math.ceil(elements / self._budget))
+        stride = stride_over(widths(x.shape for x in parts.here), math.ceil(elements / self._budget))
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
         self._held[id(optimizer)] = weights, parts, stride, [v.clone() for v in views]
@@ -181,15 +107,14 @@ class Movement:
         return bool(early)
 
     def _look(self, number: int) -> None:
-        walked, held = self._walked.pop(number, None), self._held.pop(number, None)
-        walk = None if walked is None else host.kernel()
-        if walked is not None and walk is not None:
-            whole = walked.plan.whole
-            now = runs(walked.weights, whole)  # a step may have put other memory in a weight's place
-            if now is None or (now is not whole and now.shapes != whole.shapes):
+        copied, held = self._copied.pop(number, None), self._held.pop(number, None)
+        if copied is not None:
+            plan = copied.plan
+            now = runs(copied.weights, plan.whole)  # a step may have put other memory in a weight's place
+            if now is None or now.kinds != plan.whole.kinds:
                 self._lost = True
             else:
-                self._moved = walked.sum(walk.moved, now).and_also(self._moved)
+                self._moved = copied.squares(plan.moved(now, self._turn)).and_also(self._moved)
         if held is not None:
             self._pass_again(*held)
 
