@@ -112,7 +112,9 @@ class WhatIf:
 
     def end_step(self) -> None:
         """The step ended."""
-        self._step, self._open = None, False
+        opened, self._step, self._open = self._open, None, False
+        if not opened:  # as most are not
+            return
         self._weights.clear()
         self._known |= self._now
         self._now.clear()

@@ -58,6 +58,9 @@ def test_an_address_that_is_no_multiple_of_16_is_read_right():
     copies = Copies([x.numel()], [x.dtype], DEVICE, 5)
     assert float(copies.copy([x.data_ptr()], 2)) == pytest.approx(float(x.double().square().sum()), rel=1e-7)
     whole = room[:-4]
-    assert float(copies.moved([whole.data_ptr()], 2)) == pytest.approx(  # now of another alignment
-        float((whole.double() - x.double())[2::5].square().sum()) * x.numel() / len(whole[2::5]), rel=1e-7
+    assert (
+        float(copies.moved([whole.data_ptr()], 2))
+        == pytest.approx(  # now of another alignment
+            float((whole.double() - x.double())[2::5].square().sum()) * x.numel() / len(whole[2::5]), rel=1e-7
+        )
     )

@@ -65,4 +65,4 @@ def optimizer_of(function: Any) -> ref[Optimizer] | None:
 def graphs() -> int:
     """How many have been compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # which we load as well
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

@@ -87,7 +87,7 @@ def heard(
     @functools.wraps(method)
     def carefully(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
-        if capturing() or unreal(_modes()):
+        if capturing() or unreal():
             return None
         hearing: Hearing = owner.hearing
         try:
@@ -140,17 +140,16 @@ def _goes_on(hearing: Hearing, same: Callable[..., bool | None], steps: bool, ar
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream; wakes no GPU."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _cuda._initialized and _cuda.is_initialized() and _cuda.is_current_stream_capturing()
 
 
-def unreal(modes: int = 1) -> bool:
+def unreal() -> bool:
     """Whether tensors are none here that could be looked at later, or looking would be written into a graph.
 
-    In a transform of torch.func; in a fake mode, or while make_fx traces (where `modes`, how many there are, is not 0);
-    in torch.jit.trace.
+    In a transform of torch.func; in a fake mode, or while make_fx traces; in torch.jit.trace.
     """
     return (
         _transforms()
-        or (modes > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _UNREAL))
+        or (_modes() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _UNREAL))
         or _tracing() is not None
     )

@@ -103,7 +103,9 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
                 graphs.backward_captured(tensors)
                 original(tensors, *args, **kwargs)
                 return
-            plain = not any(a is not None and a is not False for a in (*args, *kwargs.values()))
+            plain = True
+            for given in (*args, *kwargs.values()):
+                plain = plain and (given is None or given is False)
             updates.backward_begins(tensors, plain)
             try:
                 original(tensors, *args, **kwargs)
@@ -204,4 +206,4 @@ def _ids_of(parameters: object) -> frozenset[int] | None:
         parameters = (parameters,)
     if not isinstance(parameters, Iterable) or isinstance(parameters, Iterator):
         return None
-    return frozenset(id(p) for p in parameters if p.grad is not None)
+    return frozenset(map(id, [p for p in parameters if p.grad is not None]))

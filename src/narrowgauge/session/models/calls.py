@@ -79,7 +79,7 @@ class Calls:
         self._tokens = 0  # of the last call with gradients
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
-        self._in_generator = False
+        self._generates = self._in_generator = False
         self._eval_began = 0.0
         self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
@@ -154,7 +154,8 @@ class Calls:
         """A model is called."""
         if inside_backward():
             return
-        self.recover()
+        if self._depth:
+            self.recover()
         if not self._depth and _estimates(args, kwargs):
             return
         self._depth += 1
@@ -178,7 +179,7 @@ class Calls:
             raise
         self.training = True
         root.enter_autocast()
-        self._in_generator = any(returned.gi_running for returned in self._generators)
+        self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
         tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given)
         self._tokens, self._line = tokens, self._steps.line
@@ -221,6 +222,7 @@ class Calls:
             self._steps.batches.made(output)
         if isinstance(output, GeneratorType):
             self._generators.add(output)
+            self._generates = True
         if not self.learns():
             self._steps.evals.model_ended(output)
             self._steps.ledger.interrupted(time.perf_counter() - self._eval_began)

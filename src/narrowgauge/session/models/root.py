@@ -100,6 +100,8 @@ class Root:
 
     def exit_autocast(self) -> None:
         """End what this thread began."""
+        if self._dtype is None:
+            return
         entered, self._thread.entered = self._thread.entered, None
         if entered is not None:
             entered.close()

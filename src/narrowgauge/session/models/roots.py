@@ -88,7 +88,10 @@ class Roots:
     @property
     def changed(self) -> bool:
         """Whether a model may have parts that it had not when it was looked at."""
-        return any(known.changed for known in self._models)
+        for known in self._models:  # noqa: SIM110 - asked at every call: a generator takes longer
+            if known.changed:
+                return True
+        return False
 
     def renew(self) -> str:
         """Take in what the program has added to its models since they were taken; in words what, "" if nothing."""

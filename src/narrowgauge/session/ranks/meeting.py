@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+_available = dist.is_available()
 PATIENCE = 5.0  # seconds for a store to take another connection
 
 
@@ -23,7 +24,7 @@ class Met(NamedTuple):
 
 def programs_own() -> Met | None:
     """The ranks of the program's default process group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _available or not dist.is_initialized():  # asked in every step
         return None
     return Met(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 

@@ -39,8 +39,9 @@ class Turns:
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""
         for who in optimizers:
-            if who in self._last:
-                self._longest[who] = min(MOST, max(self._longest.get(who, 1), self._step - self._last[who]))
+            last = self._last.get(who)
+            if last is not None and (self._step - last or 1) > self._longest.get(who, 0):
+                self._longest[who] = min(MOST, self._step - last or 1)
             self._last[who] = self._step
         if self._now and (self._before or self._awaited <= set(optimizers)):
             self._awaited -= set(optimizers)

@@ -36,6 +36,10 @@ class BackwardLosses:
 
     def add(self, loss: Any, *, staged: bool) -> None:
         """A microbatch has this loss, or several; if `staged`, what is no number is the gradient of a later stage."""
+        if type(loss) is Tensor and not self._scaled and loss.numel() == 1:  # as it mostly is
+            self.numbers += 1
+            self._steps.ledger.add_microbatch(loss)
+            return
         losses = [self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))]
         tensors = [each for each in losses if isinstance(each, Tensor)]
         if tensors and len(tensors) == len(losses) and all(each.numel() == 1 for each in tensors):
@@ -62,6 +66,8 @@ class BackwardLosses:
     @staticmethod
     def estimate(loss: Any) -> bool:
         """Whether it has no number, and so nothing is trained by it: it is on the meta device."""
+        if type(loss) is Tensor:
+            return loss.is_meta
         losses = loss if isinstance(loss, tuple | list) else (loss,)
         return any(isinstance(each, Tensor) and each.is_meta for each in losses)
 

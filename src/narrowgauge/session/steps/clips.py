@@ -88,8 +88,10 @@ class Clips:
             trained: those of all optimizers. What was clipped may be other tensors than these: a program's own master
                 copies, say, have the gradients of its model's parameters.
         """
-        others = [] if self._unknown else [p for p in owners if id(p) not in self._covered]
-        return others if others and self._covered <= {id(p) for p in trained()} else []
+        if self._unknown or self._covered.issuperset(map(id, owners)):
+            return []
+        others = [p for p in owners if id(p) not in self._covered]
+        return others if self._covered <= {id(p) for p in trained()} else []
 
     def norms(self, others: Sequence[tuple[frozenset[int], Squares]]) -> dict[str, Tensor]:
         """What is written of them, with gradients that were not clipped: by the parameters' ids, their squares.

@@ -199,9 +199,9 @@ class Ledger:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
             del row["skipped"]  # a fused optimizer's own word, which says that it did step
-        skipped = "skipped" in row
-        judged = ("loss",) if skipped else ("loss", "grad_norm", "grad_square_local")
-        finite = all(math.isfinite(row.get(name, 0.0)) for name in judged)
+        skipped, finite = "skipped" in row, True
+        for name in ("loss",) if skipped else ("loss", "grad_norm", "grad_square_local"):
+            finite = finite and math.isfinite(row.get(name, 0.0))
         row["nonfinite"] = float(not finite)
         self.skipped_steps += skipped
         self.nonfinite_steps += not finite

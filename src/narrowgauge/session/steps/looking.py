@@ -82,5 +82,8 @@ def learning_rates(line: Line, optimizer: Optimizer) -> None:
             line.rates.append(rate.detach().clone() if isinstance(rate, Tensor) else float(rate))
     if line.rates:
         line.scalars["lr"] = line.rates[0]
-    if any(isinstance(rate, Tensor) or rate != line.rates[0] for rate in line.rates[1:]):
+    differ = False
+    for rate in line.rates[1:]:
+        differ = differ or isinstance(rate, Tensor) or rate != line.rates[0]
+    if differ:
         line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})

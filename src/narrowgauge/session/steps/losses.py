@@ -177,6 +177,8 @@ class EvalLosses:
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
+        if not self._losses and not self._ended and self._passes == 1:
+            return {}
         found: dict[int, dict[bool, list[_Loss]]] = {}
         for loss in self._losses:
             found.setdefault(loss.steps, {}).setdefault(loss.ours, []).append(loss)

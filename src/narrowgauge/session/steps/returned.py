@@ -72,9 +72,11 @@ class ReturnedLosses:
             return
         wanted, *others = self._made
         self._made = []
+        if wanted is None or others:
+            return
         given = losses if isinstance(losses, tuple | list) else (losses,)
         edges = [(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
-        if wanted is None or others or not edges or len(edges) != len(given) or wanted.thread != get_ident():
+        if not edges or len(edges) != len(given) or wanted.thread != get_ident():
             return
         found, alone = False, len(edges) == 1
         for _ in range(MOST_NODES):

@@ -80,7 +80,7 @@ class Steps:
 
         Raises StopTraining when all steps that were asked for are made.
         """
-        if self.made or self.line is None:
+        if self.made or self.ledger.line is None:
             self._open()
 
     def feed(self, inputs: Any) -> int:
@@ -135,7 +135,7 @@ class Steps:
             self._moved()
 
     def _moved(self) -> None:
-        line = self.line
+        line = self.ledger.line
         if line is not None and line.movement is not None:
             line.scalars.update(line.movement.scalars())
             self.moved_share = min(self.moved_share, line.movement.share)
@@ -198,8 +198,8 @@ class Steps:
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
         self.made, self.begun = False, True
-        if self.line is not None:
-            stepped = {optimizer for optimizer, *_ in self.line.stepped}
+        if self.ledger.line is not None:
+            stepped = {optimizer for optimizer, *_ in self.ledger.line.stepped}
             self.stepped = stepped or self.stepped
             self._recorder.selection.stepped(stepped)
         line = self.ledger.open()
@@ -214,18 +214,23 @@ class Steps:
         self.report()
 
     def _close(self) -> None:
-        with self._left_over():
-            self._put_in_order()
+        line = self.ledger.line
+        if self.made and line is not None and line.recorded:
+            with self.ledger.recording_ends():
+                self._put_in_order(line)
+        else:
+            self._put_in_order(line)
 
     def _left_over(self) -> AbstractContextManager[None]:
         """What is done meanwhile is the cost of the step that is made, if it was recorded."""
         recorded = self.made and self.line is not None and self.line.recorded
         return self.ledger.recording_ends() if recorded else nullcontext()
 
-    def _put_in_order(self) -> None:
-        self.settle()
+    def _put_in_order(self, line: Line | None) -> None:
+        if line is not None and line.movement is not None:
+            self.settle()
         self._take_evaluation()
-        digest, line = self.batches.digest, self.line
+        digest = self.batches.digest
         if line is not None and digest is not None:
             line.scalars["data_digest"] = stored(digest)
         if line is not None and line.recorded:

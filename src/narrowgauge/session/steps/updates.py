@@ -260,8 +260,8 @@ class Updates:
     def _made(self) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
         self._clips = Clips()
-        if self._steps.line is not None:
-            self._steps.line.scalars.update(gradients(self._steps.line))
+        if (line := self._steps.ledger.line) is not None:
+            line.scalars.update(gradients(line))
         self._steps.end()
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
@@ -282,8 +282,8 @@ class Updates:
         return evaluate
 
     def _look(self, optimizer: Optimizer) -> None:
-        if self._steps.line is not None:
-            look(self._steps.line, optimizer, self._clips, self._in_parts, self._trained)
+        if (line := self._steps.ledger.line) is not None:
+            look(line, optimizer, self._clips, self._in_parts, self._trained)
 
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:

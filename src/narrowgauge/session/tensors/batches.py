@@ -124,7 +124,7 @@ def _leaves(held: Any, found: list[Given], name: str) -> list[Given]:
         for key, x in held.items():
             _leaves(x, found, str(key))
     elif isinstance(held, Tensor):
-        found.append(Given(name, len(found), here(held)))
+        found.append(Given(name, len(found), held if kind is Tensor else here(held)))
     elif kind not in _EMPTY:
         for x in tree_leaves(held):
             if isinstance(x, Tensor):

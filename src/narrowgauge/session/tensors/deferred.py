@@ -30,7 +30,7 @@ class Deferred:
         known: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
         for name, value in scalars.items():
-            if isinstance(value, Tensor):
+            if type(value) is not float and isinstance(value, Tensor):
                 value = value.detach() if type(value) is Tensor else here(value.detach())
                 if value.device.type != "cpu":
                     on_device[name] = value

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import launch
+from narrowgauge.compute.kernels.fused.launch import Launch, launch
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, magnitude_bits, widen
 from narrowgauge.compute.kernels.fused.tile import ANY, high, in_pairs, larger_halves, low
 
@@ -71,13 +71,24 @@ def amax(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) ->
     """
     if out is None or scratch is None:
         out, scratch = torch.zeros((), device=x.device), None
+    programs, n, constants = _how(x, scratch is not None)
+    launch(_amax, programs, (x, out, scratch), (n,), constants, num_warps=WARPS, maxnreg=REGISTERS)
+    return out
+
+
+def prepared(x: Tensor) -> Launch:
+    """What is launched with (x, out, scratch), as `amax` does it, for all tensors that lie in memory as x does."""
+    programs, n, constants = _how(x, last=True)
+    return Launch(_amax, programs, (n,), constants, num_warps=WARPS, maxnreg=REGISTERS)
+
+
+def _how(x: Tensor, last: bool) -> tuple[int, int, tuple[int, bool, bool, int]]:
+    """Programs, numbers or pairs of numbers, and constants of the kernel."""
     n, kind = x.numel(), 0
     if x.element_size() == 2 and n % 2 == 0 and x.data_ptr() % 4 == 0:
         n, kind = n // 2, 2 if x.dtype == torch.bfloat16 else 3
     programs = max(1, min(-(-n // BLOCK), PER_SM * _multiprocessors(x.device)))
-    constants = kind, INTERPRETED, scratch is not None, BLOCK
-    launch(_amax, programs, (x, out, scratch), (n,), constants, num_warps=WARPS, maxnreg=REGISTERS)
-    return out
+    return programs, n, (kind, INTERPRETED, last, BLOCK)
 
 
 @functools.cache

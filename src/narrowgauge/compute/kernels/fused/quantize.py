@@ -23,6 +23,7 @@ from narrowgauge.compute.kernels.both import Both, Given
 from narrowgauge.compute.kernels.both import quantize_both as by_reference
 from narrowgauge.compute.kernels.fused import amax as tensor_amax
 from narrowgauge.compute.kernels.fused.blocks import SquareCast, TileCast
+from narrowgauge.compute.kernels.fused.launch import Launch
 from narrowgauge.compute.kernels.fused.rows import RowCast
 from narrowgauge.compute.kernels.fused.tensorwise import Cast, CastGiven
 from narrowgauge.compute.kernels.fused.watched.blocks import WatchedSquares, WatchedTiles
@@ -44,12 +45,16 @@ _WATCHED: dict[int, Any] = {
 
 
 class _Prepared(NamedTuple):
-    """How to quantize tensors that lie in memory alike; `kept` is what nothing else may get the id of."""
+    """How to quantize tensors that lie in memory alike; `kept` is what nothing else may get the id of.
+
+    `largest` is what finds the amax of what is only counted, if that takes a launch of its own.
+    """
 
     kind: int
     cast: Any
     rule: Operand
     kept: Any
+    largest: Launch | None = None
 
 
 _PREPARED: dict[Hashable, _Prepared] = {}
@@ -81,7 +86,7 @@ def quantize_both(
         assert rule is not None  # somebody asked
         wanted = plain is not None, turned is not None
         known = _remember(key, _prepare(x_MK, rule, (plain, turned), wanted, slot, plan))
-    kind, cast, rule, _ = known
+    kind, cast, rule, _, _ = known
     looks = () if look is None else (look,)
     scale: Tensor | None
     scale_T: Tensor | None
@@ -110,10 +115,16 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(rule), slot, id(look.plan))
     known = _PREPARED.get(key)
     if known is None:
-        known = _remember(key, _prepare(x_MK, rule, (rule, None), (False, False), slot, look.plan))
+        known = _prepare(x_MK, rule, (rule, None), (False, False), slot, look.plan)
+        if known.kind == TENSOR and x_MK.is_contiguous():
+            known = known._replace(largest=tensor_amax.prepared(x_MK))
+        _remember(key, known)
     if known.kind == GIVEN:
         assert given is not None  # or it would be of another kind
         known.cast(x_MK, look, given.stored, given.inv_scale, None, look.scratch)
+    elif known.largest is not None:
+        known.largest((x_MK, look.amax, look.scratch))
+        known.cast(x_MK, look, look.amax)
     elif known.kind == TENSOR:
         known.cast(x_MK, look, tensor_amax.amax(_whole(x_MK), look.amax, look.scratch))
     else:
