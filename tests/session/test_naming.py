@@ -17,40 +17,6 @@ def through_a_global(x):
     return [LAYER(each) for each in x]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part, self.scale = nn.Linear(2, 2), 3.0
-
-    def forward(self, x):
-        return self.part(x)
-
-    def calls_itself(self, x):
-        return self(x).square()
-
-    def calls_forward(self, x):
-        return self.forward(x)
-
-    def hands_itself_on(self, x):
-        return torch.utils.checkpoint.checkpoint(self, x)
-
-    def hands_itself_alone(self):
-        return torch.export.export(self, (torch.ones(2),))
-
-    def hands_itself_on_in_a_lambda(self, x):
-        return (lambda: self(x))()
-
-    def hands_itself_on_beside_a_lambda(self, x):
-        return self((lambda: x * self.scale)())
-
-    def calls_a_part(self, x):
-        return torch.stack([self.part(each) for each in x])
-
-    def calls_none(self, y):
-        self.scale += 1
-        return [(each * self.scale).to(each.dtype) for each in y]
-
-
 class Trainer:
     def __init__(self, model):
         self._model, self.scale = model, 3.0
@@ -111,20 +77,6 @@ class Trainer:
         return self.made(x)
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Net) if name.startswith(("calls", "hands"))])
-def test_a_method_of_a_module(name):
-    net = Net()
-    found = [module for module in named_by(getattr(net, name)) if module is net]
-    assert found == ([] if name == "calls_none" else [net])
-    assert set(named_by(getattr(net, name))) <= {net, net.part}
-
-
-@pytest.mark.parametrize("name", ["hands_itself_on", "calls_a_part"])
-def test_a_method_of_a_module_names_its_parts(name):
-    net = Net()
-    assert set(named_by(getattr(net, name))) == {net, net.part}
-
-
 HOLDING = "calls", "calls_by_another", "decorated", "in_a_lambda", "hands_itself_on", "forward", "calls_none"
 
 
@@ -137,6 +89,99 @@ def test_a_method_of_what_holds_a_module(name):
 @pytest.mark.parametrize("name", ["calls_a_static_method", "calls_a_class_method", "layered", "made"])
 def test_a_method_without_its_object(name):
     assert set(named_by(getattr(Trainer(None), name))) == {LAYER}
+
+
+class Shared:
+    """Holds a model for all of its objects."""
+
+    net = nn.Linear(2, 2)
+
+    def calls(self, x):
+        return self.net(x)
+
+    @classmethod
+    def of_class(cls, x):
+        return cls.net(x)
+
+    def calls_none(self, x):
+        return x
+
+
+class Inherits(Shared):
+    __slots__ = ("scale",)
+
+    def overrides(self, x):
+        return self.net(self.scale * x)
+
+    def calls(self, x):
+        return super().calls(x)
+
+
+class Replaces(Shared):
+    def __init__(self):
+        self.net = LAYER
+
+    def calls_none(self, x):
+        return self.calls(x)
+
+
+class OfModules(nn.Module):
+    net = Shared.net
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_model_of_a_class():
+    shared, inherits, of_modules = Shared(), Inherits(), OfModules()
+    for function in (
+        *(shared.calls, shared.of_class, Shared.of_class, inherits.calls, inherits.overrides, Inherits.of_class),
+        *(lambda x: shared.net(x), lambda x: inherits.net(x), lambda x: Inherits.net(x), lambda x: Shared.net(x)),
+    ):
+        assert set(named_by(function)) == {Shared.net}
+    assert set(named_by(of_modules.forward)) == {of_modules, Shared.net}
+    assert set(named_by(Replaces().calls)) == {LAYER}
+    assert list(named_by(shared.calls_none)) == list(named_by(lambda: Slots.model)) == []
+
+
+def test_what_a_method_calls_of_a_class_above_its_own():
+    class Above(Trainer):
+        def calls(self, x):
+            return super().calls(2 * x)
+
+        def doubled(self, y):
+            return self.calls_none(y)
+
+        def calls_none(self, y):  # that of the class above calls none, either
+            return 2 * y
+
+        def in_a_lambda(self, x):  # that of the class above does
+            return 3 * x
+
+        def beside(self, x):
+            return self.in_a_lambda(x)
+
+    trainer = Above(nn.Linear(2, 2))
+    assert set(named_by(trainer.calls)) == {trainer.model}
+    assert list(named_by(trainer.doubled)) == list(named_by(trainer.beside)) == []
+
+
+def calling(model):
+    def call(x):
+        return model(x)
+
+    return call
+
+
+def test_closures_of_one_code_are_told_apart():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    one, other = calling(first), calling(second)
+    assert set(named_by(lambda x: one(x) + other(x))) == {first, second}
+
+
+def test_methods_of_two_objects_are_told_apart():
+    one, other = Trainer(nn.Linear(2, 2)), Trainer(nn.Linear(2, 2))
+    assert set(named_by(lambda x: one.calls(x) + other.calls(x))) == {one.model, other.model}
 
 
 def test_functions():
@@ -158,29 +203,9 @@ def test_functions():
     assert set(named_by(functools.partial(through_another))) == {layer}
     assert set(named_by(beside_what_is_not_yet)) == {layer}
     assert set(named_by(through_a_global)) == {LAYER}
-    for none in (not_yet, torch.relu, functools.partial(torch.relu), None, Net):
+    for none in (not_yet, torch.relu, functools.partial(torch.relu), None, Shared):
         assert list(named_by(none)) == []
     missing = None
-
-
-def test_what_a_function_defines_reads():
-    layer = nn.Linear(2, 2)
-
-    def in_a_class_of_a_global(x):
-        class Once:
-            part = LAYER
-
-        return Once.part(x)
-
-    def in_a_class_of_a_closure(x):
-        class Once:
-            part = layer
-
-        return Once.part(x)
-
-    assert set(named_by(in_a_class_of_a_global)) == {LAYER}
-    assert set(named_by(in_a_class_of_a_closure)) == {layer}
-    assert list(named_by(lambda LAYER: 2 * LAYER)) == []  # an argument of that name
 
 
 def test_functions_that_call_each_other():
@@ -321,33 +346,6 @@ def test_no_module_is_in_what_is_not_of_the_program_or_far_in_a_container():
 def test_an_attribute_of_the_programs_with_a_name_of_torchs():
     odd = Odd(LAYER)
     assert set(named_by(lambda x: odd.model(x))) == {LAYER}
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        *("buffers", "named_buffers", "named_parameters", "parameters", "requires_grad_", "state_dict", "zero_grad"),
-        *("eval", "train", "training"),
-    ],
-)
-def test_what_is_asked_of_a_model_for_its_weights_or_its_mode_is_no_call(asked):
-    layer = nn.Linear(2, 2)
-    assert list(named_by(eval(f"lambda y: (y, layer.{asked})", {"layer": layer}))) == []
-    assert set(named_by(eval(f"lambda {asked}: layer({asked})", {"layer": layer}))) == {layer}
-
-
-def test_a_model_that_it_does_not_call():
-    layer = nn.Linear(2, 2)
-    trainer, named = Trainer(layer), {"it": layer}
-    for function in (
-        lambda y: y * trainer.scale,
-        lambda y: y + sum(p.sum() for p in layer.parameters()),
-        lambda y: y + sum(p.sum() for p in trainer.model.parameters()),
-        lambda y: y + sum(p.sum() for p in named["it"].parameters()),
-        lambda y: y if layer.training else -y,
-    ):
-        assert list(named_by(function)) == []
-    assert set(named_by(lambda x: layer(x) if layer.training else x)) == {layer}
 
 
 def test_nothing_of_the_programs_is_run():

@@ -101,6 +101,21 @@ def test_the_move_is_measured_where_code_is_generated(tmp_path):
     assert found == 1
 
 
+def test_the_move_is_none_of_what_the_program_does_to_the_weights_afterwards(tmp_path):
+    model, optimizer = build("plain")
+    held, truth = list(model.parameters()), []
+    with ng.watch(model, out=tmp_path / "run", every=1):
+        once = compiled("step", model, optimizer, "aot_eager")
+        for _ in range(3):
+            before = [p.detach().clone() for p in held]
+            once()
+            truth.append(norm([p.detach() - x for p, x in zip(held, before, strict=True)]) / norm(before))
+            with torch.no_grad():
+                for p in held:
+                    p.mul_(0.5)
+    assert open_run(tmp_path / "run").scalars("update_ratio")["update_ratio"].tolist() == pytest.approx(truth, rel=1e-5)
+
+
 def test_learning_rates_of_a_schedule_are_recorded(tmp_path):
     model, optimizer = build("adamw")
     _, recorded, _ = watched("scheduled step", model, optimizer, tmp_path / "run", 100)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import MethodType
 from typing import Any, Literal, Protocol
 from weakref import ref
 
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.doors.entries import Leave
@@ -60,6 +62,12 @@ def optimizer_of(function: Any) -> ref[Optimizer] | None:
         held = [cell.cell_contents for cell in function.__closure__ or ()]
         return next((found for found in held if isinstance(found, ref) and isinstance(found(), Optimizer)), None)
     return None
+
+
+def called_by(function: Any) -> Any:
+    """The module whose call this is, if `module.compile()` compiles it; else the function."""
+    in_place = type(function) is MethodType and function.__func__ is nn.Module._call_impl
+    return function.__self__ if in_place else function
 
 
 def graphs() -> int:

@@ -1,7 +1,7 @@
 """Hears each call of what a program compiles, from `import torch` on: most compile their model before its optimizer.
 
     torch.compile(function)     its result is wrapped
-    module.compile()            what the module then calls is wrapped
+    module.compile()            does so with what the module calls
     torch.compile(module)       makes a module, which is called like any other
 
 While a graph is traced nothing is told. Without a listener, before there is one and once it is gone, nothing is either.
@@ -68,7 +68,7 @@ class CompiledCalls:
         self._depth = 0  # calls that are followed and have not returned
         self._stance, self._lasts = Uncompiled(), False  # which lasts until they have
         self._ident = 0  # of the thread that has asked for it
-        self._compile, self._compile_in_place = torch.compile, nn.Module.compile
+        self._compile = torch.compile
 
         @unseen
         @functools.wraps(self._compile)
@@ -82,18 +82,12 @@ class CompiledCalls:
             optimizer = compilations.optimizer_of(model)
             if optimizer is not None:
                 return self._updating(optimizer, compiled)
-            return self._of_module(compiled) if isinstance(model, nn.Module) else self._followed(model, compiled)
-
-        @unseen
-        @functools.wraps(self._compile_in_place)
-        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._heard = True
-            self._compile_in_place(module, *args, **kwargs)
-            module._compiled_call_impl = self._followed(module, module._compiled_call_impl)  # type: ignore[arg-type]
+            if isinstance(model, nn.Module):
+                return self._of_module(compiled)
+            return self._followed(compilations.called_by(model), compiled)
 
         CompiledCalls._latest = self
-        self._ours: tuple[Any, Any] = compile_, compile_in_place
-        torch.compile, nn.Module.compile = compile_, compile_in_place  # type: ignore[assignment, method-assign]
+        self._ours = torch.compile = compile_
         # A session hooks all modules, and leaves no trace in what is compiled: nothing to warn of.
         warnings.filterwarnings("ignore", message=_WARNING)
         self._filter = warnings.filters[0]
@@ -153,10 +147,8 @@ class CompiledCalls:
         """Tell nobody any more, and wrap nothing more; what was wrapped runs on as it would without."""
         self.listener = self.graphs = None
         self._entries.close()
-        if torch.compile is self._ours[0]:  # unless somebody else has wrapped it since
+        if torch.compile is self._ours:  # unless somebody else has wrapped it since
             torch.compile = self._compile
-        if nn.Module.compile is self._ours[1]:
-            nn.Module.compile = self._compile_in_place  # type: ignore[method-assign]
         with suppress(ValueError):
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 

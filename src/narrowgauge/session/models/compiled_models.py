@@ -2,14 +2,14 @@
 
 a module that was compiled       is a model, if it owns what is trained
 a function that is given one     is that model's call, if it is given anything to call it with
-a function, before any model     is the call of the whole that the optimizers train
-a function that names a model    is that model's call: its code does
+a function that names models     is those models' call: its code does; known ones, and others that are trained
+any other, before any model      is the call of the whole that the optimizers train
 any other, or inside of a call   is none
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -77,8 +77,8 @@ class CompiledModels:
         root = self._known.get((id(owner), id(given)))
         if root is not None and root.alive:
             return self._same.model(root)
-        module = self._model(owner, given)
-        return None if module is None else self._same.module(module)
+        models = self._models(owner, given)
+        return self._same.module(models[0]) if models else None
 
     @heard
     def update_begins(self, optimizer: Optimizer) -> None:
@@ -130,32 +130,45 @@ class CompiledModels:
         return torch.is_grad_enabled() and self._optimizers.owns(module)
 
     def _take(self, owner: Any, given: nn.Module | None) -> Root | None:
-        module = self._model(owner, given)
-        if module is None or (module is owner and module in self._roots):
-            return None
-        return self._calls.take(module)
+        first, *more = self._models(owner, given) or (None,)
+        root = None if first is None else self._calls.take(first)
+        for module in more:  # nobody else may hear of it
+            if module not in self._roots:
+                self._calls.take(module)
+        return root
 
-    def _model(self, owner: Any, given: nn.Module | None) -> nn.Module | None:
+    def _models(self, owner: Any, given: nn.Module | None) -> Sequence[nn.Module]:
+        """Those that it calls; its call is told as that of the first."""
         if not torch.is_grad_enabled():
-            return None
+            return ()
         if isinstance(owner, nn.Module):
-            return owner if self._optimizers.owns(owner) else None
+            return (owner,) if self._optimizers.owns(owner) else ()
         if given is not None:
-            return given
-        if not len(self._roots):
-            return self._roots.whole(self._optimizers)
-        if self._helpers.get(id(owner)) == self._roots.taken:
-            return None
-        found = next((module for module in named_by(owner) if module in self._roots), None)
-        if found is None:  # until there is another model
+            return (given,)
+        if len(self._roots) and self._helpers.get(id(owner)) == self._roots.taken:
+            return ()
+        found = _outermost(module for module in named_by(owner) if module in self._roots or self._new(module))
+        if not found and not len(self._roots):
+            whole = self._roots.whole(self._optimizers)
+            return () if whole is None else (whole,)
+        if not found:  # until there is another model
             self._helpers[id(owner)] = self._roots.taken
         return found
+
+    def _new(self, module: nn.Module) -> bool:
+        """Whether it is trained, and no part of a model that is known, of which it may read no more than a weight."""
+        return self._optimizers.owns(module) and self._roots.around(module) is None
+
+
+def _outermost(modules: Iterable[nn.Module]) -> Sequence[nn.Module]:
+    """Those that are in no other of them: a wrapper, and not what it wraps."""
+    found = {id(module): module for module in modules}
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    return [module for at, module in found.items() if at not in inner]
 
 
 def _given(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[nn.Module]:
     """The modules that a compiled function is given to call, with something to call them with."""
-    if isinstance(owner, nn.Module):
-        return ()
     while isinstance(owner, partial):
         owner, args, kwargs = owner.func, (*owner.args, *args), owner.keywords | kwargs
     calls = not torch.is_grad_enabled()  # else what an object holds may be no more than asked for its weights

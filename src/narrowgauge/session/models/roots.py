@@ -122,6 +122,14 @@ class Roots:
         wholes = {id(whole): whole for whole in (self.family.model_of(owner, trained) for owner in owners)}
         return max(wholes.values(), key=lambda m: sum(math.prod(shape_of(p)) for p in m.parameters()), default=None)
 
+    def around(self, module: nn.Module) -> nn.Module | None:
+        """The model that is known and that it is, or a part of."""
+        for known in list(self._models):
+            whole = known.module()
+            if id(module) in known.parts and whole is not None and any(part is module for part in whole.modules()):
+                return whole
+        return None
+
     def take(self, module: nn.Module, optimizers: Trained, stage: int | None = None) -> Root:
         """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
 
@@ -134,11 +142,9 @@ class Roots:
         if before is not None and before.alive and before.module is module:  # a wrapper, say, which is no model's part
             root.belongs_to(before.model)
             return root
-        for known in list(self._models):
-            whole = known.module()
-            if id(module) in known.parts and whole is not None and any(part is module for part in whole.modules()):
-                root.belongs_to(whole)
-                return root
+        if (around := self.around(module)) is not None:
+            root.belongs_to(around)
+            return root
         trained = optimizers.ids()
         whole = self.family.model_of(module, trained)
         model = unwrapped(whole)
