@@ -475,6 +475,14 @@ def test_numpy_scalars_are_harmless(tmp_path, value, old):
         torch.load(path, weights_only=True)
 
 
+def test_classes_of_numpy_that_others_allow_are_not_made(tmp_path):
+    path, theirs = tmp_path / "a.pt", [type(np.dtype("f8")), np.dtype]  # as accelerate allows them when it is imported
+    torch.save({"w": torch.ones(2, 2), "best": np.float64(1.5)}, path)
+    with torch.serialization.safe_globals(theirs):
+        assert kinds(path) == {"w": "matrix"}
+        assert set(theirs) <= set(torch.serialization.get_safe_globals())
+
+
 def test_numpy_scalars_are_named_alike_by_numpy_1(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2, 2), "b": np.float64(1.5)}, path)

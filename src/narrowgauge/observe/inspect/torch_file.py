@@ -13,6 +13,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,28 @@ def _load(path: Path, mapped: bool) -> Any:
 
 
 def _read(path: Path, mapped: bool) -> Any:
-    with warnings.catch_warnings(), torch.serialization.safe_globals(STAND_INS):
+    with warnings.catch_warnings(), _stand_ins():
         warnings.simplefilter("ignore")  # what is wrong is said once, by `_load`
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Meanwhile ours are safe, and none in the place of ours: packages allow numpy's own classes."""
+    theirs = torch.serialization.get_safe_globals()
+    ours = {_name(one) for one in STAND_INS}
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals([*STAND_INS, *(one for one in theirs if _name(one) not in ours)])
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(theirs)
+
+
+def _name(safe: Any) -> str:
+    """By which a file names it."""
+    return safe[1] if isinstance(safe, tuple) else f"{safe.__module__}.{safe.__qualname__}"
 
 
 def _fault(path: Path, error: Exception) -> str:

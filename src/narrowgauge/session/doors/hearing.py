@@ -140,7 +140,7 @@ def _goes_on(hearing: Hearing, same: Callable[..., bool | None], steps: bool, ar
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream; wakes no GPU."""
-    return _cuda._initialized and _cuda.is_initialized() and _cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def unreal() -> bool:
