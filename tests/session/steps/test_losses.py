@@ -4,7 +4,9 @@ import copy
 import functools
 import pickle
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,17 @@ from torch import nn
 
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.losses import MOST_KNOWN, EvalLosses, scalar_loss
+
+
+class Named(NamedTuple):
+    loss: torch.Tensor | None
+    router: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    loss: torch.Tensor
+    router: torch.Tensor
 
 
 @pytest.fixture
@@ -33,6 +46,9 @@ def evals():
         ((torch.ones(3, 4), torch.tensor(2.0)), 2.0),
         (SimpleNamespace(loss=torch.tensor(2.0), logits=torch.ones(3)), 2.0),
         ({"loss": torch.tensor([2.0])}, 2.0),
+        (Named(torch.tensor(2.0), torch.tensor(1.0)), 2.0),
+        (Named(None, torch.tensor(1.0)), None),
+        (Slotted(torch.tensor(2.0), torch.tensor(1.0)), 2.0),
         ([torch.ones(3, 4), torch.tensor(2.0)], 2.0),
         (("text", torch.tensor(2.0), torch.tensor(3)), 2.0),
         ((torch.tensor(1.0), torch.tensor(2.0)), None),  # which of the two?

@@ -1,6 +1,8 @@
 """What a model's call returns is an evaluation's loss wherever the program trains by it, whatever is done around it."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -103,7 +105,10 @@ def test_one_that_it_trains_by_beside_others_that_the_call_computed_is_not(tmp_p
     with followed(tmp_path) as (session, writer):
         trained(model, loss)
     assert not writer.column("eval_loss")
-    assert len(session.steps.evals.notes) == 1
+    assert session.steps.evals.notes == [
+        "3 numbers that a model's call without gradients returned beside other things are not the whole of what backward "
+        "was called on; eval_loss leaves them out."
+    ]
 
 
 def test_a_compiled_models_outputs_are_told_apart(tmp_path):
@@ -117,7 +122,26 @@ def test_a_compiled_models_outputs_are_told_apart(tmp_path):
     assert note.startswith("3 numbers that a model's call without gradients returned beside other things")
 
 
-@pytest.mark.parametrize("around", [tuple, lambda output: {"loss": output[1], "features": output[0]}])
+class Named(NamedTuple):
+    features: torch.Tensor
+    loss: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    features: torch.Tensor
+    loss: torch.Tensor
+
+
+AROUND = [
+    tuple,
+    lambda output: {"loss": output[1], "features": output[0]},
+    lambda output: Named(*output),
+    lambda output: Slotted(*output),
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
 def test_a_metric_of_what_is_returned_beside_the_loss_is_none(tmp_path, around):
     class Model(ByHand):
         def forward(self, x):
@@ -125,7 +149,7 @@ def test_a_metric_of_what_is_returned_beside_the_loss_is_none(tmp_path, around):
 
     def loss(model):
         found = model(X)
-        return found["loss"] if isinstance(found, dict) else found[1]
+        return found["loss"] if isinstance(found, dict) else (found[1] if type(found) is tuple else found.loss)
 
     def evaluate(model):
         found = loss(model)

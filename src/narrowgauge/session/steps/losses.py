@@ -1,6 +1,6 @@
 """Finds evaluation losses: scalar losses that a program computes without gradients.
 
-Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`),
+Two places, the outer one winning: what a model's call returns (a scalar, or an object, dict or named tuple with a scalar `loss`),
 and what torch's own loss functions return. All losses between two optimizer steps are one evaluation, of the weights
 that the first of the two made; its value is their mean.
 
@@ -36,14 +36,19 @@ def scalar_loss(output: Any) -> Tensor | None:
     """The scalar loss that a model's output is or carries, if any."""
     if isinstance(output, dict):
         output = output.get("loss")
-    elif not isinstance(output, Tensor | tuple | list) and hasattr(output, "loss"):
-        output = output.loss
-    elif isinstance(output, tuple | list):
+    elif _nameless(output):
         scalars = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
         output = scalars[0] if len(scalars) == 1 else None
+    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
+        output = output.loss
     if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
         return output
     return None
+
+
+def _nameless(output: Any) -> bool:
+    """Whether a number in it may mean anything: a tuple or list, but no named one with a `loss`."""
+    return isinstance(output, tuple | list) and "loss" not in getattr(output, "_fields", ())
 
 
 class _Loss(NamedTuple):
@@ -156,7 +161,7 @@ class EvalLosses:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None and not loss.is_meta:
-            beside = isinstance(output, tuple | list)
+            beside = _nameless(output)
             if beside and self._mark == len(self._losses) and self.trains_by.otherwise:
                 self._numbers += 1
                 self._mark = None
@@ -171,7 +176,8 @@ class EvalLosses:
         """A model's call with gradients ended with `output`."""
         if not self.trains_by.asks:
             return
-        if not isinstance(output, Tensor | dict | tuple | list):
+        fields = getattr(output, "__dataclass_fields__", ())
+        if not isinstance(output, Tensor | dict | tuple | list) and "loss" not in fields:
             output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
         self.trains_by.returned(scalar_loss(output))
 
@@ -219,8 +225,8 @@ class EvalLosses:
             )
         if self._numbers:
             notes.append(
-                f"{self._numbers} numbers that a model's call without gradients returned beside other things are none "
-                "that backward was called on; eval_loss leaves them out."
+                f"{self._numbers} numbers that a model's call without gradients returned beside other things are not "
+                "the whole of what backward was called on; eval_loss leaves them out."
             )
         if self._further:
             notes.append(
