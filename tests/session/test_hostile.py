@@ -204,11 +204,13 @@ def test_a_time_limit_that_ends_while_a_watch_is_closed_is_the_program_s_and_the
     monkeypatch.setattr(Session, "facts", lambda session: signal.raise_signal(signal.SIGALRM))
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        with pytest.raises(TookTooLong), ng.watch(out=tmp_path / "run"):
-            model = nn.Linear(4, 4)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model(torch.randn(2, 4)).sum().backward()
-            optimizer.step()
+        watching = ng.watch(out=tmp_path / "run")
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(TookTooLong):
+            watching.close()
     finally:
         signal.signal(signal.SIGALRM, before)
     found = open_run(tmp_path / "run")

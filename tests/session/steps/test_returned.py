@@ -106,8 +106,8 @@ def test_one_that_it_trains_by_beside_others_that_the_call_computed_is_not(tmp_p
         trained(model, loss)
     assert not writer.column("eval_loss")
     assert session.steps.evals.notes == [
-        "3 numbers that a model's call without gradients returned beside other things are not the whole of what backward "
-        "was called on; eval_loss leaves them out."
+        "3 numbers that a model's call without gradients returned beside other things are not the whole of what "
+        "backward was called on; eval_loss leaves them out."
     ]
 
 

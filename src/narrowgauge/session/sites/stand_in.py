@@ -20,7 +20,7 @@ from narrowgauge.session.doors.unseen import unseen
 
 
 class StandIn:
-    """Stands for `original`, which is `name` in `owner`; what it is called with goes to `call(args, kwargs)`, if any."""
+    """Stands for `original`, which is `name` in `owner`; calls go to `call(args, kwargs)`, if there is one."""
 
     __wrapped__: Callable[..., Any]
 
@@ -33,6 +33,7 @@ class StandIn:
 
     @unseen
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As torch's own."""
         call = self.call
         if call is None or torch.compiler.is_compiling():  # exported, say: nothing of ours is traced with it
             return self.__wrapped__(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Finds evaluation losses: scalar losses that a program computes without gradients.
 
-Two places, the outer one winning: what a model's call returns (a scalar, or an object, dict or named tuple with a scalar `loss`),
-and what torch's own loss functions return. All losses between two optimizer steps are one evaluation, of the weights
-that the first of the two made; its value is their mean.
+Two places, the outer one winning: what a model's call returns (a scalar, or an object, dict or named tuple with a
+scalar `loss`), and what torch's own loss functions return. All losses between two optimizer steps are one evaluation,
+of the weights that the first of the two made; its value is their mean.
 
 A loss is of the models that were called since the loss before. One of other models alone (an averaged copy of the
 weights, say) counts only where the evaluation has no others. One of a batch that trains (a metric beside the loss) is
