@@ -167,6 +167,7 @@ LOSSES = {
     "magnitudes": F.l1_loss,
     "smooth": F.smooth_l1_loss,
     "Huber's": F.huber_loss,
+    "Huber's, weighted": lambda x, y: F.huber_loss(x, y, weight=y.exp()),
     "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
     "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
@@ -184,6 +185,27 @@ def test_each_loss_is_heard_as_the_program_gets_it(evals, compute):
         loss = compute(torch.randn(4, 5), torch.randn(4, 5))
     assert float(evals.take()[0]) == float(loss)
     assert evals.facts() == {}
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        functools.partial(F.huber_loss, weight=torch.arange(20.0).view(4, 5), reduction="sum"),
+        lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="sum"),
+    ],
+)
+def test_a_sum_is_told_as_one_whatever_torch_makes_it_of(evals, compute):
+    with torch.no_grad():
+        loss = compute(torch.randn(4, 5), torch.randn(4, 5))
+    assert float(evals.take()[0]) == float(loss)
+    assert evals.facts() == {"eval_sums": [1, 1]}
+
+
+def test_a_weighted_loss_that_nobody_reduced_is_told_as_that(evals):
+    with torch.no_grad():
+        F.huber_loss(torch.ones(3), torch.zeros(3), weight=torch.ones(3), reduction="none")
+    assert not evals.take()
+    assert len(evals.notes) == 1
 
 
 def test_a_scripted_function_has_its_losses_as_without(evals):
