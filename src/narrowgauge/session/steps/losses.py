@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.returned import ReturnedLosses
+from narrowgauge.session.steps.trains_by import TrainsBy
 from narrowgauge.session.tensors.sharded import here
 
 MOST_KNOWN = 1 << 14  # modules
@@ -56,7 +57,7 @@ class _Loss(NamedTuple):
     value: Tensor
     ours: bool
     summed: bool  # over its batch
-    returned: bool  # by a model's call
+    returned: ReturnedLosses | None  # by a model's call, among these of the model
 
 
 class EvalLosses:
@@ -75,8 +76,9 @@ class EvalLosses:
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._told = self._beside = False  # the last loss is what the last call returned; beside other things
-        self._sums = self._taken = self._returned = self._numbers = self._further = 0
-        self.trains_by = ReturnedLosses()
+        self._sums = self._taken = self._numbers = self._further = 0
+        self.trains_by = TrainsBy()
+        self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
 
@@ -89,16 +91,16 @@ class EvalLosses:
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
         elif loss.numel() == 1:
-            if self._told and self.trains_by.whole and not self._called_since:
+            if self._told and self._own.whole and not self._called_since:
                 self._further += 1
                 return
-            if self._beside and self._losses and not self.trains_by.whole and False not in self._called_since:
+            if self._beside and self._losses and not self._own.whole and False not in self._called_since:
                 self._losses.pop()
             self._add(loss, summed)
         else:
             self._unreduced += 1
 
-    def _add(self, loss: Tensor, summed: bool = False, *, returned: bool = False) -> None:
+    def _add(self, loss: Tensor, summed: bool = False, *, returned: ReturnedLosses | None = None) -> None:
         self._told = self._beside = False
         if self._called_since:
             self._last_was_ours = True in self._called_since
@@ -114,8 +116,9 @@ class EvalLosses:
         self._called_since.clear()
         self._trains = self._fed = True
 
-    def model_begins(self) -> None:
+    def model_begins(self, model: Any) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
+        self._own = self.trains_by.of(model)
         self._mark, self._told, self._beside = len(self._losses), False, False
         self._called_since.add(True)
         self._trains = False
@@ -162,24 +165,24 @@ class EvalLosses:
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None and not loss.is_meta:
             beside = _nameless(output)
-            if beside and self._mark == len(self._losses) and self.trains_by.otherwise:
+            if beside and self._mark == len(self._losses) and self._own.otherwise:
                 self._numbers += 1
                 self._mark = None
                 return
             del self._losses[self._mark :]
             self._called_since.add(True)
-            self._add(loss, returned=True)
+            self._add(loss, returned=self._own)
             self._told, self._beside = True, beside
         self._mark = None
 
-    def training_ended(self, output: Any) -> None:
+    def training_ended(self, model: Any, output: Any) -> None:
         """A model's call with gradients ended with `output`."""
-        if not self.trains_by.asks:
+        if not self.trains_by.called(model):
             return
         fields = getattr(output, "__dataclass_fields__", ())
         if not isinstance(output, Tensor | dict | tuple | list) and "loss" not in fields:
             output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
-        self.trains_by.returned(scalar_loss(output))
+        self.trains_by.of(model).returned(scalar_loss(output))
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
@@ -200,7 +203,9 @@ class EvalLosses:
             losses = kinds.get(True) or kinds[False]
             self._taken += len(losses)
             self._sums += sum(loss.summed for loss in losses)
-            self._returned += sum(loss.returned for loss in losses)
+            for loss in losses:
+                if loss.returned is not None:
+                    loss.returned.evaluated += 1
             device = losses[-1].value.device
             means[steps] = torch.stack([loss.value.to(device) for loss in losses]).mean()
         return means
@@ -212,7 +217,7 @@ class EvalLosses:
     @property
     def notes(self) -> list[str]:
         """What an evaluation's mean has, or lacks, that nobody would think of."""
-        notes = self.trains_by.note(self._returned, self._taken)
+        notes = self.trains_by.notes(self._taken)
         if self._aside:
             notes.append(
                 f"{self._aside} losses were computed without gradients of models that do not train (an averaged copy, "
