@@ -13,11 +13,14 @@ from tests.session.inline import followed
 from tests.session.test_watch import NARROWGAUGE, PLAIN, run
 from torch import nn
 
+import narrowgauge as ng
 from narrowgauge.errors import let_pass
 from narrowgauge.observe.store import open_run
+from narrowgauge.session.attach import Session
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.process import armed
+from narrowgauge.session.process.live import Live
 
 TRAINS = """
 import ctypes, os, resource, sys, torch
@@ -194,6 +197,25 @@ def test_a_time_limit_that_ends_while_the_watch_begins_is_the_program_s(tmp_path
     finally:
         signal.signal(signal.SIGALRM, before)
     assert "this process is not watched: TookTooLong" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
+def test_a_time_limit_that_ends_while_a_watch_is_closed_is_the_program_s_and_the_run_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Session, "facts", lambda session: signal.raise_signal(signal.SIGALRM))
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        watching = ng.watch(out=tmp_path / "run")
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(TookTooLong):
+            watching.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    found = open_run(tmp_path / "run")
+    assert (found.status, found.meta["notes"]) == ("complete", ["closing the run failed: TookTooLong()"])
+    assert Live.current is None
 
 
 def test_a_handlers_decorator_is_nobody_elses_error():

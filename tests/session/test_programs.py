@@ -444,6 +444,17 @@ def test_parameters_without_a_module_are_told(tmp_path):
     assert writer.column("loss") == {1: 4.0}
 
 
+def test_a_forward_that_is_called_by_its_name_is_told(tmp_path):
+    with followed(tmp_path) as (session, writer):
+        model = linear()
+        optimizer = sgd(model)
+        model.forward(X).square().mean().backward()
+        optimizer.step()
+    [told] = session.facts()["not_found"]
+    assert told.endswith("(a forward(...) that is called by name is not heard).")
+    assert not writer.column("tokens")
+
+
 # ------------------------------------------------------------------------------ patched functions
 
 

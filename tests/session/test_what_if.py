@@ -245,6 +245,18 @@ def test_a_run_that_asked_one_recipe_has_no_readiness(tmp_path):
     assert readiness(open_run(tmp_path / "out")) is None
 
 
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("{"), Path.unlink])
+def test_a_recipe_whose_run_is_damaged_is_named_in_one_line(tmp_path, damage):
+    follow(tmp_path, judge="current", what_if=("blockwise", "mxfp8"))
+    damage(tmp_path / "out" / "what_if" / "mxfp8" / "run.json")
+    done = CliRunner().invoke(report_command, [str(tmp_path / "out"), "-o", str(tmp_path / "page.html")])
+    assert done.exit_code == 0, done.output
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("narrowgauge: FP8 readiness goes on without mxfp8: ")
+    assert "what_if/mxfp8" in told
+    assert [asked in done.stdout for asked in ("current", "blockwise", "mxfp8")] == [True, True, False]
+
+
 def test_a_run_that_was_killed_before_any_row_was_written_has_no_readiness_and_a_report(tmp_path):
     folder = tmp_path / "out"
     for of, by in ((folder, "current"), (folder / "what_if" / "mxfp8", "mxfp8")):

@@ -96,9 +96,10 @@ def _look(file: Path, recipes: tuple[Recipe, ...] | None, role: str | None, only
 def _show(seen: Inspection, top: int) -> None:
     from rich.console import Console
 
-    from narrowgauge.observe.inspect import page
+    from narrowgauge.observe.inspect import page, plain
 
     console = Console(highlight=False)
-    if not console.is_terminal:  # a pipe or a file has no width of its own
-        console = Console(highlight=False, width=100)
-    console.print(page(seen, top))
+    if console.is_terminal:
+        console.print(page(seen, top), crop=False)
+    else:  # a pipe or a file has no width of its own
+        click.echo(plain(seen, top), nl=False)

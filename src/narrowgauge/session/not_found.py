@@ -34,7 +34,10 @@ def not_found(
         beside = " One was made on the meta device, where nothing is trained." if estimates else ""
         found.append(f"No step was seen: no torch.optim optimizer stepped.{beside}")
     if steps and not roots.taken:
-        why = "no module that owns what the optimizers train was called with gradients on."
+        why = (
+            "no module that owns what the optimizers train was called with gradients on (a forward(...) that is called "
+            "by name is not heard)."
+        )
         if calls.scripted:
             why = "what is trained is TorchScript, whose modules take no hooks."
         found.append(f"No model was found: {why}{' Nothing was converted.' if converting else ''}")

@@ -2,15 +2,18 @@
 
 import json
 import math
+import os
 import socket
 import struct
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.observe.export.recorded import EVERY, SITES, STEPS, column, export, scalars, summary
+from tests.ports import free_port
 
 import narrowgauge.observe.export as export_package
 from narrowgauge.metrics import by_name
@@ -142,6 +145,17 @@ def test_mlflow(run, tmp_path, monkeypatch):
     assert made.data.tags["events/nan"] == "step 7: the loss is not finite"
     assert made.data.metrics["events/watch_failed"] == 1.0
     assert made.data.tags["worst/sqnr_db/input"].startswith("layers.")
+
+
+def test_mlflow_without_its_server_is_told_within_seconds(run, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    for name in ("MAX_RETRIES", "TIMEOUT"):
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}", raising=False)
+    exporter = make("mlflow", run, {"uri": f"http://127.0.0.1:{free_port()}"})
+    began = time.monotonic()
+    assert "Connection refused" in export(exporter, run, []).problem
+    assert time.monotonic() - began < 30  # it asked for two minutes
+    assert not {name for name in os.environ if name.startswith("MLFLOW_HTTP")}
 
 
 def parsed(text):

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from narrowgauge.compute.recipes import BLOCKWISE, CURRENT
 from narrowgauge.observe.inspect import inspect, open_checkpoint, plain
-from narrowgauge.observe.inspect.tables import amount, cut, db, db_of_bins, many, number, shown
+from narrowgauge.observe.inspect.tables import amount, db, db_of_bins, fold, many, number, shown
 
 
 def random(*shape, seed=0):
@@ -166,18 +166,25 @@ def test_only_is_said(tmp_path):
     assert "Looked at 1 tensor, as --only says; 1 more are in the file." in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_long_names_fit(tmp_path, width):
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_long_names_are_whole_however_little_room_there_is(tmp_path, width):
     long = "model.language_model.decoder.layers.{}.self_attention.linear_query_key_value_projection.weight"
-    tensors = {long.format(i): random(4096, 16, seed=i) for i in range(12)} | {"x" * 5000: random(16, 16)}
-    tensors |= {long.format(i).replace("weight", "bias"): random(16) for i in range(3)}
+    names = [start + long.format(i) for i in range(3) for start in ("", "my")] + ["x" * 500]
+    tensors = {name: random(64, 16, seed=i) for i, name in enumerate(names)}
+    tensors |= {name.replace("weight", "bias"): random(16) for name in names[:3]}
     text = page(tensors, tmp_path / "a.safetensors", width=width)
-    assert max(map(len, text.splitlines())) <= width
-    if width == 100:
-        lines = section(text, "Matrices")[1:]
-        assert len(lines) == 13
-        assert {line.split(".")[4] for line in lines if line.startswith("m.l.d.l")} == {str(i) for i in range(12)}
-        assert [line.count("…") for line in lines if line.startswith("x")] == [1]  # the cut is shown
+    assert max(map(len, text.splitlines())) <= max(width, 96)  # what the numbers of the widest table need
+    lines = section(text, "Matrices")[1:]
+    shown = "".join(line if line == line.lstrip() else line[2:] for line in lines)
+    assert all(name in shown for name in names)
+    assert "…" not in text
+
+
+def test_without_a_width_each_row_is_a_line(tmp_path):
+    names = ["a" * 200, "a" * 100 + "b" + "a" * 99]
+    text = page({name: random(16, 16) for name in names}, tmp_path / "a.safetensors", width=None, recipes=[CURRENT])
+    assert [line.split()[0] for line in section(text, "Matrices")[1:]] == names
+    assert len({line.index("16x16") for line in section(text, "Matrices")[1:]}) == 1
 
 
 def test_a_table_of_200_tensors_with_names_that_a_terminal_would_obey(tmp_path):
@@ -197,16 +204,17 @@ def test_an_empty_name_is_shown_as_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "room", "short"),
+    ("name", "room", "lines"),
     [
-        ("layers.0.mlp.up.weight", 40, "layers.0.mlp.up.weight"),
-        ("model.layers.11.mlp.down_proj.weight", 30, "m.l.11.mlp.down_proj.weight"),
-        ("model.layers.11.mlp.down_proj.weight", 12, "m.l.1…weight"),
-        ("abcdefghijklmnop", 7, "abc…nop"),
+        ("layers.0.mlp.up.weight", 40, ["layers.0.mlp.up.weight"]),
+        ("model.layers.11.mlp.down_proj.weight", 30, ["model.layers.11.mlp.down_proj.", "  weight"]),
+        ("model.layers.11.mlp.down_proj.weight", 12, ["model.", "  layers.11.", "  mlp.", "  down_proj.", "  weight"]),
+        ("abcdefghijklmnop", 7, ["abcdefg", "  hijkl", "  mnop"]),
+        ("層" * 5, 6, ["層層層", "  層層"]),
     ],
 )
-def test_names_are_cut_where_it_hurts_least(name, room, short):
-    assert cut(name, room) == short
+def test_names_are_folded_behind_their_dots(name, room, lines):
+    assert fold(name, room).splitlines() == lines
 
 
 def test_numbers_as_words():

@@ -312,7 +312,8 @@ def test_torch_is_as_it_was_found():
 
     def step():
         ours = [getattr(*name) for name in names]
-        assert ours != before
+        assert not any(a is b for a, b in zip(ours, before, strict=True))
+        assert ours == before
         assert pickle.loads(pickle.dumps(ours)) == ours
         assert torch.jit.script(scripted)(torch.ones(2, 2)).sum() == 8  # a scripted function finds torch's own
         raise KeyError("the program's")
@@ -321,6 +322,29 @@ def test_torch_is_as_it_was_found():
         recorded(model, step)
     assert [getattr(*name) for name in names] == before
     assert {name: name in vars(torch.Tensor) for name in methods} == methods
+
+
+def test_a_function_that_a_module_keeps_from_a_recorded_step_goes_on_as_torchs_own():
+    """Also where `torch.overrides`, which looks once, first looks in such a step."""
+    model, kept = Tied(), []
+
+    def step():
+        torch.overrides._get_overridable_functions.cache_clear()
+        assert torch.overrides.resolve_name(F.linear) == "torch.nn.functional.linear"
+        kept.extend([F.linear, torch.Tensor.matmul, nn.Sequential()])
+        kept[2].act = F.linear
+        model(torch.arange(4)).sum().backward()
+
+    recorded(model, step)
+    assert torch.overrides.resolve_name(F.linear) == "torch.nn.functional.linear"
+    linear, matmul, module = kept
+    assert pickle.loads(pickle.dumps(linear)) is copy.deepcopy(module).act is F.linear
+    assert pickle.loads(pickle.dumps(matmul)) is torch.Tensor.matmul
+    x = torch.randn(4, 4)
+    assert torch.equal(linear(x, x), F.linear(x, x))
+    assert torch.equal(matmul(x, x), x @ x)
+    held = gc.get_referents(*(vars(each) for each in (linear, matmul)))
+    assert not any(type(each).__module__.startswith("narrowgauge") for each in held)
 
 
 def scripted(x: torch.Tensor) -> torch.Tensor:

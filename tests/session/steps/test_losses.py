@@ -4,7 +4,9 @@ import copy
 import functools
 import pickle
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,20 @@ from torch import nn
 
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.losses import MOST_KNOWN, EvalLosses, scalar_loss
+
+
+class Named(NamedTuple):
+    loss: torch.Tensor | None
+    router: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    loss: torch.Tensor
+    router: torch.Tensor
+
+
+MODEL = nn.Identity()
 
 
 @pytest.fixture
@@ -33,6 +49,9 @@ def evals():
         ((torch.ones(3, 4), torch.tensor(2.0)), 2.0),
         (SimpleNamespace(loss=torch.tensor(2.0), logits=torch.ones(3)), 2.0),
         ({"loss": torch.tensor([2.0])}, 2.0),
+        (Named(torch.tensor(2.0), torch.tensor(1.0)), 2.0),
+        (Named(None, torch.tensor(1.0)), None),
+        (Slotted(torch.tensor(2.0), torch.tensor(1.0)), 2.0),
         ([torch.ones(3, 4), torch.tensor(2.0)], 2.0),
         (("text", torch.tensor(2.0), torch.tensor(3)), 2.0),
         ((torch.tensor(1.0), torch.tensor(2.0)), None),  # which of the two?
@@ -64,7 +83,7 @@ def test_losses_with_grad_or_without_a_scalar_do_not_count(evals):
 
 def test_what_the_model_returns_replaces_what_it_computed_inside(evals):
     with torch.no_grad():
-        evals.model_begins()
+        evals.model_begins(MODEL)
         F.mse_loss(torch.tensor([9.0]), torch.tensor([0.0]))
         evals.model_ended({"loss": torch.tensor(5.0)})
     assert float(evals.take()[0]) == 5.0
@@ -72,7 +91,7 @@ def test_what_the_model_returns_replaces_what_it_computed_inside(evals):
 
 def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
     with torch.no_grad():
-        evals.model_begins()
+        evals.model_begins(MODEL)
         F.mse_loss(torch.tensor([3.0]), torch.tensor([0.0]))
         evals.model_ended(torch.ones(4))
     assert float(evals.take()[0]) == 9.0
@@ -82,7 +101,7 @@ def test_a_model_that_returns_no_loss_keeps_those_inside(evals):
 def test_a_number_beside_other_things_is_not_the_loss_that_is_made_of_them(evals, around):
     with torch.no_grad():
         for router in 1.0, 2.0:
-            evals.model_begins()
+            evals.model_begins(MODEL)
             logits = torch.tensor([router + 2, router + 2])
             evals.model_ended(around((logits, torch.tensor(router))))
             F.mse_loss(logits, torch.zeros(2))
@@ -92,7 +111,7 @@ def test_a_number_beside_other_things_is_not_the_loss_that_is_made_of_them(evals
 def test_it_is_where_nothing_is_made_of_them_or_another_models_output_is_compared(evals):
     teacher = nn.Linear(2, 2)
     with torch.no_grad():
-        evals.model_begins()
+        evals.model_begins(MODEL)
         evals.model_ended((torch.ones(2), torch.tensor(2.0)))
         evals.module_called(teacher, lambda: [])
         F.mse_loss(torch.ones(2), teacher(torch.ones(2)))
@@ -151,6 +170,7 @@ LOSSES = {
     "magnitudes": F.l1_loss,
     "smooth": F.smooth_l1_loss,
     "Huber's": F.huber_loss,
+    "Huber's, weighted": lambda x, y: F.huber_loss(x, y, weight=y.exp()),
     "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
     "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
@@ -168,6 +188,27 @@ def test_each_loss_is_heard_as_the_program_gets_it(evals, compute):
         loss = compute(torch.randn(4, 5), torch.randn(4, 5))
     assert float(evals.take()[0]) == float(loss)
     assert evals.facts() == {}
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        functools.partial(F.huber_loss, weight=torch.arange(20.0).view(4, 5), reduction="sum"),
+        lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="sum"),
+    ],
+)
+def test_a_sum_is_told_as_one_whatever_torch_makes_it_of(evals, compute):
+    with torch.no_grad():
+        loss = compute(torch.randn(4, 5), torch.randn(4, 5))
+    assert float(evals.take()[0]) == float(loss)
+    assert evals.facts() == {"eval_sums": [1, 1]}
+
+
+def test_a_weighted_loss_that_nobody_reduced_is_told_as_that(evals):
+    with torch.no_grad():
+        F.huber_loss(torch.ones(3), torch.zeros(3), weight=torch.ones(3), reduction="none")
+    assert not evals.take()
+    assert len(evals.notes) == 1
 
 
 def test_a_scripted_function_has_its_losses_as_without(evals):
@@ -497,7 +538,7 @@ def test_losses_that_are_sums_over_their_batches_are_told_as_such(evals):
 
 def test_a_sum_that_a_model_divides_before_it_returns_it_is_none(evals):
     with torch.no_grad():
-        evals.model_begins()
+        evals.model_begins(MODEL)
         evals.model_ended({"loss": F.mse_loss(torch.ones(4, 1), torch.zeros(4, 1), reduction="sum") / 4})
     assert float(evals.take()[0]) == 1.0
     assert (evals.notes, evals.facts()) == ([], {})
@@ -607,7 +648,7 @@ def loss_of(value):
 
 
 def returns(evals, output):
-    evals.model_begins()
+    evals.model_begins(MODEL)
     evals.model_ended(output)
 
 
@@ -617,7 +658,7 @@ def trained_by_what_is_returned(evals, around=lambda loss: loss, backward=lambda
         x = torch.ones(2, requires_grad=True)
         loss = x.sum()
         evals.training_begins()
-        evals.training_ended(around(loss))
+        evals.training_ended(MODEL, around(loss))
         evals.trains_by.backward(backward(loss, x))
     evals.stepped()
 
@@ -708,7 +749,7 @@ def test_where_a_program_trains_by_something_else_a_number_beside_other_things_c
         returns(evals, around((LOGITS, torch.tensor(5.0))))
         evals.model_ended(torch.tensor(7.0))  # of no call that began
         assert not evals.take()
-        evals.model_begins()
+        evals.model_begins(MODEL)
         half = loss_of(3.0) / 2
         evals.model_ended(around((LOGITS, half)))
         assert float(evals.take()[0]) == 9 / 2
@@ -716,7 +757,7 @@ def test_where_a_program_trains_by_something_else_a_number_beside_other_things_c
 
 @torch.no_grad()
 def test_a_model_that_asks_a_teacher_for_its_loss_returns_its_own(evals):
-    evals.model_begins()
+    evals.model_begins(MODEL)
     loss_of(3.0)
     evals.module_called(nn.Linear(2, 2), list)
     evals.model_ended(torch.tensor(5.0))
@@ -736,7 +777,7 @@ def test_a_model_that_asks_a_teacher_for_its_loss_returns_its_own(evals):
 )
 def test_what_holds_a_loss_that_a_program_trains_by(evals, around):
     trained_by_what_is_returned(evals, around)
-    assert evals.trains_by.whole
+    assert evals.trains_by.of(MODEL).whole
 
 
 def test_a_loss_that_is_computed_when_it_is_asked_is_not_asked_in_training(evals):
@@ -746,18 +787,18 @@ def test_a_loss_that_is_computed_when_it_is_asked_is_not_asked_in_training(evals
             raise RuntimeError
 
     trained_by_what_is_returned(evals, lambda loss: Output())
-    assert not evals.trains_by.whole
+    assert not evals.trains_by.of(MODEL).whole
 
 
 def test_what_is_returned_is_looked_at_in_some_steps(evals):
     for _ in range(17):
         trained_by_what_is_returned(evals, backward=lambda loss, x: (x * 2).sum())
     trained_by_what_is_returned(evals)
-    assert not evals.trains_by.whole
+    assert not evals.trains_by.of(MODEL).whole
     for _ in range(14):
         trained_by_what_is_returned(evals, backward=lambda loss, x: (x * 2).sum())
     trained_by_what_is_returned(evals)
-    assert evals.trains_by.whole
+    assert evals.trains_by.of(MODEL).whole
 
 
 def test_a_loss_without_gradients_of_what_has_some_is_a_metric(evals):
@@ -817,7 +858,7 @@ def test_what_is_known_of_modules(evals):
         assert [evals.knows(each) for each in (trained, other, bare, never)] == known, module
         evals.stepped()
     evals.module_called(other, ids)
-    evals.model_begins()
+    evals.model_begins(MODEL)
     assert evals.knows(never)
     assert asked == ["ids", "parameters"]
 

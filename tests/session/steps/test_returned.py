@@ -1,6 +1,9 @@
 """What a model's call returns is an evaluation's loss wherever the program trains by it, whatever is done around it."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -103,7 +106,10 @@ def test_one_that_it_trains_by_beside_others_that_the_call_computed_is_not(tmp_p
     with followed(tmp_path) as (session, writer):
         trained(model, loss)
     assert not writer.column("eval_loss")
-    assert len(session.steps.evals.notes) == 1
+    assert session.steps.evals.notes == [
+        "3 numbers that a model's call without gradients returned beside other things are not the whole of what "
+        "backward was called on; eval_loss leaves them out."
+    ]
 
 
 def test_a_compiled_models_outputs_are_told_apart(tmp_path):
@@ -117,7 +123,26 @@ def test_a_compiled_models_outputs_are_told_apart(tmp_path):
     assert note.startswith("3 numbers that a model's call without gradients returned beside other things")
 
 
-@pytest.mark.parametrize("around", [tuple, lambda output: {"loss": output[1], "features": output[0]}])
+class Named(NamedTuple):
+    features: torch.Tensor
+    loss: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    features: torch.Tensor
+    loss: torch.Tensor
+
+
+AROUND = [
+    tuple,
+    lambda output: {"loss": output[1], "features": output[0]},
+    lambda output: Named(*output),
+    lambda output: Slotted(*output),
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
 def test_a_metric_of_what_is_returned_beside_the_loss_is_none(tmp_path, around):
     class Model(ByHand):
         def forward(self, x):
@@ -125,7 +150,7 @@ def test_a_metric_of_what_is_returned_beside_the_loss_is_none(tmp_path, around):
 
     def loss(model):
         found = model(X)
-        return found["loss"] if isinstance(found, dict) else found[1]
+        return found["loss"] if isinstance(found, dict) else (found[1] if type(found) is tuple else found.loss)
 
     def evaluate(model):
         found = loss(model)
@@ -147,6 +172,36 @@ def test_a_model_that_is_trained_after_another_is_asked_of_its_own(tmp_path):
     assert not session.hearing.notes
 
 
+def student(model):
+    return F.cross_entropy(model(X)[0], torch.arange(8))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_each_of_two_models_is_asked_of_its_own(tmp_path, turns):
+    """One returns the loss that it is trained by, the other a temperature."""
+    with followed(tmp_path) as (session, writer):
+        teacher, other, expected = ByHand(), Scaled(), []
+        for rounds in (1, 1, 1) if turns else (3,):
+            expected += trained(teacher, lambda model: model(X)[1], steps=rounds)
+            trained(other, student, steps=rounds)
+    assert list(writer.column("eval_loss").values()) == expected
+    told = "3 numbers that a model's call without gradients returned beside other things are not the whole of what "
+    assert [note.startswith(told) for note in session.steps.evals.notes] == [True]
+    assert not session.hearing.notes
+
+
+def test_what_was_evaluated_of_a_model_that_is_gone_is_told(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model = ByHand()
+        model.register_forward_hook(lambda model, _, output: {"features": output[0], "loss": output[1]})
+        trained(model, lambda model: model(X)["features"].square().mean(), evaluate=lambda model: model(X)["loss"])
+        del model
+        gc.collect()
+        trained(ByHand(), lambda model: model(X)[1])
+    (note,) = session.steps.evals.notes
+    assert note.startswith("3 of 6 losses of evaluations are what the model's call returned, which backward was not")
+
+
 def test_nothing_is_told_of_a_graph_that_is_too_large():
     found, x = ReturnedLosses(), torch.ones(2, requires_grad=True)
     loss = (x * 2).sum()
@@ -166,7 +221,7 @@ def leaf():
 def told(found):
     if found.whole:
         return "whole"
-    return "".join("in part" if "is only a part" in note else "not" for note in found.note(1, 1)) or "nothing"
+    return ("in part" if found.partly else "not") if found.otherwise else "nothing"
 
 
 def test_it_asks_in_the_first_passes_and_then_in_one_of_sixteen():

@@ -1,10 +1,12 @@
 """MLflow: one run, through its client and in batches; the active run of the program itself is left alone.
 
 MLflow knows numbers, parameters and tags. So an event counts under `events/KIND` and leaves its last sentence as a tag.
+Its client asks a server that does not answer again for minutes; the first time, unless the user said how often, once.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ from narrowgauge.observe.export.exporter import Event, Exporter, Look, Point
 
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # the most that a server takes at once
 LONGEST = 500  # characters of a parameter or a tag that every version takes
+FIRST = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}  # seconds
 STATUS = {"complete": "FINISHED", "stopped": "FINISHED", "killed": "KILLED"}
 
 
@@ -33,7 +36,13 @@ class MLflow(Exporter):
     def begin(self, name: str, facts: Mapping[str, str]) -> None:
         """Create the run, and the experiment if there is none of that name."""
         self._client = MlflowClient(tracking_uri=self._uri)
-        known = self._client.get_experiment_by_name(self._experiment)
+        ours = {key: value for key, value in FIRST.items() if key not in os.environ}
+        os.environ.update(ours)
+        try:
+            known = self._client.get_experiment_by_name(self._experiment)
+        finally:
+            for key in ours:
+                del os.environ[key]
         experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
         self._log("params", [Param(key, value[:LONGEST]) for key, value in facts.items()])

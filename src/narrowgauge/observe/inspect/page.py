@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -19,7 +21,7 @@ from narrowgauge.compute.quant.dtypes import TORCH_DTYPES
 from narrowgauge.observe.inspect.entry import word
 from narrowgauge.observe.inspect.inspection import Inspection, Looked
 from narrowgauge.observe.inspect.scales import one_per
-from narrowgauge.observe.inspect.tables import Names, amount, cut, db, db_of_bins, many, number, shown
+from narrowgauge.observe.inspect.tables import Names, amount, db, db_of_bins, many, number, shown
 from narrowgauge.observe.report import words
 
 NUMBERS = {
@@ -34,14 +36,19 @@ NUMBERS = {
 WORST = ("SQNR dB", "p5 row", "under %", "sat %", "lost %", "gain")
 WORST_OF = "worst:"
 SIDE = 16  # what the sides of an FP8 product's operands are multiples of
+WIDTH = 100
 SOME = 3  # names in a note
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 SHORT |= {word(dtype): fmt.name for fmt, dtype in TORCH_DTYPES.items()}
 
 
-def page(seen: Inspection, top: int = 20) -> RenderableType:
-    """Everything that fits a screen, at most `top` rows per table, for a rich `Console`. Strings are never markup."""
-    parts: list[RenderableType] = [Text(first_line(seen), style="bold")]
+def page(seen: Inspection, top: int = 20, *, whole: bool = False) -> RenderableType:
+    """Everything that fits a screen, at most `top` rows per table, for a rich `Console`. Strings are never markup.
+
+    `whole`: every row and sentence is one line. Print it with `crop=False`: a table may be wider than a screen.
+    """
+    text = partial(Text, no_wrap=True, overflow="ignore") if whole else Text
+    parts: list[RenderableType] = [text(first_line(seen), style="bold")]
     for title, table in (
         _not_finite(seen, top),
         *(_recipes(seen, role) for role in seen.roles),
@@ -50,17 +57,18 @@ def page(seen: Inspection, top: int = 20) -> RenderableType:
         _vectors(seen, top),
     ):
         if table.rows:
-            parts += [Text(""), Text(title, style="bold"), table]
+            parts += [Text(""), text(title, style="bold"), replace(table, whole=whole)]
     notes = [*_why(seen), *_notes(seen)]
     if notes:
-        parts += [Text(""), *(Text(note, style="dim") for note in notes)]
+        parts += [Text(""), *(text(note, style="dim") for note in notes)]
     return Group(*parts)
 
 
-def plain(seen: Inspection, top: int = 20, width: int = 100) -> str:
-    """The same as plain text."""
+def plain(seen: Inspection, top: int = 20, width: int | None = None) -> str:
+    """The same as plain text, in lines that are as long as they are, or of a screen of this width."""
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(page(seen, top))
+    console = Console(file=out, width=width or WIDTH, color_system=None, force_terminal=False)
+    console.print(page(seen, top, whole=width is None), crop=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
@@ -149,7 +157,7 @@ def _why(seen: Inspection) -> Iterator[str]:
         return
     yield "!  in trouble: beyond a limit of the verdict's. The worst:"
     for rule, row in troubled:
-        yield f"   {rule.name}: {cut(_name(row), 96 - len(rule.name))}"
+        yield f"   {rule.name}: {_name(row)}"
         yield f"      {row.judged[rule.name].why}"
 
 
@@ -177,11 +185,11 @@ def _notes(seen: Inspection) -> Iterator[str]:
         yield f"An optimizer's, which no recipe quantizes: {count}; --json has their statistics."
     if wide := [row for row in seen.rows if row.entry.dtype == "float64" and row.own]:
         yield f"Looked at as float32: {many(len(wide), 'float64 tensor')}."
-    yield from (f"{cut(_name(row), 60)}: {row.note}." for row in seen.of("codes") if row.note)
+    yield from (f"{_name(row)}: {row.note}." for row in seen.of("codes") if row.note)
 
 
 def _some(rows: Sequence[Looked]) -> str:
-    names = [f"{cut(_name(row), 40)} ({row.note})" if row.note else cut(_name(row), 40) for row in rows[:SOME]]
+    names = [f"{_name(row)} ({row.note})" if row.note else _name(row) for row in rows[:SOME]]
     return ", ".join(names) + (f" and {len(rows) - SOME:,} more" if len(rows) > SOME else "")
 
 
@@ -201,7 +209,7 @@ def _cell(row: Looked, rule: str, title: str) -> str:
     """A number of what a recipe makes of a tensor; its SQNR carries the mark of trouble."""
     value = row.became[rule][NUMBERS[title]]
     if title == "SQNR dB":
-        return db(value) + ("!" if row.judged[rule].sign else " ")
+        return db(value) + ("!" if row.judged[rule].sign else "")
     if title == "gain":
         return f"{value:.4f}" if value == value else words.NONE  # three digits do not tell 0.9971 from 0.9965
     return db_of_bins(value) if title.startswith("p5") else number(value)

@@ -1,17 +1,18 @@
-"""What a page of tables is made of: names that fit, numbers of three digits, tables as wide as there is room.
+"""What a page of tables is made of: whole names, numbers of three digits, tables as wide as there is room.
 
-Names are shortened word by word, and only then in their middle: what tells `layers.0.mlp.up.weight` from its neighbours
-are the number and the end.
+A name for which there is none has lines of its own above its numbers: two that are shortened may look alike, and no
+glob finds them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from narrowgauge.metrics.bins import SQNR_HIGH, SQNR_LOW
@@ -19,6 +20,7 @@ from narrowgauge.observe.report import words
 
 GAP = 2
 LEAST = 12  # columns that a name keeps however little room there is
+INDENT = "  "  # of what goes on
 LEFT = ("as", "shape", "best", "recipe", "format", "scale per")  # columns of words; numbers stand to the right
 
 
@@ -30,25 +32,37 @@ class Names:
         titles: of all columns.
         rows: their cells; a cell that begins with "!" is red.
         name: which column holds names.
+        whole: whether each is on one line, however little room there is.
     """
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
     name: int = 0
+    whole: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it as wide as there is room."""
-        widths = [max(len(row[i]) for row in (self.titles, *self.rows)) for i in range(len(self.titles))]
-        others = sum(widths) - widths[self.name] + GAP * (len(widths) - 1)
-        room = max(LEAST, options.max_width - others)
-        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        for i, title in enumerate(self.titles):
-            text = i == self.name or title in LEFT
-            table.add_column(Text(title), justify="left" if text else "right", no_wrap=True)
+        """Draw it as wide as there is room, and wider where its numbers need more: nothing of a table is left out."""
+        widths = [max(cell_len(row[i]) for row in (self.titles, *self.rows)) for i in range(len(self.titles))]
+        if not self.whole:
+            others = sum(widths) - widths[self.name] + GAP * (len(widths) - 1)
+            widths[self.name] = min(widths[self.name], max(LEAST, options.max_width - others))
+        yield self._line(self.titles, widths, "bold")
         for row in self.rows:
-            cells = (cut(cell, room) if i == self.name else cell for i, cell in enumerate(row))
-            table.add_row(*(Text(cell, style="red" if cell.endswith("!") else "") for cell in cells))
-        yield table
+            cells = list(row)
+            if cell_len(row[self.name]) > widths[self.name]:
+                yield Text(fold(row[self.name], options.max_width), no_wrap=True, overflow="ignore")
+                cells[self.name] = ""
+            yield self._line(cells, widths)
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
+        line = Text(no_wrap=True, overflow="ignore", style=style)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            room = " " * (width - cell_len(cell))
+            left = i == self.name or self.titles[i] in LEFT
+            line.append(cell if left else room + cell, style="red" if cell.endswith("!") else "")
+            line.append((room if left else "") + " " * GAP)
+        line.rstrip()
+        return line
 
 
 def shown(name: str) -> str:
@@ -56,22 +70,21 @@ def shown(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
-def cut(name: str, room: int) -> str:
-    """A name that fits: its words shortened from the left, numbers kept; if that is not enough, its middle left out.
+def fold(name: str, room: int) -> str:
+    """A name on lines that fit, broken behind its dots, and where a word is too long within it.
 
-    >>> cut("model.layers.11.mlp.down_proj.weight", 27)
-    'm.l.11.mlp.down_proj.weight'
+    >>> print(fold("model.layers.11.mlp.down_proj.weight", 20))
+    model.layers.11.mlp.
+      down_proj.weight
     """
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if len(".".join(parts)) <= room:
-            break
-        parts[i] = part if part.isdigit() else part[:1]
-    short = ".".join(parts)
-    if len(short) <= room:
-        return short
-    tail = room // 2
-    return f"{short[: room - 1 - tail]}…{short[len(short) - tail :]}"
+    lines, line = [], ""
+    for word in re.split(r"(?<=\.)", name):
+        for part in (word,) if cell_len(word) <= room - len(INDENT) else word:
+            if line.strip() and cell_len(line + part) > room:
+                lines.append(line)
+                line = INDENT
+            line += part
+    return "\n".join([*lines, line])
 
 
 def many(count: int, one: str, more: str = "") -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from rich.text import Text
 from narrowgauge.errors import RunError
 from narrowgauge.observe.report.together import LeftOut, left_out, together
 from narrowgauge.observe.store import Run, open_run
+from narrowgauge.observe.store import manifest as manifests
+from narrowgauge.observe.store.inside import written
 from narrowgauge.observe.verdict.choice import simplest
 from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import WorstTensor
@@ -179,11 +182,14 @@ def _runs(run: Run) -> dict[str, Run]:
     own = str(meta.get("recipe") or meta.get("judged_by") or "")
     below = (meta.get("watch") or {}).get("what_if", {}).get("recipes") or _folders(run)
     runs = {own: run} if own else {}
-    for name in below:
-        try:
-            runs[str(name)] = open_run(run.path / FOLDER / str(name), skip_corrupt=True)
-        except RunError:  # it was asked, and nothing was recorded
+    for name in map(str, below):
+        folder = run.path / FOLDER / name
+        if not (manifests.ranks(folder) or written(folder)):  # it was asked, and nothing was recorded
             continue
+        try:
+            runs[name] = open_run(folder, skip_corrupt=True)
+        except RunError as error:
+            warnings.warn(f"FP8 readiness goes on without {name}: {error}", stacklevel=2)
     return runs
 
 

@@ -3,7 +3,8 @@
 What a program holds of them (an attribute, a default, a table of losses, a pickle) stays torch's own function: in its
 place nothing stands, only below it.
 
-A weighted `mse_loss`, `l1_loss` or `huber_loss` is a product and a sum of torch's, and not heard.
+A weighted `huber_loss` reaches C++ unreduced, and is weighted and reduced here as torch is about to. A weighted
+`mse_loss` or `l1_loss` is `torch.pow`, a product and `torch.sum`, which programs call for anything: it is not heard.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ _KERNELS: tuple[tuple[Any, str, int], ...] = (
     (torch, "binary_cross_entropy_with_logits", 4),
     (torch, "kl_div", 2),
 )
-_SUM = 2
-_KL_DIV = F.kl_div.__code__
+_NONE, _MEAN, _SUM = range(3)
+_KL_DIV, _HUBER = F.kl_div.__code__, F.huber_loss.__code__
 Told = Callable[[Tensor, tuple[Any, ...], bool], None]
 
 
@@ -60,24 +61,32 @@ def _listen(told: Told, mine: Callable[[], bool], place: int, original: Callable
             return loss
         if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and mine():
             reduction = kwargs.get("reduction", args[place] if len(args) > place else 1)
-            unseen_by_modes(_tell, told, loss, args, reduction == _SUM)
+            unseen_by_modes(_tell, told, loss, args, reduction)
         return loss
 
     return run
 
 
-def _tell(told: Told, loss: Any, args: tuple[Any, ...], summed: bool) -> None:
-    if isinstance(loss, Tensor) and not loss.is_meta:
-        rows = _rows_of_batchmean() if summed else None
-        told(loss if rows is None else loss / rows, args, summed and rows is None)
+def _tell(told: Told, loss: Any, args: tuple[Any, ...], reduction: int) -> None:
+    if not isinstance(loss, Tensor) or loss.is_meta:
+        return
+    if reduction == _SUM and (given := _asked_by(_KL_DIV)) is not None:
+        if given["reduction"] == "batchmean" and given["input"].dim():
+            loss, reduction = loss / int(given["input"].size(0)), _MEAN
+    elif reduction == _NONE and (given := _asked_by(_HUBER)) is not None:
+        weight = given.get("weight")
+        if weight is not None and given["reduction"] == "mean":
+            loss, reduction = (loss * weight).mean(), _MEAN
+        elif weight is not None and given["reduction"] == "sum":
+            loss, reduction = (loss * weight).sum(), _SUM
+    told(loss, args, reduction == _SUM)
 
 
-def _rows_of_batchmean() -> int | None:
-    """By how many rows `F.kl_div` is about to divide the sum that it asked for, if it is."""
+def _asked_by(code: CodeType) -> dict[str, Any] | None:
+    """What a function of torch's has been given that asks for the loss, and will do more with it; None without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _KL_DIV:
-            given = frame.f_locals
-            return int(given["input"].size(0)) if given["reduction"] == "batchmean" and given["input"].dim() else None
+        if frame.f_code is code:
+            return frame.f_locals
         frame = frame.f_back
     return None

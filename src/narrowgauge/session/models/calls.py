@@ -167,7 +167,7 @@ class Calls:
         if not self.learns():
             self._loading.evaluated()
             self._eval_began = time.perf_counter()
-            self._steps.evals.model_begins()
+            self._steps.evals.model_begins(root)
             return
         if self._roots.changed:
             self._renew()
@@ -227,7 +227,7 @@ class Calls:
             self._steps.evals.model_ended(output)
             self._steps.ledger.interrupted(time.perf_counter() - self._eval_began)
             return
-        self._steps.evals.training_ended(output)
+        self._steps.evals.training_ended(root, output)
         root.exit_autocast()
         if self._probe is not None:
             self._probe.module_call_end(root.module, output)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
 
-from narrowgauge.errors import RunError
+from narrowgauge.errors import RunError, let_pass
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.attach import Session
 from narrowgauge.session.machine import device_facts, machine_facts
@@ -72,9 +72,13 @@ class Live:
         return Live.current is self
 
     def close(self) -> None:
-        """Write everything and end the run; what was recorded is kept whatever happens here."""
+        """Write everything and end the run; what was recorded is kept whatever happens here.
+
+        What a signal handler of the program raises meanwhile, a time limit say, goes on when all is closed.
+        """
         if os.getpid() != self._pid:
             return
+        failed: Exception | None = None
         with self._lock:
             if not self.open:
                 return
@@ -85,7 +89,7 @@ class Live:
                 self.session.finish(failed=bool(self.error))
                 facts = device_facts(wake=False) | self.session.facts()  # a GPU may have been woken since
             except Exception as raised:
-                facts = {"notes": [f"closing the run failed: {raised!r}"]}
+                failed, facts = raised, {"notes": [f"closing the run failed: {raised!r}"]}
             self.session.abandon()  # whatever failed, the program has no hook of ours any more
             if self.refused:  # whatever is missing, that is why
                 facts |= {"refused": True, "not_found": []}
@@ -94,6 +98,8 @@ class Live:
             # torch and the interpreter hold on to this object; duckdb's bindings complain of what outlives them.
             del self.session, self.writer
         self.ending.close()
+        if failed is not None:
+            let_pass(failed)
 
     def forked(self) -> None:
         """This is a child: hear nothing any more."""

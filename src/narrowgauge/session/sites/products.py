@@ -13,13 +13,11 @@ import linear`) is not heard: its parameters are in the census.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,12 +27,12 @@ from torch.nn import functional as F
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.doors.overridden import overridden
-from narrowgauge.session.doors.scripted import same_to_torchscript
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.convolution import image_turns
 from narrowgauge.session.sites.einsum import turns_of
 from narrowgauge.session.sites.origin import origin
 from narrowgauge.session.sites.part import Part, Turn, rows
+from narrowgauge.session.sites.stand_in import StandIn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -167,9 +165,9 @@ class Products:
         self._open = self._listening = False
         self._asides: list[int] = []  # the thread of each
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
-        # For each function what was found there, and what took its place; and now: where, what, and what was there.
-        self._ours: list[tuple[Any, Any]] = [(None, None)] * len(_FUNCTIONS)
-        self._put: list[tuple[Any, str, Any, Any]] = []
+        # For each function what took its place; and now: where, what, and what was there.
+        self._ours: list[StandIn | None] = [None] * len(_FUNCTIONS)
+        self._put: list[tuple[Any, str, StandIn, Any]] = []
 
     def open(self) -> None:
         """Listen."""
@@ -209,18 +207,17 @@ class Products:
             found = getattr(owner, name, None)
             if found is None:
                 continue
-            known, ours = self._ours[number]
-            if known is not found:  # the program may have put its own there since
-                ours = self._replacement(found, name, read)
-                if isinstance(owner, ModuleType):  # by which a pickle finds it: torch's own are at home elsewhere
-                    ours.__module__, ours.__qualname__ = owner.__name__, name
-                self._ours[number] = found, ours
+            ours = self._ours[number]
+            if ours is None or ours.__wrapped__ is not found:  # the program may have put its own there since
+                ours = self._ours[number] = StandIn(found, owner, name)
+            ours.call = partial(self._called, found, name, read)
             self._put.append((owner, name, ours, owner.__dict__.get(name)))
             setattr(owner, name, ours)
 
     def _put_back(self) -> None:
         while self._put:
             owner, name, ours, before = self._put.pop()
+            ours.call = None
             if owner.__dict__.get(name) is not ours:
                 continue
             if before is None:  # a method that Tensor inherits
@@ -228,35 +225,33 @@ class Products:
             else:
                 setattr(owner, name, before)
 
-    def _replacement(
-        self, original: Any, name: str, read: Callable[[Arguments], Iterable[Candidate]]
-    ) -> Callable[..., Any]:
-        @unseen
-        @functools.wraps(original)
-        def product(*args: Any, **kwargs: Any) -> Any:
-            if not self._listening or torch.compiler.is_compiling():  # exported, say: nothing of ours is traced with it
-                return original(*args, **kwargs)
-            if overridden(args, kwargs):  # the program's `__torch_function__` is told of torch's functions
-                back = self.aside()
-                try:
-                    y = original(*args, **kwargs)
-                finally:
-                    back()
-                if not getattr(self._mine, "busy", False) and not self._told():
-                    unseen_by_modes(self._tell, name, (args, kwargs), read, y)
-                return y
-            if getattr(self._mine, "busy", False) or self._told():
-                return original(*args, **kwargs)
-            self._mine.busy = True
+    @unseen
+    def _called(
+        self,
+        original: Callable[..., Any],
+        name: str,
+        read: Callable[[Arguments], Iterable[Candidate]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if overridden(args, kwargs):  # the program's `__torch_function__` is told of torch's functions
+            back = self.aside()
             try:
                 y = original(*args, **kwargs)
-                unseen_by_modes(self._tell, name, (args, kwargs), read, y)
             finally:
-                self._mine.busy = False
+                back()
+            if not getattr(self._mine, "busy", False) and not self._told():
+                unseen_by_modes(self._tell, name, (args, kwargs), read, y)
             return y
-
-        same_to_torchscript(original, product)
-        return product
+        if getattr(self._mine, "busy", False) or self._told():
+            return original(*args, **kwargs)
+        self._mine.busy = True
+        try:
+            y = original(*args, **kwargs)
+            unseen_by_modes(self._tell, name, (args, kwargs), read, y)
+        finally:
+            self._mine.busy = False
+        return y
 
     def _tell(self, name: str, call: Arguments, read: Callable[[Arguments], Iterable[Candidate]], y: Any) -> None:
         if not isinstance(y, Tensor) or unreal():

@@ -1,8 +1,8 @@
 """Finds evaluation losses: scalar losses that a program computes without gradients.
 
-Two places, the outer one winning: what a model's call returns (a scalar, or an object or dict with a scalar `loss`),
-and what torch's own loss functions return. All losses between two optimizer steps are one evaluation, of the weights
-that the first of the two made; its value is their mean.
+Two places, the outer one winning: what a model's call returns (a scalar, or an object, dict or named tuple with a
+scalar `loss`), and what torch's own loss functions return. All losses between two optimizer steps are one evaluation,
+of the weights that the first of the two made; its value is their mean.
 
 A loss is of the models that were called since the loss before. One of other models alone (an averaged copy of the
 weights, say) counts only where the evaluation has no others. One of a batch that trains (a metric beside the loss) is
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.returned import ReturnedLosses
+from narrowgauge.session.steps.trains_by import TrainsBy
 from narrowgauge.session.tensors.sharded import here
 
 MOST_KNOWN = 1 << 14  # modules
@@ -36,14 +37,19 @@ def scalar_loss(output: Any) -> Tensor | None:
     """The scalar loss that a model's output is or carries, if any."""
     if isinstance(output, dict):
         output = output.get("loss")
-    elif not isinstance(output, Tensor | tuple | list) and hasattr(output, "loss"):
-        output = output.loss
-    elif isinstance(output, tuple | list):
+    elif _nameless(output):
         scalars = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
         output = scalars[0] if len(scalars) == 1 else None
+    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
+        output = output.loss
     if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
         return output
     return None
+
+
+def _nameless(output: Any) -> bool:
+    """Whether a number in it may mean anything: a tuple or list, but no named one with a `loss`."""
+    return isinstance(output, tuple | list) and "loss" not in getattr(output, "_fields", ())
 
 
 class _Loss(NamedTuple):
@@ -51,7 +57,7 @@ class _Loss(NamedTuple):
     value: Tensor
     ours: bool
     summed: bool  # over its batch
-    returned: bool  # by a model's call
+    returned: ReturnedLosses | None  # by a model's call, among these of the model
 
 
 class EvalLosses:
@@ -70,8 +76,9 @@ class EvalLosses:
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._told = self._beside = False  # the last loss is what the last call returned; beside other things
-        self._sums = self._taken = self._returned = self._numbers = self._further = 0
-        self.trains_by = ReturnedLosses()
+        self._sums = self._taken = self._numbers = self._further = 0
+        self.trains_by = TrainsBy()
+        self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
 
@@ -84,16 +91,16 @@ class EvalLosses:
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
         elif loss.numel() == 1:
-            if self._told and self.trains_by.whole and not self._called_since:
+            if self._told and self._own.whole and not self._called_since:
                 self._further += 1
                 return
-            if self._beside and self._losses and not self.trains_by.whole and False not in self._called_since:
+            if self._beside and self._losses and not self._own.whole and False not in self._called_since:
                 self._losses.pop()
             self._add(loss, summed)
         else:
             self._unreduced += 1
 
-    def _add(self, loss: Tensor, summed: bool = False, *, returned: bool = False) -> None:
+    def _add(self, loss: Tensor, summed: bool = False, *, returned: ReturnedLosses | None = None) -> None:
         self._told = self._beside = False
         if self._called_since:
             self._last_was_ours = True in self._called_since
@@ -109,8 +116,9 @@ class EvalLosses:
         self._called_since.clear()
         self._trains = self._fed = True
 
-    def model_begins(self) -> None:
+    def model_begins(self, model: Any) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
+        self._own = self.trains_by.of(model)
         self._mark, self._told, self._beside = len(self._losses), False, False
         self._called_since.add(True)
         self._trains = False
@@ -156,24 +164,25 @@ class EvalLosses:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None and not loss.is_meta:
-            beside = isinstance(output, tuple | list)
-            if beside and self._mark == len(self._losses) and self.trains_by.otherwise:
+            beside = _nameless(output)
+            if beside and self._mark == len(self._losses) and self._own.otherwise:
                 self._numbers += 1
                 self._mark = None
                 return
             del self._losses[self._mark :]
             self._called_since.add(True)
-            self._add(loss, returned=True)
+            self._add(loss, returned=self._own)
             self._told, self._beside = True, beside
         self._mark = None
 
-    def training_ended(self, output: Any) -> None:
+    def training_ended(self, model: Any, output: Any) -> None:
         """A model's call with gradients ended with `output`."""
-        if not self.trains_by.asks:
+        if not self.trains_by.called(model):
             return
-        if not isinstance(output, Tensor | dict | tuple | list):
+        fields = getattr(output, "__dataclass_fields__", ())
+        if not isinstance(output, Tensor | dict | tuple | list) and "loss" not in fields:
             output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
-        self.trains_by.returned(scalar_loss(output))
+        self.trains_by.of(model).returned(scalar_loss(output))
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
@@ -194,7 +203,9 @@ class EvalLosses:
             losses = kinds.get(True) or kinds[False]
             self._taken += len(losses)
             self._sums += sum(loss.summed for loss in losses)
-            self._returned += sum(loss.returned for loss in losses)
+            for loss in losses:
+                if loss.returned is not None:
+                    loss.returned.evaluated += 1
             device = losses[-1].value.device
             means[steps] = torch.stack([loss.value.to(device) for loss in losses]).mean()
         return means
@@ -206,7 +217,7 @@ class EvalLosses:
     @property
     def notes(self) -> list[str]:
         """What an evaluation's mean has, or lacks, that nobody would think of."""
-        notes = self.trains_by.note(self._returned, self._taken)
+        notes = self.trains_by.notes(self._taken)
         if self._aside:
             notes.append(
                 f"{self._aside} losses were computed without gradients of models that do not train (an averaged copy, "
@@ -219,8 +230,8 @@ class EvalLosses:
             )
         if self._numbers:
             notes.append(
-                f"{self._numbers} numbers that a model's call without gradients returned beside other things are none "
-                "that backward was called on; eval_loss leaves them out."
+                f"{self._numbers} numbers that a model's call without gradients returned beside other things are not "
+                "the whole of what backward was called on; eval_loss leaves them out."
             )
         if self._further:
             notes.append(

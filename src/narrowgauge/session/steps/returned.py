@@ -1,4 +1,4 @@
-"""Whether a program trains by the loss that its model's call returns, so that an evaluation's is of the same kind.
+"""Whether a program trains a model by the loss that its call returns, so that an evaluation's is of the same kind.
 
     whole      backward is called on it, or on what was made of it and of nothing else that the call computed
                (loss / 4, scaler.scale(loss), loss + a penalty of the weights)
@@ -35,11 +35,16 @@ class _Made(NamedTuple):
 
 
 class ReturnedLosses:
-    """Asked in some of a program's backward passes, until one is of the whole."""
+    """Those of one model; asked in some of its backward passes, until one is of the whole.
+
+    Attributes:
+        whole: whether one was.
+        evaluated: how many losses of evaluations are what its calls returned.
+    """
 
     def __init__(self) -> None:
         self._made: list[_Made | None] = []  # what calls since the last backward returned
-        self._passes = self._outside = self._parts = 0
+        self._passes = self._outside = self._parts = self.evaluated = 0
         self.whole = False
 
     @property
@@ -52,9 +57,19 @@ class ReturnedLosses:
         """Whether what was looked at so far is never the whole."""
         return not self.whole and self._parts + self._outside > 0
 
+    @property
+    def partly(self) -> bool:
+        """Whether it was a part of it."""
+        return self._parts > 0
+
     def training_changed(self) -> None:
         """Other parameters are trained now, perhaps by another loss."""
         self._passes = 0
+
+    def passed(self) -> None:
+        """Backward is called, and nobody knows of what."""
+        self._passes += 1
+        self._made = []
 
     def returned(self, loss: Tensor | None) -> None:
         """A model's call with gradients returned this loss, or none."""
@@ -95,18 +110,6 @@ class ReturnedLosses:
             elif node._sequence_nr() < wanted.until:
                 alone, least = False, wanted.node[0]
             edges += [(each, at) for each, at in before if each is not None and each._sequence_nr() >= least]
-
-    def note(self, evaluated: int, of: int) -> list[str]:
-        """What `evaluated` of `of` losses of evaluations are that models' calls returned."""
-        if not evaluated or not self.otherwise:
-            return []
-        told = f"{evaluated} of {of} losses of evaluations are what the model's call returned, "
-        if self._parts:
-            return [f"{told}which is only a part of what backward was called on: eval_loss has nothing of the rest."]
-        return [
-            f"{told}which backward was not called on, nor on anything made of it: eval_loss is no measure beside the "
-            "training loss."
-        ]
 
 
 def _name(node: Any) -> tuple[int, str]:
