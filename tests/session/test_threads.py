@@ -167,6 +167,31 @@ def test_steps_that_asyncio_gives_to_threads_are_one_training(tmp_path):
     assert set(writer.column("update_ratio")) == {2, 4, 6, 8}
 
 
+def test_a_training_is_heard_while_another_thread_compiles(tmp_path):
+    inside, done = threading.Event(), threading.Event()
+
+    def backend(graph, examples):  # the compiler's: torch says in every thread that something is compiled
+        inside.set()
+        assert done.wait(60)
+        return graph.forward
+
+    with followed(tmp_path, compiling=True) as (session, writer):
+        training = Training()
+        training.step()
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(torch.compile(lambda x: x + 1, backend=backend), X)
+            try:
+                assert inside.wait(60)
+                assert torch.compiler.is_compiling()
+                training.step()
+                training.step(BATCHES[0])
+            finally:
+                done.set()
+            assert torch.equal(compiled.result(60), X + 1)
+        training.step()
+    training.is_whole(session, writer)
+
+
 def test_a_warm_up_in_the_main_thread_and_the_rest_in_a_worker_are_one_training(tmp_path):
     with followed(tmp_path) as (session, writer):
         training = Training()

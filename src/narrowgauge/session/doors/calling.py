@@ -46,7 +46,7 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
     """
 
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():  # while a graph is traced nothing is called yet
+        if not torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
             calls.module_called(module, args)
 
     def hear(heard: bool) -> None:
@@ -58,7 +58,7 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
 
     def checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or inside_backward() or torch.compiler.is_compiling():
+            if not torch.is_grad_enabled() or inside_backward() or torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             calls.checkpoint_runs(True)
             try:

@@ -160,7 +160,7 @@ class CompiledCalls:
         @unseen
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return compiled(*args, **kwargs)
             before, heir, around = compilations.graphs(), self._heir(), _here.whose
             _here.whose = "bare"
@@ -181,7 +181,7 @@ class CompiledCalls:
         @unseen
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
+            if torch.compiler.is_dynamo_compiling() or (heir := self._heir()).listener is None:
                 return compiled(*args, **kwargs)
             stepping, known, around = optimizer(), None, _here.whose
             closure = any(given is not None for given in (*args, *kwargs.values()))
@@ -209,7 +209,7 @@ class CompiledCalls:
         @unseen
         @functools.wraps(compiled)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 return self._heir()._run(compiled, args, kwargs)
             return compiled(*args, **kwargs)
 
@@ -283,7 +283,7 @@ class CompiledCalls:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             # Traced, it is a part of what is compiled around it.
-            if torch.compiler.is_compiling() or (heir := self._heir()).listener is None:
+            if torch.compiler.is_dynamo_compiling() or (heir := self._heir()).listener is None:
                 return compiled(*args, **kwargs)
             with heir._call(heir.listener.compiled_begins(owner, args, kwargs)) as told:
                 told[1] = heir._run(compiled, args, kwargs)

@@ -28,7 +28,7 @@ from narrowgauge.session.doors.threads import Threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_cuda, _ident, _compiling = torch.cuda, threading.get_ident, torch.compiler.is_compiling
+_cuda, _ident, _compiling = torch.cuda, threading.get_ident, torch.compiler.is_dynamo_compiling
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _tracing, _NoFunctionModes = torch._C._get_tracing_state, torch._C.DisableTorchFunction
 _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY

@@ -57,7 +57,7 @@ def follow(seams: Seams, told: Told, mine: Callable[[], bool]) -> None:
 def _listen(told: Told, mine: Callable[[], bool], place: int, original: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         loss = original(*args, **kwargs)
-        if torch.compiler.is_compiling():  # a look from inside would break the graph
+        if torch.compiler.is_dynamo_compiling():  # a look from inside would break the graph
             return loss
         if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and mine():
             reduction = kwargs.get("reduction", args[place] if len(args) > place else 1)

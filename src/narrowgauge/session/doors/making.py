@@ -76,7 +76,7 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
         return run
 
     def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if not torch.compiler.is_compiling():  # a slice of a list of modules is a list of its own
+        if not torch.compiler.is_dynamo_compiling():  # a slice of a list of modules is a list of its own
             making.module_registered(parent, child)
 
     seams.replace(Optimizer, "__init__", made)

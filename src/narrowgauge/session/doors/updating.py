@@ -136,7 +136,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 updates.gradients_zeroed(self)
 
         return run
@@ -158,7 +158,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
     def clip(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             norm = original(*args, **kwargs)
-            if torch.compiler.is_compiling() and type(norm) is torch.Tensor and _order(args, kwargs, 2) == 2.0:
+            if torch.compiler.is_dynamo_compiling() and type(norm) is torch.Tensor and _order(args, kwargs, 2) == 2.0:
                 tell(clips, 2, [norm])
             return norm
 
@@ -169,7 +169,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
     def norm_taken(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             norm = original(*args, **kwargs)
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 order = _order(args, kwargs, 1)
                 other[:] = [None if order == 2.0 else norm, order]
             return norm
@@ -179,7 +179,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
     def scaled_down(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             original(*args, **kwargs)
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
                 of = unseen_by_modes(_ids_of, args[0] if args else kwargs["parameters"])
                 clipped(other[1] if norm is other[0] else 2.0, norm, of)

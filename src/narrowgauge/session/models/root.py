@@ -65,11 +65,11 @@ class Root:
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.compiler.is_compiling() and not _is_replica(module):
+            if not torch.compiler.is_dynamo_compiling() and not _is_replica(module):
                 begins(self, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if torch.compiler.is_compiling() or _is_replica(module):
+            if torch.compiler.is_dynamo_compiling() or _is_replica(module):
                 return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             ended(self, output, missed)

@@ -83,7 +83,7 @@ class Prepared:
     def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             here = self._here
-            if not self._undo or getattr(here, "asked", False) or torch.compiler.is_compiling():
+            if not self._undo or getattr(here, "asked", False) or torch.compiler.is_dynamo_compiling():
                 return call(module, *args, **kwargs)
             here.asked = True
             try:

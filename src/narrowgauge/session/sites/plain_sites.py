@@ -244,14 +244,14 @@ class PlainSites:
 
     def begins(self, layer: Layer, module: nn.Module, args: tuple[Any, ...]) -> None:
         """As `HearsLayers` says; so are the next ones."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self._running.begins(layer)
 
     def ended(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Show what it multiplied, unless a product inside of it was heard."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         running = self._running.ended(layer)
         if running is not None and output is not None and not running.heard:

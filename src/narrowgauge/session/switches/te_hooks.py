@@ -70,7 +70,7 @@ class Nothing:
 
     def __call__(self, *call: Any) -> None:
         """Drop them, once: our quantizers made them, and the copy has the layer's own."""
-        if not self.reached and not torch.compiler.is_compiling():
+        if not self.reached and not torch.compiler.is_dynamo_compiling():
             self.reached = True
             forget_weights(call[0])
 

@@ -98,7 +98,7 @@ _tell_begins_uncompiled, _tell_ended_uncompiled = not_compiled(_tell_begins), no
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return _tell_begins(optimizer, args, kwargs)
     if _in_one_graph(type(optimizer)) and hasattr(optimizer, "_narrowgauge_handle") and not _closure(args, kwargs):
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -109,7 +109,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         _tell_ended(optimizer)
     elif _in_one_graph(type(optimizer)) and hasattr(optimizer, "_narrowgauge_handle") and not _closure(args, kwargs):
         tell(optimizer._narrowgauge_handle, 1, [])
