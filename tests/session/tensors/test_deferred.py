@@ -28,7 +28,7 @@ def test_scalars_on_the_host_are_read_where_they_are():
         rate.fill_(7.0)  # as a schedule does it
         deferred.put({}, rows.append)
     assert rows == [{"loss": 2.5, "lr": 0.125, "data_digest": 2.0**52 - 1, "tokens": 48.0}, {}]
-    assert launched.names == {"detach", "_local_scalar_dense", "fill_"}
+    assert launched.names == {"_local_scalar_dense", "fill_"}
 
 
 def test_what_comes_later_waits_for_what_was_put_before():

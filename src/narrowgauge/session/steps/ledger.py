@@ -97,7 +97,9 @@ class Ledger:
         self.line.before = self.line.loss, self.line.microbatches
         self.line.microbatches += 1
         if loss is not None:
-            loss = here(loss).detach().reshape(()).clone().float()
+            loss = here(loss).detach().clone()
+            if loss.dim() or loss.dtype != torch.float32:
+                loss = loss.reshape(()).float()
             self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
 
     def divide(self, by: float) -> None:

@@ -31,7 +31,10 @@ class Deferred:
         on_device: dict[str, Tensor] = {}
         for name, value in scalars.items():
             if type(value) is not float and isinstance(value, Tensor):
-                value = value.detach() if type(value) is Tensor else here(value.detach())
+                if type(value) is not Tensor:
+                    value = here(value.detach())
+                elif value.requires_grad:
+                    value = value.detach()
                 if value.device.type != "cpu":
                     on_device[name] = value
                     continue
