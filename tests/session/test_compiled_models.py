@@ -108,6 +108,65 @@ def test_models_that_nobody_but_compiled_functions_calls(tmp_path, first, larger
     assert not session.hearing.notes
 
 
+def adversaries():
+    """Objects that have two models, and methods that were compiled in their class, as functions."""
+
+    class Adversaries:
+        def __init__(self, width):
+            self.generator = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 16))
+            self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 1))
+
+        @compiled
+        def judges(self, x):
+            return self.discriminator(x)
+
+        @compiled
+        def generates(self, *given):
+            return self.discriminator(self.generator(given[0]))
+
+    return Adversaries
+
+
+@pytest.mark.parametrize("width", [16, 128])
+def test_models_of_an_object_whose_methods_were_compiled_in_its_class(tmp_path, width):
+    with followed(tmp_path, every=1, judge="current", compiling=True) as (session, writer):
+        kind = adversaries()
+        every = [kind(width), kind(width)]  # which share the compiled functions
+        optimizers = [[sgd(one.discriminator), sgd(one.generator)] for one in every]
+        for _ in range(2):
+            for one, (of_judge, of_generator) in zip(every, optimizers, strict=True):
+                trains(one.judges, torch.ones(4, 16), of_judge)
+                trains(one.generates, torch.ones(3, 8), of_generator)
+    assert session.facts()["models"] == 4
+    assert list(writer.column("tokens").values()) == [4.0, 3.0] * 4
+    assert not session.hearing.notes
+
+
+def test_an_object_at_the_address_of_another_has_models_of_its_own(tmp_path):
+    with followed(tmp_path, every=100, compiling=True) as (session, _):
+        first = adversaries()(16)
+        trains(first.judges, torch.ones(4, 16), sgd(first.discriminator))
+        kept, other = first.discriminator, nn.Linear(16, 1)
+        optimizer = sgd(kept, other)
+        vars(first)["discriminator"] = other  # stands for an object that was made where the first one was
+        session._compiled.listener._met.clear()
+        trains(first.judges, torch.ones(4, 16), optimizer)
+        assert session.roots.called_in(session.hearing.turn)[-1] is other
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_function_that_is_given_two_models_calls_both(tmp_path, by_name):
+    inner, outer = nn.Linear(8, 16), nn.Linear(16, 16)
+    x = torch.ones(3, 8)
+    with followed(tmp_path, every=100, compiling=True) as (session, writer):
+        optimizers, call = (sgd(inner), sgd(outer)), compiled(lambda outer, inner, x: outer(inner(x)))
+        for _ in range(2):
+            forward = (lambda x: call(x=x, inner=inner, outer=outer)) if by_name else lambda x: call(outer, inner, x)
+            trains(forward, x, *optimizers)
+    assert session.facts()["models"] == 2
+    assert list(writer.column("tokens").values()) == [3.0, 3.0]
+
+
 def test_a_wrapper_and_what_it_wraps_are_one_model(tmp_path):
     with followed(tmp_path, every=100, compiling=True) as (session, writer):
         model = nn.Linear(8, 8)

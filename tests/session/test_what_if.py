@@ -459,6 +459,20 @@ def test_what_was_begun_and_thrown_away_is_asked_about_again(tmp_path):
     assert list(zip(rows["step"].tolist(), rows["site"], strict=True)) == [(2, "a:weight"), (3, "b:weight")]
 
 
+@pytest.mark.parametrize("seldom", [False, True])
+def test_a_weight_of_a_step_that_was_none_is_looked_at_in_the_next(tmp_path, seldom):
+    with RunWriter(tmp_path / "out", {}) as writer:
+        asked = WhatIf(("rowwise",), writer, Selection({}, 1), seldom=seldom)
+        for step, dropped in ((1, True), (1, False)):
+            asked.begin_step(step, recorded=True)
+            asked.operand("a", "weight", torch.randn(16, 16))
+            if dropped:
+                asked.drop_step()
+        asked.close()
+    rows = open_run(tmp_path / "out" / "what_if" / "rowwise").tensors()
+    assert list(zip(rows["step"].tolist(), rows["site"], strict=True)) == [(1, "a:weight")]
+
+
 BY_HAND = """
 import torch
 

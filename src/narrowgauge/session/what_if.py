@@ -126,6 +126,7 @@ class WhatIf:
     def drop_step(self) -> None:
         """The open step is none."""
         self._step, self._open = None, False
+        self._weights.clear()
         self._now.clear()
         for judge in self._judges:
             judge.collector.drop_step()

@@ -347,6 +347,24 @@ def test_a_function_that_a_module_keeps_from_a_recorded_step_goes_on_as_torchs_o
     assert not any(type(each).__module__.startswith("narrowgauge") for each in held)
 
 
+def test_a_function_in_the_body_of_a_class_is_no_method_where_torchs_own_is_none():
+    model, made = Tied(), []
+
+    def step():
+        class Own:
+            product, turned, of_tensors = torch.matmul, F.linear, torch.Tensor.matmul
+
+        made.append(Own())
+        model(torch.arange(4)).sum().backward()
+
+    recorded(model, step)
+    x, (own,) = torch.randn(4, 4), made
+    assert torch.equal(own.product(x, x), x @ x)
+    assert torch.equal(own.turned(x, x), F.linear(x, x))
+    with pytest.raises(TypeError):
+        own.of_tensors(x, x)  # it is given the object first, as without a watch
+
+
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, x) @ torch.eye(2) + torch.matmul(x, x) * 0 + torch.mm(x, x) * 0
 

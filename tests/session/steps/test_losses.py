@@ -174,6 +174,17 @@ LOSSES = {
     "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
     "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+    "alignments": lambda x, y: F.ctc_loss(
+        x[:, None].log_softmax(2), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+    ),
+    "counts": lambda x, y: F.poisson_nll_loss(x, y.exp()),
+    "triplets": lambda x, y: F.triplet_margin_loss(x, y, x + y),
+    "angles": lambda x, y: F.cosine_embedding_loss(x, y, y[:, 0].sign()),
+    "ranks": lambda x, y: F.margin_ranking_loss(x, y, y.sign()),
+    "hinges": lambda x, y: F.hinge_embedding_loss(x, y.sign()),
+    "margins": lambda x, y: F.multi_margin_loss(x, y.argmax(1)),
+    "margins of several labels": lambda x, y: F.multilabel_margin_loss(x, y.argsort(1)),
+    "soft margins": lambda x, y: F.soft_margin_loss(x, y.sign()),
 }
 
 
@@ -195,6 +206,9 @@ def test_each_loss_is_heard_as_the_program_gets_it(evals, compute):
     [
         functools.partial(F.huber_loss, weight=torch.arange(20.0).view(4, 5), reduction="sum"),
         lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="sum"),
+        lambda x, y: F.triplet_margin_loss(x, y, x + y, reduction="sum"),
+        lambda x, y: F.multi_margin_loss(x, y.argmax(1), reduction="sum"),
+        lambda x, y: F.poisson_nll_loss(x, y.exp(), reduction="sum"),
     ],
 )
 def test_a_sum_is_told_as_one_whatever_torch_makes_it_of(evals, compute):

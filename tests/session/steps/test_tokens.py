@@ -1,5 +1,6 @@
 """Tokens of a step, where there are any to be found."""
 
+import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
@@ -27,3 +28,48 @@ def test_a_step_without_any_has_no_number_of_them(tmp_path):
     assert len(writer.column("loss")) == 3
     assert writer.column("tokens") == {3: 4}
     assert list(writer.column("tokens_per_second")) == [3]
+
+
+class Each(nn.Module):
+    """Is given a list, of which it takes each by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Linear(16, 1)
+        self.words = nn.Embedding(32, 16)
+
+    def forward(self, batch, others=None):
+        taken = [x if x.is_floating_point() else self.words(x) for x in (batch if isinstance(batch, list) else [batch])]
+        return torch.cat([self.rows(x).flatten() for x in taken])
+
+
+def ids(*shape):
+    return torch.ones(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "counted", "tokens"),
+    [
+        ([torch.ones(3, 4, 16), torch.ones(3, 6, 16)], "samples", 2),
+        ([torch.ones(3, 4, 16)] * 5, "samples", 5),
+        ([ids(7), ids(4), ids(5)], "tokens", 16),
+        ([ids(1, 7), ids(1, 4)], "tokens", 11),
+        ([torch.ones(7, 16), torch.ones(4, 16), torch.ones(5, 16)], "samples", 3),
+        ([torch.ones(4, 16), torch.ones(4, 16)], "samples", 4),  # two inputs of four rows each
+        ([ids(2, 7), ids(2, 7)], "tokens", 14),
+        ((torch.ones(3, 4, 16)), "samples", 3),
+    ],
+)
+def test_a_list_of_one_sample_each_counts_them(tmp_path, batch, counted, tokens):
+    model = Each()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    uneven = isinstance(batch, list) and batch[0].shape != batch[-1].shape
+    beside = [{"boxes": torch.ones(2, 4), "labels": ids(2)}]
+    calls = [(batch,), (batch, beside)] if uneven else [(batch,)]  # else it may be several inputs
+    with followed(tmp_path) as (session, writer):
+        session.optimizer_made(optimizer)
+        for given in calls:
+            model(*given).square().mean().backward()
+            optimizer.step()
+        assert session.facts()["counted"] == counted
+    assert list(writer.column("tokens").values()) == [tokens] * len(calls)

@@ -36,7 +36,7 @@ def test_both_ways_say_the_same(dtype, monkeypatch):
     after = torch.cat([p.detach().double().flatten() for p in optimizer.param_groups[0]["params"]])
     monkeypatch.setattr(host, "ready", lambda: False)
     passed = told(made(dtype))
-    close = 1e-12 if dtype == torch.float32 else 1e-2  # the differences of bfloat16 are rounded to it
+    close = 1e-12 if dtype == torch.float32 else 1e-6
     assert walked["param_norm"] == pytest.approx(float(before.norm()), rel=close)
     assert walked["update_ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=close)
     assert walked == pytest.approx(passed, rel=1e-6)
@@ -53,7 +53,7 @@ def test_weights_of_several_dtypes_are_measured_as_in_float64():
     norm = sum(float(x.square().sum()) for x in before) ** 0.5
     moved = sum(float((w.detach().double() - x).square().sum()) for w, x in zip(weights, before, strict=True)) ** 0.5
     assert found["param_norm"] == pytest.approx(norm, rel=1e-6)
-    assert found["update_ratio"] == pytest.approx(moved / norm, rel=1e-3)  # differences rounded to 16 bits
+    assert found["update_ratio"] == pytest.approx(moved / norm, rel=1e-6)
 
 
 def test_weights_that_are_no_plain_memory_go_the_other_way():
@@ -279,6 +279,25 @@ def test_no_compiler_is_asked_for_where_nothing_was_walked(monkeypatch):
     assert told(made())["update_ratio"] > 0
 
 
+def test_weights_for_whose_copies_there_is_no_memory_are_not_looked_at_again(monkeypatch):
+    room, optimizer = Room(), made()
+
+    class Full:
+        share = 1.0
+
+        def copy(self, turn):
+            raise MemoryError
+
+    movement = Movement(room=room)
+    with monkeypatch.context() as patched:
+        patched.setattr(room, "plan", lambda *args: Full())
+        with pytest.raises(MemoryError):
+            movement.before(optimizer)
+    optimizer.step()
+    movement.after(optimizer)
+    assert movement.scalars() == {}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("budget", [1 << 24, 30_000])
@@ -302,7 +321,7 @@ def test_one_kernel_on_a_gpu_says_what_passes_say(budget, monkeypatch):
             by = [w.detach().double() - x for w, x in zip(weights, before, strict=True)]
             if movement.share == 1.0:
                 ratio = sum(float(x.square().sum()) for x in by) ** 0.5 / norm
-                assert float(movement.scalars()["update_ratio"]) == pytest.approx(ratio, rel=2e-3)
+                assert float(movement.scalars()["update_ratio"]) == pytest.approx(ratio, rel=1e-6)
             told.append({name: float(value) for name, value in movement.scalars().items()})
         return told, movement.share
 
@@ -311,4 +330,4 @@ def test_one_kernel_on_a_gpu_says_what_passes_say(budget, monkeypatch):
     by_passes, other = found()
     assert share == pytest.approx(other, rel=1e-3)
     for mine, theirs in zip(by_kernel, by_passes, strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-3)  # passes round differences to 16 bits
+        assert mine == pytest.approx(theirs, rel=1e-5)

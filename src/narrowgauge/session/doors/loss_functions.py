@@ -1,7 +1,8 @@
 """torch's loss functions, heard where they reach C++.
 
 What a program holds of them (an attribute, a default, a table of losses, a pickle) stays torch's own function: in its
-place nothing stands, only below it.
+place nothing stands, only below it. Those that torch computes in Python (`gaussian_nll_loss`,
+`multilabel_soft_margin_loss`, `triplet_margin_with_distance_loss`) are not heard.
 
 A weighted `huber_loss` reaches C++ unreduced, and is weighted and reduced here as torch is about to. A weighted
 `mse_loss` or `l1_loss` is `torch.pow`, a product and `torch.sum`, which programs call for anything: it is not heard.
@@ -36,6 +37,15 @@ _KERNELS: tuple[tuple[Any, str, int], ...] = (
     (torch._C._nn, "binary_cross_entropy", 3),
     (torch, "binary_cross_entropy_with_logits", 4),
     (torch, "kl_div", 2),
+    (torch, "ctc_loss", 5),
+    (torch, "poisson_nll_loss", 5),
+    (torch, "triplet_margin_loss", 7),
+    (torch, "cosine_embedding_loss", 4),
+    (torch, "margin_ranking_loss", 4),
+    (torch, "hinge_embedding_loss", 3),
+    (torch._C._nn, "multi_margin_loss", 5),
+    (torch._C._nn, "multilabel_margin_loss", 2),
+    (torch._C._nn, "soft_margin_loss", 2),
 )
 _NONE, _MEAN, _SUM = range(3)
 _KL_DIV, _HUBER = F.kl_div.__code__, F.huber_loss.__code__

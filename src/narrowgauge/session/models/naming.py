@@ -84,7 +84,7 @@ def _plain(function: Any, owner: Any) -> tuple[FunctionType | None, Any]:
             function = inner
         elif kind is FunctionType:
             return function, owner
-        elif (call := next(_of_class(kind, "__call__"), None)) is not None:
+        elif (call := next(of_class(kind, "__call__"), None)) is not None:
             function, owner = call, function
         else:
             break
@@ -114,7 +114,7 @@ def _taken(value: Any, names: Iterable[str]) -> list[Any]:
     if kind is ModuleType:
         return [each for each in found if is_module(each)]
     for name in names:
-        at = next(_of_class(within, name), None)
+        at = next(of_class(within, name), None)
         if is_module(at) and name not in held:
             found.append(at)
         elif type(at) is MemberDescriptorType and within is kind:
@@ -127,7 +127,7 @@ def _taken(value: Any, names: Iterable[str]) -> list[Any]:
 
 def _methods(value: Any, names: Iterable[str]) -> list[tuple[Any, Any]]:
     above = None if "super" in names else 1
-    return [(method, value) for name in names for method in islice(_of_class(type(value), name), above)]
+    return [(method, value) for name in names for method in islice(of_class(type(value), name), above)]
 
 
 def _items(value: Any) -> list[Any]:
@@ -157,7 +157,7 @@ def _held(value: Any) -> Mapping[str, Any]:
     return held
 
 
-def _of_class(kind: type, name: str) -> Iterator[Any]:
+def of_class(kind: type, name: str) -> Iterator[Any]:
     """What a class of the program's, and those above it, have for their objects under a name."""
     return (vars(base)[name] for base in kind.__mro__ if name in vars(base) and _own(base))
 

@@ -35,13 +35,13 @@ class StandIn:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """As torch's own."""
         call = self.call
-        if call is None or torch.compiler.is_compiling():  # exported, say: nothing of ours is traced with it
+        if call is None or torch.compiler.is_dynamo_compiling():  # exported, say: nothing of ours is traced with it
             return self.__wrapped__(*args, **kwargs)
         return call(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A method, as a function is one."""
-        return self if instance is None else MethodType(self, instance)
+        """A method, where torch's own is one: a builtin function in a class is none."""
+        return MethodType(self, instance) if instance is not None and hasattr(self.__wrapped__, "__get__") else self
 
     def __eq__(self, other: object) -> bool:
         return bool(self.__wrapped__ == (other.__wrapped__ if isinstance(other, StandIn) else other))

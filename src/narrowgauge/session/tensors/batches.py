@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.session.tensors.counting import Given, count
+from narrowgauge.session.tensors.counting import Given, count, count_listed
 from narrowgauge.session.tensors.fingerprint import Chained, chain
 from narrowgauge.session.tensors.sharded import here
 from narrowgauge.session.tensors.storage import storage_of
@@ -88,7 +88,7 @@ class Batches:
                 data.append(given)
         if before:
             return 0
-        counted, are_ids = count(found, data)
+        counted, are_ids = (count_listed(_first(inputs)) if data else None) or count(found, data)
         if counted:
             self._units.add("tokens" if are_ids else "samples")
         return counted
@@ -103,6 +103,16 @@ class Batches:
         for given in _tensors(output):
             if (address := _address(given.x)) is not None and address not in self._given:
                 self._made[address] = StorageWeakRef(given.x.untyped_storage())
+
+
+def _first(inputs: Any) -> Any:
+    """What a call is given first, by its place or by name."""
+    match inputs:
+        case (tuple((first, *_)), dict()):
+            return first
+        case ((), dict(named)):
+            return next(iter(named.values()), None)
+    return None
 
 
 def _tensors(held: Any) -> list[Given]:

@@ -9,6 +9,7 @@ of those can belong to a text:
     [B, 1, T, T], [B, C, H, W]        masks, pictures
     named `mask`, or of ragged rows   whatever they look like
 
+What a model is given first may be a list of one sample each, which counts as that (`count_listed`).
 So edges [2, E] beside nodes [N, K], categories [B, C] beside numbers [B, K] and classes of pixels [B, H, W] are none.
 A single row is all there is (packed texts), or says something of what lies in rows beside it: offsets of their parts,
 their classes or time steps.
@@ -63,6 +64,25 @@ def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:
     if whole and not rows:  # packed ids beside where each text begins
         return max(given.x.numel() for given in whole), True
     return next((given.x.size(0) for given in (*rows, *batched)), len(data[:1])), False
+
+
+def count_listed(first: object) -> tuple[int, bool] | None:
+    """The same of what a model is given first, if that is a list of one sample each; else None.
+
+    [T], [1, T] in whole numbers        texts, each of its own length
+    [C, H, W]                           pictures, as detectors take them
+    [T, K] in rows of unequal number    sequences
+    """
+    if type(first) is not list or not first or any(type(x) is not Tensor for x in first):
+        return None
+    dim, dtype = first[0].dim(), first[0].dtype
+    if any(x.dim() != dim or x.dtype != dtype for x in first):
+        return None
+    if dtype != torch.bool and not _is_number(first[0]):
+        texts = dim == 1 or (dim == 2 and all(x.size(0) == 1 for x in first))
+        return (sum(x.numel() for x in first), True) if texts else None
+    rows = dim == 2 and len({x.size(0) for x in first}) > 1 and len({x.size(1) for x in first}) == 1
+    return (len(first), False) if dim == 3 or rows else None
 
 
 def _ids(whole: Sequence[Given], numbers: Sequence[Given], made: bool, embedded: Tensor | None) -> Given | None:

@@ -18,7 +18,7 @@ reading them takes the GPU. All others go by passes of torch's.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,14 @@ BUDGET = 1 << 24  # elements: 64 MiB in float32
 
 
 class Held(NamedTuple):
-    """Weights that were copied by a plan; other ranks hold more of them if `partial`."""
+    """Weights that were copied by a plan, and the copies, if they are not the plan's own.
+
+    Other ranks hold more of them if `partial`.
+    """
 
     weights: list[Tensor]
     plan: Walked | Launched
+    copies: Any
     partial: bool
 
     def squares(self, total: Tensor) -> Squares:
@@ -75,8 +79,9 @@ class Movement:
         if plan is None:
             self._pass(optimizer, weights, in_parts)
             return
-        held = self._copied[number] = Held(weights, plan, in_parts or any(map(cut_by_fsdp, weights)))
-        self._weights = held.squares(plan.copy(self._turn)).and_also(self._weights)
+        total, copies = plan.copy(self._turn)
+        held = self._copied[number] = Held(weights, plan, copies, in_parts or any(map(cut_by_fsdp, weights)))
+        self._weights = held.squares(total).and_also(self._weights)
         self.share = min(self.share, plan.share)
 
     @torch.no_grad()
@@ -91,7 +96,8 @@ class Movement:
         stride = stride_over(widths(x.shape for x in parts.here), math.ceil(elements / self._budget))
         views = [_every(x, stride, self._turn) for x in parts.here]
         self.share = min(self.share, sum(v.numel() for v in views) / elements)
-        self._held[id(optimizer)] = weights, parts, stride, [v.clone() for v in views]
+        copies = [v.float() if v.itemsize < 4 else v.clone() for v in views]  # a difference is not rounded to 16 bits
+        self._held[id(optimizer)] = weights, parts, stride, copies
 
     def after(self, optimizer: Optimizer, *, early: bool = False) -> None:
         """It stepped; what was copied is given back. If `early`, at `settle`: the weights are not written yet."""
@@ -114,7 +120,7 @@ class Movement:
             if now is None or now.kinds != plan.whole.kinds:
                 self._lost = True
             else:
-                self._moved = copied.squares(plan.moved(now, self._turn)).and_also(self._moved)
+                self._moved = copied.squares(plan.moved(now, self._turn, copied.copies)).and_also(self._moved)
         if held is not None:
             self._pass_again(*held)
 

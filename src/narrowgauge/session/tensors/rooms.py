@@ -48,12 +48,12 @@ class Walked(NamedTuple):
     held: Array
     stride: int
 
-    def copy(self, turn: int) -> Tensor:
-        """Copy them; the sum of squares of all elements, [] float64."""
+    def copy(self, turn: int) -> tuple[Tensor, None]:
+        """Copy them: the sum of squares of all elements, [] float64, and copies that are not kept here."""
         whole = self.whole
-        return _scalar(self.walk.copied(whole.ats, self.starts, whole.sizes, self.stride, turn, self.held))
+        return _scalar(self.walk.copied(whole.ats, self.starts, whole.sizes, self.stride, turn, self.held)), None
 
-    def moved(self, now: Runs, turn: int) -> Tensor:
+    def moved(self, now: Runs, turn: int, copies: None) -> Tensor:
         """The sum of squares of what they have moved by, [] float64."""
         return _scalar(self.walk.moved(now.ats, self.starts, now.sizes, self.stride, turn))
 
@@ -70,20 +70,20 @@ class Launched(NamedTuple):
     budget: int
     copies: Copies
 
-    def copy(self, turn: int) -> Tensor:
-        """Copy them; the sum of squares of all elements, [] float64."""
+    def copy(self, turn: int) -> tuple[Tensor, Tensor]:
+        """Copy them: the sum of squares of all elements, [] float64, and the copies."""
         with torch.cuda.device(self.whole.kinds[2]):
             return self.copies.copy(self.whole.numbers, turn)
 
-    def moved(self, now: Runs, turn: int) -> Tensor:
+    def moved(self, now: Runs, turn: int, copies: Tensor) -> Tensor:
         """The sum of squares of what they have moved by, [] float64."""
         with torch.cuda.device(self.whole.kinds[2]):
-            return self.copies.moved(now.numbers, turn)
+            return self.copies.moved(now.numbers, turn, copies)
 
     @property
     def share(self) -> float:
         """Of the elements, that is copied."""
-        return 1.0 / self.copies.stride
+        return self.copies.elements / self.whole.elements
 
 
 class Room:

@@ -90,7 +90,7 @@ def _moved(
 class Copies:
     """Copies of tensors that are nothing but memory on one device, and how far these have moved since.
 
-    Memory is taken for them from `copy` to `moved` alone.
+    What a copy is in belongs to who asked for it.
 
     Args:
         sizes: their numbers of elements, none of them 0.
@@ -110,44 +110,44 @@ class Copies:
         self._order = np.repeat(order, [len(pieces[at]) for at in order])  # which tensor each row is of
         self._rows = np.concatenate([pieces[at] for at in order])
         self._counts = [sum(len(pieces[at]) for at in mine) for _, mine in self._by_dtype]
-        self._held, self._copies = int(begins[-1]), torch.empty(0)
+        self.elements = int(begins[-1])
         self._sums = torch.empty(len(self._rows), dtype=torch.float64, device=device)
         self._launches: list[tuple[Tensor, Tensor, Launch, Launch]] = []
 
-    def copy(self, ats: list[int], turn: int) -> Tensor:
-        """Copy what is at these addresses; the sum of squares of all its elements, [] float64."""
-        self._copies = torch.empty(self._held, dtype=torch.float32, device=self._device)
+    def copy(self, ats: list[int], turn: int) -> tuple[Tensor, Tensor]:
+        """Copy what is at these addresses: the sum of squares of all its elements, [] float64, and the copies."""
+        copies = torch.empty(self.elements, dtype=torch.float32, device=self._device)
         for table, sums, copied, _ in self._ready(ats):
-            copied((table, self._copies, sums), (self.stride, turn))
-        return self._sums.sum()
+            copied((table, copies, sums), (self.stride, turn))
+        return self._sums.sum(), copies
 
-    def moved(self, ats: list[int], turn: int) -> Tensor:
+    def moved(self, ats: list[int], turn: int, copies: Tensor) -> Tensor:
         """The sum of squares of the differences since `copy` in the same turn, scaled up to all elements, [] float64.
 
-        The tensors may be elsewhere by now. The copies are given back.
+        The tensors may be elsewhere by now.
         """
         for table, sums, _, moved in self._ready(ats):
-            moved((table, self._copies, sums), (self.stride, turn))
-        self._copies = torch.empty(0)
+            moved((table, copies, sums), (self.stride, turn))
         return self._sums.sum()
 
     def _ready(self, ats: list[int]) -> list[tuple[Tensor, Tensor, Launch, Launch]]:
         """What is launched for each dtype: the pieces of its tensors, where their sums go, and both kernels."""
         if ats == self._ats:
             return self._launches
-        self._ats = list(ats)
+        self._ats = []  # until all is ready: it may fail on the way
         self._rows[:, 0] = np.array(ats, np.int64)[self._order]
         rows = torch.from_numpy(self._rows)  # pinned, it is copied before it can change again
         table = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows.clone()
         parts = zip(self._by_dtype, table.split(self._counts), self._sums.split(self._counts), strict=True)
-        self._launches = []
+        launches = []
         for (dtype, mine), places, sums in parts:
             constants = DTYPES[dtype], COLUMNS, all(ats[at] % 16 == 0 for at in mine), PIECE, BLOCK
             copied, moved = (
                 Launch(kernel, len(places), (), constants, num_warps=WARPS) for kernel in (_copied, _moved)
             )
-            self._launches.append((places, sums, copied, moved))
-        return self._launches
+            launches.append((places, sums, copied, moved))
+        self._launches, self._ats = launches, list(ats)
+        return launches
 
 
 def _pieces(size: int, begins: int) -> Array:
