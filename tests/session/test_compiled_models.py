@@ -142,16 +142,74 @@ def test_models_of_an_object_whose_methods_were_compiled_in_its_class(tmp_path, 
     assert not session.hearing.notes
 
 
-def test_an_object_at_the_address_of_another_has_models_of_its_own(tmp_path):
+def test_an_object_at_the_address_of_another_has_a_model_of_its_own(tmp_path):
+    with followed(tmp_path, every=100, compiling=True) as (session, writer):
+
+        class Slotted:
+            __slots__ = ("model",)
+
+            @compiled
+            def calls(self, x):
+                return self.model(x)
+
+        models = [nn.Linear(8, 8) for _ in range(3)]
+        optimizers, addresses = [sgd(model) for model in models], set()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            one = Slotted()
+            one.model = model
+            trains(one.calls, torch.ones(4, 8), optimizer)
+            addresses.add(id(one))
+            del one
+    assert session.facts()["models"] == 3
+    assert len(addresses) < 3
+    assert list(writer.column("tokens").values()) == [4.0] * 3
+
+
+def test_an_evaluation_by_a_method_that_was_compiled_in_its_class_is_its_models(tmp_path):
+    with followed(tmp_path, every=100, compiling=True) as (_, writer):
+
+        class Trainer:
+            def __init__(self):
+                self.model = nn.Linear(8, 8)
+
+            @compiled
+            def loss(self, x):
+                return (self.model(x) - x).square().mean()
+
+        one, x = Trainer(), torch.ones(4, 8)
+        optimizer, expected = sgd(one.model), {}
+        for step in (1, 2, 3):
+            trains(one.loss, x, optimizer)
+            with torch.no_grad():
+                expected[step] = float(one.loss(x + step))
+    assert writer.column("eval_loss") == pytest.approx(expected)
+
+
+def test_models_that_a_function_is_given_later_or_holds_beside_are_called(tmp_path):
+    with followed(tmp_path, every=100, compiling=True) as (session, writer):
+        body, head, inner, late = (nn.Linear(8, 8) for _ in range(4))
+        call = compiled(lambda outer, other, x: outer(other(inner(x))))
+        optimizer = sgd(body, head, inner, late)
+        for other in (head, late):
+            trains(lambda x, other=other: call(body, other, x), torch.ones(4, 8), optimizer)
+    assert session.facts()["models"] == 4
+    assert list(writer.column("tokens").values()) == [4.0] * 2
+
+
+class Empty(nn.Linear):
+    """Says that it has nothing in it."""
+
+    def __len__(self):
+        return 0
+
+
+def test_models_that_are_false_are_told_apart(tmp_path):
     with followed(tmp_path, every=100, compiling=True) as (session, _):
-        first = adversaries()(16)
-        trains(first.judges, torch.ones(4, 16), sgd(first.discriminator))
-        kept, other = first.discriminator, nn.Linear(16, 1)
-        optimizer = sgd(kept, other)
-        vars(first)["discriminator"] = other  # stands for an object that was made where the first one was
-        session._compiled.listener._met.clear()
-        trains(first.judges, torch.ones(4, 16), optimizer)
-        assert session.roots.called_in(session.hearing.turn)[-1] is other
+        models, call = [Empty(8, 8), Empty(8, 8)], compiled(lambda model, x: model(x))
+        optimizers = [sgd(model) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            trains(lambda x, model=model: call(model, x), torch.ones(4, 8), optimizer)
+    assert session.facts()["models"] == 2
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -5,6 +5,8 @@ import torch
 from tests.session.inline import followed
 from torch import nn
 
+from narrowgauge.session.tensors.batches import Batches
+
 
 class Own(nn.Module):
     """Makes its batch itself, unless it is given one."""
@@ -57,14 +59,16 @@ def ids(*shape):
         ([torch.ones(7, 16), torch.ones(4, 16), torch.ones(5, 16)], "samples", 3),
         ([torch.ones(4, 16), torch.ones(4, 16)], "samples", 4),  # two inputs of four rows each
         ([ids(2, 7), ids(2, 7)], "tokens", 14),
-        ((torch.ones(3, 4, 16)), "samples", 3),
+        ([torch.ones(8, 4, 16), torch.ones(8, 6, 16)], "samples", 8),  # two inputs of eight sequences each
+        ([ids(8), ids(8)], "tokens", 8),  # two categories of eight rows each, or so
+        (torch.ones(3, 4, 16), "samples", 3),
     ],
 )
 def test_a_list_of_one_sample_each_counts_them(tmp_path, batch, counted, tokens):
     model = Each()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     uneven = isinstance(batch, list) and batch[0].shape != batch[-1].shape
-    beside = [{"boxes": torch.ones(2, 4), "labels": ids(2)}]
+    beside = [{"labels": ids(2)} | ({"boxes": torch.ones(2, 4)} if counted == "samples" else {})]
     calls = [(batch,), (batch, beside)] if uneven else [(batch,)]  # else it may be several inputs
     with followed(tmp_path) as (session, writer):
         session.optimizer_made(optimizer)
@@ -73,3 +77,25 @@ def test_a_list_of_one_sample_each_counts_them(tmp_path, batch, counted, tokens)
             optimizer.step()
         assert session.facts()["counted"] == counted
     assert list(writer.column("tokens").values()) == [tokens] * len(calls)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("args", "kwargs", "tokens"),
+    [
+        (([ids(20), ids(17)], torch.ones(8, 13)), {}, 8),  # numbers beside a bag of categories
+        (([ids(3), ids(4)],), {"input_ids": ids(2, 8)}, 16),
+        ((), {"class_labels": [ids(3), ids(4)], "pixel_values": torch.ones(2, 3, 8, 8)}, 2),
+        (([torch.ones(3, 4, 4, dtype=torch.bool)], torch.ones(8, 16)), {}, 8),
+        (([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)] * 2,), {}, 2),
+        ((object(), [torch.ones(3, 4, 4), torch.ones(3, 4, 5)]), {}, 2),  # behind a model, say
+    ],
+)
+def test_a_list_that_is_something_else_does_not_count_as_samples(args, kwargs, tokens):
+    assert Batches().see((args, kwargs)) == tokens
+
+
+def test_a_list_of_what_a_model_made_is_no_data():
+    batches, pictures = Batches(), [torch.ones(3, 4, 4), torch.ones(3, 5, 5)]
+    batches.made(pictures)
+    assert batches.see(((pictures, ids(2)), {})) == 0

@@ -11,10 +11,7 @@ any other, or inside of a call   is none
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -23,14 +20,13 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.models.calls import Calls
-from narrowgauge.session.models.naming import modules_in, named_by, of_class
+from narrowgauge.session.models.compiled import Compiled, bound, given_to, object_of, weak
+from narrowgauge.session.models.naming import named_by
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import Trained
-
-_NO_DATA = int, float, str, type(None)  # what no model is called with alone
 
 
 class CompiledModels:
@@ -46,28 +42,26 @@ class CompiledModels:
     ) -> None:
         self._calls, self._roots, self._steps = calls, roots, steps
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
-        self._known: dict[tuple[int, int], Root] = {}  # by ids: of what was compiled, and is given
-        self._helpers: dict[tuple[int, int], int] = {}  # what names no model, and how many models there were
-        self._met: dict[int, ref[Any] | None] = {}  # what those ids are of; None where it cannot be told
+        self._compiled: dict[int, Compiled] = {}  # by the ids of what was compiled
 
     @heard_if(lambda self, owner, *given: self._same_compiled(owner, *given))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called."""
         if self._calls.running or not self._optimizers or inside_backward():
             return None
-        modules, whose = _given(owner, args, kwargs), _object(owner, args)
-        self._meets(owner)
-        if whose is not None:
-            self._meets(whose)
-        given = self._first(owner, modules)
-        at = id(owner), id(given or whose)
-        root = self._known.get(at)
-        if root is None or not root.alive:  # or an address that is used again
-            root = self._take(self._models(owner, whose, given, modules))
+        compiled, whose, modules = self._met(owner), object_of(owner, args), given_to(owner, args, kwargs)
+        given = self._first(compiled, modules)
+        root = compiled.root(whose if given is None else given)
+        if root is None and whose is not None:  # evaluated, what it holds is asked for, and not its object
+            root = compiled.root(whose)
+        if root is None:
+            root = self._take(self._models(compiled, owner, whose, given, modules))
             if root is None:
-                self._evaluates(owner, modules)
+                self._evaluates(owner, whose, modules)
                 return None
-            self._known[at] = root
+            compiled.knows(whose if given is None else given, root)
+        elif modules:
+            self._take_more(compiled, modules)
         self._calls.begins(root, args, kwargs)
         return root
 
@@ -78,11 +72,12 @@ class CompiledModels:
     def _same_compiled(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
         if not self._calls.learns() or not self._optimizers:
             return None
-        given, whose = self._first(owner, _given(owner, args, kwargs)), _object(owner, args)
-        root = self._known.get((id(owner), id(given or whose)))
-        if root is not None and root.alive:
+        compiled, whose = self._met(owner), object_of(owner, args)
+        given = self._first(compiled, given_to(owner, args, kwargs))
+        root = compiled.root(whose if given is None else given)
+        if root is not None:
             return self._same.model(root)
-        models = self._models(owner, whose, given)
+        models = self._models(compiled, owner, whose, given)
         return self._same.module(models[0]) if models else None
 
     @heard
@@ -101,33 +96,26 @@ class CompiledModels:
     def _settle(self) -> None:
         self._steps.settle()
 
-    def _evaluates(self, owner: Any, given: Sequence[nn.Module]) -> None:
+    def _evaluates(self, owner: Any, whose: Any, given: Sequence[nn.Module]) -> None:
         """What is called without gradients, and never was with them, may be an evaluation: of what it has in it."""
         if torch.is_grad_enabled():
             return
-        modules = [owner] if isinstance(owner, nn.Module) else given or named_by(owner)
+        modules = [owner] if isinstance(owner, nn.Module) else given or named_by(bound(owner, whose))
         for module in modules:
             if not self._steps.evals.knows(module):
                 self._steps.evals.module_called(module, self._optimizers.ids)
 
-    def _meets(self, one: Any) -> None:
-        """Forget what is known of another function or object, at whose address this one is."""
-        at = id(one)
-        known = self._met.get(at)
-        if at in self._met and (known is None or known() is one):
-            return
-        try:
-            self._met[at] = ref(one)
-        except TypeError:  # an object with slots
-            self._met[at] = None
-        self._helpers = {of: models for of, models in self._helpers.items() if at not in of}
-        self._known = {of: root for of, root in self._known.items() if at not in of}
+    def _met(self, owner: Any) -> Compiled:
+        """What is known of it, not of another at whose address it is."""
+        known = self._compiled.get(id(owner))
+        if known is None or not known.of(owner):
+            known = self._compiled[id(owner)] = Compiled(owner)
+        return known
 
-    def _first(self, owner: Any, given: Sequence[nn.Module]) -> nn.Module | None:
+    def _first(self, compiled: Compiled, given: Sequence[nn.Module]) -> nn.Module | None:
         """The first model that a compiled function is given."""
         for module in given:
-            known = self._known.get((id(owner), id(module)))
-            if known is not None and known.alive:  # which asks none of those beside it
+            if compiled.root(module) is not None:  # which asks none of those beside it
                 return module
         return next((module for module in given if module in self._roots or self._owns(module)), None)
 
@@ -142,8 +130,16 @@ class CompiledModels:
                 self._calls.take(module)
         return root
 
+    def _take_more(self, compiled: Compiled, given: Sequence[nn.Module]) -> None:
+        """Of a known call: models that it was not given so far."""
+        for module in given:
+            if id(module) not in compiled.looked_at and torch.is_grad_enabled():
+                compiled.looked_at.add(id(module))
+                if module not in self._roots and self._new(module):
+                    self._calls.take(module)
+
     def _models(
-        self, owner: Any, whose: Any, given: nn.Module | None, beside: Sequence[nn.Module] = ()
+        self, compiled: Compiled, owner: Any, whose: Any, given: nn.Module | None, beside: Sequence[nn.Module] = ()
     ) -> Sequence[nn.Module]:
         """Those that it calls; its call is told as that of the first."""
         if not torch.is_grad_enabled():
@@ -151,17 +147,18 @@ class CompiledModels:
         if isinstance(owner, nn.Module):
             return (owner,) if self._optimizers.owns(owner) else ()
         if given is not None:
-            return _outermost((given, *(module for module in beside if self._new(module))))
-        at = id(owner), id(whose)
-        if len(self._roots) and self._helpers.get(at) == self._roots.taken:
+            named = named_by(bound(owner, whose))
+            return _outermost((given, *(module for module in (*beside, *named) if self._new(module))))
+        helped, models = compiled.helps
+        if len(self._roots) and models == self._roots.taken and whose is (helped and helped()):
             return ()
-        named = named_by(owner if whose is None else MethodType(owner, whose))
+        named = named_by(bound(owner, whose))
         found = _outermost(module for module in named if module in self._roots or self._new(module))
         if not found and not len(self._roots):
             whole = self._roots.whole(self._optimizers)
             return () if whole is None else (whole,)
-        if not found:  # until there is another model
-            self._helpers[at] = self._roots.taken
+        if not found and (whose is None or weak(whose) is not None):  # until there is another model
+            compiled.helps = weak(whose), self._roots.taken
         return found
 
     def _new(self, module: nn.Module) -> bool:
@@ -174,21 +171,3 @@ def _outermost(modules: Iterable[nn.Module]) -> Sequence[nn.Module]:
     found = {id(module): module for module in modules}
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
     return [module for at, module in found.items() if at not in inner]
-
-
-def _object(owner: Any, args: tuple[Any, ...]) -> Any:
-    """What a method is called of that was compiled in its class, as a function."""
-    if type(owner) is not FunctionType or not args or isinstance(args[0], nn.Module):
-        return None
-    return None if next(of_class(type(args[0]), owner.__name__), None) is None else args[0]
-
-
-def _given(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[nn.Module]:
-    """The modules that a compiled function is given to call, with something to call them with."""
-    while isinstance(owner, partial):
-        owner, args, kwargs = owner.func, (*owner.args, *args), owner.keywords | kwargs
-    calls = not torch.is_grad_enabled()  # else what an object holds may be no more than asked for its weights
-    given = [(x, modules_in(x) if calls or isinstance(x, nn.Module) else ()) for x in (*args, *kwargs.values())]
-    modules = [module for _, found in given for module in found]
-    data = any(not found and not isinstance(x, _NO_DATA) for x, found in given)
-    return modules if data else ()

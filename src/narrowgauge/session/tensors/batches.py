@@ -88,7 +88,8 @@ class Batches:
                 data.append(given)
         if before:
             return 0
-        counted, are_ids = (count_listed(_first(inputs)) if data else None) or count(found, data)
+        listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
+        counted, are_ids = listed or count(found, data)
         if counted:
             self._units.add("tokens" if are_ids else "samples")
         return counted
@@ -105,14 +106,15 @@ class Batches:
                 self._made[address] = StorageWeakRef(given.x.untyped_storage())
 
 
-def _first(inputs: Any) -> Any:
-    """What a call is given first, by its place or by name."""
-    match inputs:
-        case (tuple((first, *_)), dict()):
-            return first
-        case ((), dict(named)):
-            return next(iter(named.values()), None)
-    return None
+def _first(inputs: Any) -> tuple[str, Any]:
+    """What a call is given first, but for objects (its own, a model), and its name, if it is given by that."""
+    if type(inputs) is not tuple or len(inputs) != 2 or type(inputs[1]) is not dict:
+        return "", None
+    args, kwargs = inputs
+    for name, given in (*(("", x) for x in args), *kwargs.items()):
+        if isinstance(given, Tensor | list | tuple | dict):
+            return name, given
+    return "", None
 
 
 def _tensors(held: Any) -> list[Given]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens)|ids")
 _OTHERS = re.compile(r"(.*_)?(labels?|targets?|masks?|index|indices|positions|position_ids|type_ids)|y")
+_CHANNELS = 1, 3, 4  # of a picture
 _MASK = re.compile(r"(.*_)?masks?")
 
 
@@ -66,23 +67,31 @@ def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:
     return next((given.x.size(0) for given in (*rows, *batched)), len(data[:1])), False
 
 
-def count_listed(first: object) -> tuple[int, bool] | None:
-    """The same of what a model is given first, if that is a list of one sample each; else None.
+def count_listed(name: str, first: object, data: Sequence[Given]) -> tuple[int, bool] | None:
+    """The same of what a model is given first, by this name or none, if that is a list of one sample each; else None.
 
-    [T], [1, T] in whole numbers        texts, each of its own length
-    [C, H, W]                           pictures, as detectors take them
-    [T, K] in rows of unequal number    sequences
+    [C, H, W]                             pictures, as detectors take them
+    [T, K] in rows of unequal number      sequences
+    [T] of unequal length, or [1, T]      texts in whole numbers, if there are no numbers in rows beside them
     """
-    if type(first) is not list or not first or any(type(x) is not Tensor for x in first):
+    if type(first) is not list or not first or any(type(x) is not Tensor or x.is_nested for x in first):
         return None
-    dim, dtype = first[0].dim(), first[0].dtype
-    if any(x.dim() != dim or x.dtype != dtype for x in first):
+    listed = {id(x) for x in first}
+    beside = [given for given in data if id(given.x) not in listed]
+    if len(data) - len(beside) < len(first) or _OTHERS.fullmatch(name):  # not all of them are data
         return None
-    if dtype != torch.bool and not _is_number(first[0]):
-        texts = dim == 1 or (dim == 2 and all(x.size(0) == 1 for x in first))
-        return (sum(x.numel() for x in first), True) if texts else None
-    rows = dim == 2 and len({x.size(0) for x in first}) > 1 and len({x.size(1) for x in first}) == 1
-    return (len(first), False) if dim == 3 or rows else None
+    shapes, dtypes = {x.shape for x in first}, {x.dtype for x in first}
+    if len({len(shape) for shape in shapes}) > 1 or len(dtypes) > 1 or torch.bool in dtypes:
+        return None
+    dim, uneven = first[0].dim(), len({shape[:1] for shape in shapes}) > 1
+    if _is_number(first[0]):
+        pictures = dim == 3 and all(shape[0] in _CHANNELS for shape in shapes)
+        sequences = dim == 2 and uneven and len({shape[1] for shape in shapes}) == 1
+        return (len(first), False) if pictures or sequences else None
+    texts = (dim == 1 and uneven) or (dim == 2 and all(shape[0] == 1 for shape in shapes))
+    if not texts or any(_IDS.fullmatch(o.name) or (_is_number(o.x) and o.x.dim() > 1) for o in beside):
+        return None
+    return sum(x.numel() for x in first), True
 
 
 def _ids(whole: Sequence[Given], numbers: Sequence[Given], made: bool, embedded: Tensor | None) -> Given | None:
