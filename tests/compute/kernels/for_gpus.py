@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from narrowgauge.compute.kernels import Given
-from narrowgauge.compute.kernels.fused import amax, launch, quantize, roll
+from narrowgauge.compute.kernels.fused import amax, launch, moved, quantize, roll
 from narrowgauge.compute.kernels.fused.watched import result
 from narrowgauge.compute.kernels.fused.watched.looks import Looks
 from narrowgauge.compute.recipes import by_name
@@ -115,6 +115,14 @@ def histories():
     roll.roll(torch.ones(S, H), torch.ones(S), torch.ones(S), torch.ones(S), SimpleNamespace(**numbers, **whole), 3)
 
 
+def weights(dtype):
+    """What is copied of weights, and how far they move."""
+    x = torch.randn(M, K).to(dtype)
+    copies = moved.Copies([x.numel()], [dtype], CPU, 7)
+    _, copied = copies.copy([x.data_ptr()], 0)
+    copies.moved([x.data_ptr()], 0, copied)
+
+
 def fed(text):
     """How what the tensor cores are fed lies: per layout, whether nothing is there twice, and a thread's numbers of it.
 
@@ -153,9 +161,12 @@ def main():
     words = sys.argv[1:]
     only_compile(capability := 89 if "89" in words else 90)
     casts(torch.bfloat16, RECIPES)
+    weights(torch.bfloat16)
     if "all" in words:
         casts(torch.float32, RECIPES)
         casts(torch.float16, RECIPES)
+        weights(torch.float32)
+        weights(torch.float16)
     if capability == 90:  # they are for measurements
         producers()
     histories()

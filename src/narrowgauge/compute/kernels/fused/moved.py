@@ -48,7 +48,7 @@ def _copied_in(start, first, size, stride, PIECE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stride", "turn"])
-def _copied(
+def _copied_weights(
     table_ptr, copies_ptr, sums_ptr, stride, turn, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _copied(
 
 
 @triton.jit(do_not_specialize=["stride", "turn"])
-def _moved(
+def _moved_weights(
     table_ptr, copies_ptr, sums_ptr, stride, turn, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,8 @@ class Copies:
         for (dtype, mine), places, sums in parts:
             constants = DTYPES[dtype], COLUMNS, all(ats[at] % 16 == 0 for at in mine), PIECE, BLOCK
             copied, moved = (
-                Launch(kernel, len(places), (), constants, num_warps=WARPS) for kernel in (_copied, _moved)
+                Launch(kernel, len(places), (), constants, num_warps=WARPS)
+                for kernel in (_copied_weights, _moved_weights)
             )
             launches.append((places, sums, copied, moved))
         self._launches, self._ats = launches, list(ats)
