@@ -142,7 +142,7 @@ def test_compile_is_refused_and_told(tmp_path):
 
 def test_steps_that_are_not_finite_are_counted(tmp_path):
     session, writer = follow(tmp_path, programs.NAN_INPUT)
-    assert session.ledger.nonfinite_steps == 3  # from the sixth on, everything is NaN
+    assert session.ledger.rows.nonfinite_steps == 3  # from the sixth on, everything is NaN
     assert writer.column("nonfinite")[5] == 0.0
     assert math.isnan(writer.column("loss")[6])
 

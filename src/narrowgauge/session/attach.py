@@ -106,7 +106,7 @@ class Session:
             inside=lambda: self._compiled is not None and self._compiled.inside(),
             choice=Choice(
                 plan.watch.get("compiled", "auto"),
-                lambda: self.ledger.pace.lost(),
+                lambda: self.ledger.rows.pace.lost(),
                 compiling_seconds,
                 lambda: self.ranks.dear if Ranks.world() > 1 else None,
             ),
@@ -258,20 +258,20 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
-        pace = steps.ledger.pace.note(self.plain.why())
+        pace = steps.ledger.rows.pace.note(self.plain.why())
         few = self.roots.taken and too_few(self.plan, self.recorder.selection, steps.ledger.steps, conversions.observed)
         return {
             **self.roots.facts(),
             "steps": steps.ledger.steps,
-            "nan_steps": steps.ledger.nonfinite_steps,
-            "skipped_steps": steps.ledger.skipped_steps,
+            "nan_steps": steps.ledger.rows.nonfinite_steps,
+            "skipped_steps": steps.ledger.rows.skipped_steps,
             "optimizers": self.optimizers_made,
             "backwards": self.updates.backwards,
             "peak_memory_bytes": steps.memory.bytes(),
             "watch": {
                 "every": self.plan.every,
                 "update_share": steps.moved_share,
-                **steps.ledger.pace.facts(),
+                **steps.ledger.rows.pace.facts(),
                 **({"steps_in_graphs": self.plain.choice.steps} if self.plain.choice.steps else {}),
                 **self.recorder.facts(),
             },

@@ -84,8 +84,8 @@ def test_two_optimizers_under_one_scaler_make_one_step_whichever_it_skips(skips,
     assert len(writer.column("loss")) == 5
     assert writer.column("turn") == {}
     assert writer.column("skipped") == {2: 1, 4: 1}
-    assert session.steps.ledger.skipped_steps == 2
-    assert session.steps.ledger.nonfinite_steps == 0
+    assert session.steps.ledger.rows.skipped_steps == 2
+    assert session.steps.ledger.rows.nonfinite_steps == 0
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["swaps its groups", "freezes the rest"])

@@ -46,7 +46,7 @@ def call_all(walk: ModuleType) -> None:
     runs = np.array((at,)), np.array((at,)), np.array((4,)), 1, 0
     walk.copied(*runs, np.array((4,)))
     walk.moved(*runs)
-    walk.digest(at, 4, 4)
+    walk.digest(at, 12)
 
 
 @contextlib.contextmanager

@@ -122,6 +122,10 @@ class Ranks:
         met = programs_own()
         return 1 if met is None else met.world
 
+    def several(self) -> bool:
+        """Whether there are others, who merge what each has told."""
+        return self._met()
+
     def add_scalars(self, step: int, **values: float) -> None:
         """A step's scalars have arrived from this rank's device."""
         if self._own is not None:

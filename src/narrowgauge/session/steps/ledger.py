@@ -17,26 +17,21 @@ A line is written when the *next* step begins, because an evaluation after the o
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.clips import Clips
-from narrowgauge.session.steps.pace import Pace
+from narrowgauge.session.steps.rows import Closed, Events, StepRows
 from narrowgauge.session.steps.turns import Turns, held
-from narrowgauge.session.tensors.deferred import Deferred
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.norms import Squares
 from narrowgauge.session.tensors.sharded import here
-
-Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
 @dataclass
@@ -63,26 +58,15 @@ class Line:
     trainers: set[int] = field(default_factory=set)  # their numbers
 
 
-class Taker(Protocol):
-    """What a Ledger needs of a `RunWriter`."""
-
-    def add_scalars(self, step: int, **values: float) -> None:
-        """Record a step's numbers by name."""
-
-
 class Ledger:
     """Writes one line of scalars per step; never waits for the device."""
 
-    def __init__(self, writer: Taker) -> None:
-        self._writer = writer
-        self._deferred = Deferred()
+    def __init__(self, rows: StepRows) -> None:
+        self.rows = rows
         self._clock = Laps()
         self._turns = Turns()
         self.line: Line | None = None
-        self.pace = Pace()
         self.steps = 0
-        self.last_loss = float("nan")
-        self.nonfinite_steps = self.skipped_steps = 0
 
     def open(self) -> Line:
         """Begin the next step's line, closing the last one."""
@@ -164,7 +148,7 @@ class Ledger:
             self.line.scalars["step_seconds"] = self.line.scalars.get("step_seconds", 0.0) + seconds
 
     def close(self) -> None:
-        """Hand the finished line to the writer."""
+        """Hand the finished line over, to be written."""
         unfinished, line, self.line = self.unfinished, self.line, None
         if line is None or unfinished:
             return  # an unfinished step has no update to be paired with
@@ -177,43 +161,12 @@ class Ledger:
         if (turn := self._turns.of(line.trainers)) is not None:
             scalars["turn"] = turn
         scalars["clean"] = float(not (line.disturbed or line.recorded))
-        step, alone, recorded, on_device = line.step, not line.disturbed, line.recorded, self._clock.events()
-        if alone:
-            self._deferred.put(scalars, lambda row: self._write(step, self._timed(row, recorded, on_device)))
-        else:
-            self._deferred.put(scalars, lambda row: self._write(step, row))
-
-    def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
-        """Scalars of a step whose line was closed before, which go to `writer` once they have arrived."""
-        self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
-
-    def _timed(self, row: dict[str, float], recorded: bool, on_device: Events) -> dict[str, float]:
-        """The row of a step into which nothing fell but perhaps its recording, with its time on the device."""
-        if on_device is not None:
-            # The scalars were copied after the second event, so both have passed.
-            row["step_seconds"] = on_device[0].elapsed_time(on_device[1]) / 1000.0
-        if "step_seconds" in row:
-            self.pace.add(row["step_seconds"], recorded=recorded)
-        return row
-
-    def _write(self, step: int, row: dict[str, float]) -> None:
-        if row.get("tokens") and row.get("step_seconds", 0.0) > 0.0:
-            row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
-        if not row.get("skipped", 1.0):
-            del row["skipped"]  # a fused optimizer's own word, which says that it did step
-        skipped, finite = "skipped" in row, True
-        for name in ("loss",) if skipped else ("loss", "grad_norm", "grad_square_local"):
-            finite = finite and math.isfinite(row.get(name, 0.0))
-        row["nonfinite"] = float(not finite)
-        self.skipped_steps += skipped
-        self.nonfinite_steps += not finite
-        self.last_loss = row.get("loss", self.last_loss)
-        self._writer.add_scalars(step, **row)
+        self.rows.add(Closed(line.step, scalars, line.recorded, line.disturbed, self._clock.events()))
 
     def finish(self) -> None:
         """Write everything that is still on its way."""
         self.close()
-        self._deferred.drain(wait=True)
+        self.rows.finish()
 
 
 class Laps:

@@ -35,7 +35,7 @@ def report(plan: Plan, ledger: Ledger, *, done: bool = False) -> None:
     _last_write[0] = now
     path = plan.folder / STATUS_FILE
     aside = path.with_suffix(f".{os.getpid()}")
-    row = {"step": ledger.steps, "total": plan.steps, "loss": ledger.last_loss, "done": done}
+    row = {"step": ledger.steps, "total": plan.steps, "loss": ledger.rows.last_loss, "done": done}
     try:
         aside.write_text(json.dumps(row))
         aside.replace(path)

@@ -22,6 +22,7 @@ from narrowgauge.session.steps import status
 from narrowgauge.session.steps.ledger import Ledger, Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
+from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.tensors.batches import Batches
 from narrowgauge.session.tensors.fingerprint import stored
 from narrowgauge.session.tensors.movement import Movement
@@ -46,7 +47,7 @@ class Steps:
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
         self._recorder, self._plain, self._ranks = recorder, plain, ranks
-        self.ledger = Ledger(ranks)
+        self.ledger = Ledger(StepRows(ranks, ranks.several))
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses(lambda: self.ledger.steps)
@@ -244,4 +245,4 @@ class Steps:
             if self.line is not None and self.line.step == step:
                 self.line.scalars["eval_loss"] = loss
             else:  # before the first step, or while another was open already
-                self.ledger.add_to_earlier(step, self._writer, eval_loss=loss)
+                self.ledger.rows.add_to_earlier(step, self._writer, eval_loss=loss)
