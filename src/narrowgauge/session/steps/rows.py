@@ -6,6 +6,7 @@ takes several times as long as one of many in a loop. Where ranks merge what eac
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -65,8 +66,7 @@ class StepRows:
     def tell(self) -> None:
         """Write what is finished, as far as it has arrived."""
         closed, self._closed = self._closed, []
-        for line in closed:
-            self._deferred.put(line.scalars, lambda row, line=line: self._write(line, row))  # type: ignore[misc]
+        self._deferred.put_all((line.scalars, functools.partial(self._write, line)) for line in closed)
         self._told = time.perf_counter()
 
     def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
