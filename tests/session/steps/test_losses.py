@@ -137,6 +137,26 @@ def test_a_loss_in_a_graph_is_no_break_of_it():
         seams.close()
 
 
+def test_losses_of_several_tasks_are_told_as_such(evals):
+    model = nn.Linear(4, 4)
+    for tasks in (2, 1, 3):
+        evals.model_begins(model)
+        with torch.no_grad():
+            y = model(torch.randn(3, 4))
+            evals.model_ended(y)
+            for _ in range(tasks):
+                F.mse_loss(y, y + 1)
+    (note,) = evals.notes
+    assert note.startswith("3 losses were computed without gradients of what another one had been computed of")
+    assert list(evals.take().values()) == [1.0]
+
+
+def test_losses_of_no_models_call_are_of_nobody_knows_how_many_tasks(evals):
+    for _ in range(3):
+        F.mse_loss(torch.ones(3), torch.zeros(3))
+    assert evals.notes == []
+
+
 def test_closing_the_seams_leaves_torch_as_it_was():
     def found():
         return torch._C._nn.cross_entropy_loss, torch.autograd.backward, torch.compile, torch.optim.Optimizer.__init__

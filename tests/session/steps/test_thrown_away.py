@@ -50,6 +50,52 @@ def test_a_batch_that_is_skipped_is_in_no_step(tmp_path, to_none, whose, clips):
     assert note.startswith("Gradients of 3 microbatches were")
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_batch_is_thrown_away_also_where_the_next_models_call_comes_before(tmp_path, accumulated):
+    """Many set gradients to zero between the loss and its backward."""
+    wanted = []
+    with followed(tmp_path) as (session, writer):
+        model, optimizer = made()
+        parts = 0
+        for number in range(14):
+            loss = loss_of(model, batch(number, 100.0 if number in (4, 6) else 1.0))
+            if not parts:
+                optimizer.zero_grad()
+                losses = []
+            loss.backward()
+            losses.append(loss.item())
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+            if norm > 10:
+                parts = 0
+                continue
+            parts += 1
+            if parts == accumulated:
+                wanted.append((sum(losses), norm))
+                parts = 0
+                optimizer.step()
+    assert list(writer.column("loss").values()) == pytest.approx([loss for loss, _ in wanted])
+    assert list(writer.column("grad_norm").values()) == pytest.approx([norm for _, norm in wanted])
+    assert set(writer.column("tokens").values()) == {8 * accumulated}
+    assert set(writer.column("microbatches").values()) == {accumulated}
+    (note,) = [note for note in session.facts()["notes"] if "set to zero" in note]
+    thrown = {1: 2, 2: 3}[accumulated]  # with the good one before the second
+    assert note.startswith(f"Gradients of {thrown} microbatches were")
+
+
+def test_a_second_look_at_the_same_data_is_the_steps_wherever_gradients_are_set_to_zero(tmp_path):
+    x, losses = batch(0), []
+    with followed(tmp_path) as (session, writer):
+        model, optimizer = made()
+        for _ in range(2):
+            loss = loss_of(model, x)
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    assert writer.column("loss") == {1: pytest.approx(sum(losses))}
+    assert session.facts()["notes"] == []
+
+
 def test_a_second_look_at_the_same_data_is_the_steps_as_well(tmp_path):
     """As sharpness-aware minimization takes it."""
     x, losses = batch(0), []

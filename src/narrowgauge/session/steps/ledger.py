@@ -103,6 +103,13 @@ class Ledger:
             self.line.loss, self.line.microbatches, self.line.before = None, 0, (None, 0)
             self.line.tokens = self.line.learned = 0
 
+    def keep_the_latest(self) -> None:
+        """The same of all that has had its backward; what models were called with since stays."""
+        if self.line is not None:
+            tokens = self.line.tokens - self.line.learned
+            self.begin_anew()
+            self.line.tokens = tokens
+
     def hand_over(self) -> None:
         """Another thread is followed from now on; it may have another device."""
         self._clock.hand_over()

@@ -76,7 +76,8 @@ class EvalLosses:
         self._ended = False  # a pass has ended since the last loss
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._told = self._beside = False  # the last loss is what the last call returned; beside other things
-        self._sums = self._taken = self._numbers = self._further = 0
+        self._after_call = False  # there was a loss since the model's call that was heard last
+        self._sums = self._taken = self._numbers = self._further = self._several = 0
         self.trains_by = TrainsBy()
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
@@ -102,6 +103,8 @@ class EvalLosses:
 
     def _add(self, loss: Tensor, summed: bool = False, *, returned: ReturnedLosses | None = None) -> None:
         self._told = self._beside = False
+        self._several += not self._called_since and self._after_call
+        self._after_call |= bool(self._called_since)
         if self._called_since:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
@@ -114,6 +117,7 @@ class EvalLosses:
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
         self._called_since.clear()
+        self._after_call = False
         self._trains = self._fed = True
 
     def model_begins(self, model: Any) -> None:
@@ -253,6 +257,11 @@ class EvalLosses:
                 f'{self._sums} of {self._taken} losses of evaluations were computed with reduction="sum": eval_loss is '
                 "the mean of such sums over a batch, before the program divides them, and no measure beside a training "
                 "loss that is a mean."
+            )
+        if self._several:
+            notes.append(
+                f"{self._several} losses were computed without gradients of what another one had been computed of (of "
+                "several tasks, say); eval_loss is the mean of them all, whatever the program makes of them."
             )
         if self._most_passes > 1:
             notes.append(

@@ -58,6 +58,7 @@ class Steps:
         self.begun = False  # a step was opened, or is about to be
         self.stepped: set[int] = set()  # ids of the optimizers that made the last step whose line is closed
         self.zeroed = False  # all gradients of the open step's microbatches were set to zero
+        self._other_data = False  # since the last backward a model was called, with other data than for that one
         self._doubted = False  # what the open step has may be none of it
         self.thrown_away = 0  # microbatches that no step was made of
         self.notes: list[str] = []
@@ -86,8 +87,11 @@ class Steps:
 
     def feed(self, inputs: Any) -> int:
         """A model is called with gradients and these inputs; returns their tokens."""
-        if self.zeroed and self.line is not None and not self.batches.again(inputs):
-            self.thrown_away += self.line.microbatches
+        line = self.ledger.line
+        accumulates = line is not None and line.microbatches > 0
+        self._other_data = accumulates and (self._other_data or not self.batches.again(inputs))
+        if self.zeroed and line is not None and self._other_data:
+            self.thrown_away += line.microbatches
             self.ledger.begin_anew()
         if self._doubted:
             self.ledger.begin_anew()
@@ -97,6 +101,13 @@ class Steps:
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs)
+
+    def backward_begins(self) -> None:
+        """What it adds to was set to zero where a program does so between a model's call and this."""
+        if self.zeroed and self._other_data and self.ledger.line is not None:
+            self.thrown_away += self.ledger.line.microbatches
+            self.ledger.keep_the_latest()
+        self.zeroed = self._other_data = False
 
     def between(self, *, proven: bool) -> bool:
         """Whether nothing has come of the open step yet; of a thread that has `proven` nothing, but forwards."""

@@ -90,6 +90,7 @@ class Updates:
         if not self._in_closure:
             self._stepping = None  # an optimizer that was stepping has raised
         self._steps.enter()
+        self._steps.backward_begins()
         self._clips.grown()
         self.hearing.waits = True
         if not self._closure_again:

@@ -102,8 +102,9 @@ class Batches:
     def made(self, output: Any) -> None:
         """A model's call returned this. What it only passed through stays data."""
         for given in _tensors(output):
-            if (address := _address(given.x)) is not None and address not in self._given:
-                self._made[address] = StorageWeakRef(given.x.untyped_storage())
+            storage = storage_of(given.x)
+            if storage is not None and storage._cdata not in self._given:
+                self._made[storage._cdata] = StorageWeakRef(storage)
 
 
 def _first(inputs: Any) -> tuple[str, Any]:
