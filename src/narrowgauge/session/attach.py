@@ -106,7 +106,7 @@ class Session:
             inside=lambda: self._compiled is not None and self._compiled.inside(),
             choice=Choice(
                 plan.watch.get("compiled", "auto"),
-                lambda: self.ledger.rows.pace.lost(),
+                lambda: self.ledger.rows.lost(),
                 compiling_seconds,
                 lambda: self.ranks.dear if Ranks.world() > 1 else None,
             ),

@@ -1,6 +1,8 @@
 """Lines of several steps become rows at once, in order, and none waits where others wait for it."""
 
 import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def line(step, *, recorded=False, disturbed=False, **scalars):
 
 def test_lines_wait_for_company_and_keep_their_order(clock):
     writer = Writer()
-    found = StepRows(writer, lambda: False)
+    found = StepRows(Writer(), lambda: False, writer)
     for step in range(1, TOGETHER):
         found.add(line(step))
         clock.now += rows.PATIENCE / 100
@@ -49,25 +51,90 @@ def test_lines_wait_for_company_and_keep_their_order(clock):
     assert writer.steps == list(range(1, TOGETHER + 1))
 
 
-@pytest.mark.parametrize("why", ["recorded", "others wait", "time"])
+@pytest.mark.parametrize("why", ["recorded", "time", "on a device"])
 def test_none_waits_long(clock, why):
-    writer, others = Writer(), []
-    found = StepRows(writer, lambda: bool(others))
+    writer = Writer()
+    found = StepRows(Writer(), lambda: False, writer)
     found.add(line(1))
     assert writer.told == []
     if why == "time":
         clock.now += rows.PATIENCE + 0.01
-    elif why == "others wait":
-        others.append(1)
-    found.add(line(2, recorded=why == "recorded"))
+    event = SimpleNamespace(elapsed_time=lambda end: 500.0)
+    found.add(line(2, recorded=why == "recorded")._replace(events=(event, event) if why == "on a device" else None))
     assert writer.steps == [1, 2]
     found.add(line(3))
-    assert (3 in writer.steps) == (why == "others wait")
+    assert writer.steps == [1, 2]
+
+
+def test_where_ranks_merge_none_waits_and_those_of_before_are_not_merged(clock):
+    alone, merged, others = Writer(), Writer(), []
+    found = StepRows(merged, lambda: bool(others), alone)
+    found.add(line(1))
+    others.append(1)
+    found.add(line(2))
+    found.add(line(3))
+    assert (alone.steps, merged.steps) == ([1], [2, 3])
+
+
+def test_the_writers_thread_gathers_what_is_held_back(clock):
+    writer = Writer()
+    found = StepRows(Writer(), lambda: False, writer)
+    found.add(line(1, loss=torch.tensor(2.0)))
+    found.gather()
+    assert writer.steps == [1]
+    found._deferred._waiting.append(([], {}, None, None, lambda row: None))  # a device has yet to give something
+    found.add(line(2))
+    found.gather()
+    assert writer.steps == [1]
+    found.finish()
+    assert writer.steps == [1, 2]
+
+
+def test_a_line_that_fails_costs_itself_and_is_told(clock):
+    writer = Writer()
+    found = StepRows(Writer(), lambda: False, writer)
+    for step in range(1, 5):
+        found.add(line(step, loss=torch.ones(2) if step == 2 else torch.tensor(1.0)))
+    found.gather()
+    assert writer.steps == [1]
+    with pytest.raises(ValueError, match="only one element"):
+        found.add(line(5))
+    found.finish()
+    assert writer.steps == [1, 3, 4, 5]
+
+
+def test_an_interrupt_costs_one_line(clock):
+    class Interrupted(Writer):
+        def add_scalars(self, step, **values):
+            if step == 2:
+                raise KeyboardInterrupt
+            super().add_scalars(step, **values)
+
+    writer = Interrupted()
+    found = StepRows(Writer(), lambda: False, writer)
+    for step in range(1, 5):
+        found.add(line(step))
+    with pytest.raises(KeyboardInterrupt):
+        found.tell()
+    found.finish()
+    assert writer.steps == [1, 3, 4]
+
+
+def test_nobody_waits_for_a_thread_that_was_interrupted_while_it_told(clock, monkeypatch):
+    monkeypatch.setattr(rows, "LOCK_SECONDS", 0.01)
+    writer = Writer()
+    found = StepRows(Writer(), lambda: False, writer)
+    found.add(line(1))
+    held = threading.Thread(target=found._lock.acquire)
+    held.start()
+    held.join()
+    found.finish()
+    assert writer.steps == [1]
 
 
 def test_what_belongs_to_an_earlier_step_comes_after_its_row(clock):
     writer = Writer()
-    found = StepRows(writer, lambda: False)
+    found = StepRows(Writer(), lambda: False, writer)
     found.add(line(1, loss=torch.tensor(2.0)))
     found.add_to_earlier(1, writer, eval_loss=torch.tensor(3.0))
     assert writer.told == [(1, {"step_seconds": 0.5, "loss": 2.0, "nonfinite": 0.0}), (1, {"eval_loss": 3.0})]
@@ -75,7 +142,7 @@ def test_what_belongs_to_an_earlier_step_comes_after_its_row(clock):
 
 def test_at_the_end_all_is_written_and_counted(clock):
     writer = Writer()
-    found = StepRows(writer, lambda: False)
+    found = StepRows(Writer(), lambda: False, writer)
     found.add(line(1, tokens=10, loss=float("nan")))
     found.add(line(2, skipped=1.0, grad_norm=float("inf"), loss=1.5))
     found.add(line(3, skipped=0.0, loss=1.0, disturbed=True))

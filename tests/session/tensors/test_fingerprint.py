@@ -1,13 +1,18 @@
 """The digests see every bit and the order, on any dtype."""
 
+import hashlib
+import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.observe.stats import host
+from narrowgauge.observe.stats import digest_keys, host, host_digest
+from narrowgauge.observe.stats.digest_keys import KEYS
 from narrowgauge.session.tensors import fingerprint
 from narrowgauge.session.tensors.fingerprint import chain, digest, stored, weights_hash
 
@@ -76,9 +81,10 @@ def mix(z):
 def by_hand(octets):
     padded = octets + bytes(-len(octets) % 8)
     words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
-    total = 0
+    stream, total = hashlib.shake_128(b"narrowgauge").digest(8192), 0
+    keys = [int.from_bytes(stream[at : at + 8], "little") for at in range(0, 8192, 8)]
     for first in range(0, len(words), 1024):
-        keyed = [word + mix((j + 1) * GOLDEN & MASK) & MASK for j, word in enumerate(words[first : first + 1024])]
+        keyed = [word + keys[j] & MASK for j, word in enumerate(words[first : first + 1024])]
         total += mix(sum((k & 0xFFFFFFFF) * (k >> 32) for k in keyed) + (first // 1024 + len(octets)) * GOLDEN & MASK)
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -93,6 +99,33 @@ def test_every_way_gives_what_is_defined(size, offset, monkeypatch):
     assert int(digest(octets.as_subclass(Elsewhere))) == expected
     monkeypatch.setattr(host, "ready", lambda: False)
     assert int(digest(octets)) == expected
+
+
+def test_small_numbers_at_different_places_are_told_apart():
+    found = set()
+    for number in (1, 2, 4, -1):
+        for place in range(1024):
+            x = torch.zeros(1024, dtype=torch.int64)
+            x[place] = number
+            found.add(int(digest(x)))
+    assert len(found) == 4 * 1024
+    highs = [int(key) >> 32 & 0xFFFFFFFF for key in KEYS]
+    assert not set(highs) & {factor * high for high in highs for factor in (2, 3, 4)}
+
+
+def test_memory_that_begins_anywhere_and_numbers_to_be_negated_are_read_as_what_they_are():
+    memory = np.arange(200, dtype=np.uint8)
+    odd = torch.frombuffer(memory, dtype=torch.uint8, offset=3)
+    assert odd.storage_offset() == 0
+    assert odd.data_ptr() % 8
+    assert digest(odd.as_subclass(Elsewhere)) == digest(odd) == digest(odd.clone())
+    x = torch.randn(5, dtype=torch.complex64)
+    for lazy in (x.conj(), x.conj().imag, torch._neg_view(x.real)):
+        assert digest(lazy) == digest(lazy.clone()) == digest(lazy.resolve_conj().resolve_neg())
+
+
+def test_what_numba_has_compiled_is_of_these_keys():
+    assert zlib.crc32(Path(digest_keys.__file__).read_bytes()) == host_digest.KEYS_SUM, "write it into host_digest.py"
 
 
 def test_zeros_behind_are_seen():

@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,10 +74,13 @@ class RunWriter:
         self._changed = self._waiting.changed
         self._newest_scalars = 0
         self._latest = 0.0  # time of any row of scalars
+        self.gather: Callable[[], None] = _nothing  # called before each segment: who holds rows back adds them
         manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
         warn = _log.info if beside else _log.warning
         try:
-            self._thread = WriterThread(self.path, self._waiting, manifest, next_index, flush_seconds, warn)
+            self._thread = WriterThread(
+                self.path, self._waiting, manifest, next_index, flush_seconds, warn, lambda: self.gather()
+            )
         except Exception:
             if not resume:  # nobody writes this run
                 (self.path / manifests.name(rank)).unlink(missing_ok=True)
@@ -160,6 +163,7 @@ class RunWriter:
         if os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
+        self.gather()
         self._thread.close(status, timeout)
 
     def __enter__(self) -> RunWriter:
@@ -173,3 +177,7 @@ class RunWriter:
     def _at_exit(self) -> None:
         """A program that ends without closing: its status follows from whether an exception ended it."""
         self.close("failed" if getattr(sys, "last_value", None) is not None else "complete")
+
+
+def _nothing() -> None:
+    """Nobody holds anything back."""

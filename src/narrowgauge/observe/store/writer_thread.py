@@ -59,10 +59,11 @@ class WriterThread:
         next_index: dict[Kind, int],
         seconds: float,
         warn: Callable[..., None],
+        gather: Callable[[], None] = lambda: None,
     ) -> None:
         self.problem = ""
         self._path, self._rank, self._seconds, self._warn = path, int(manifest["rank"]), seconds, warn
-        self._waiting, self._changed = waiting, waiting.changed
+        self._waiting, self._changed, self._gather = waiting, waiting.changed, gather
         self._manifest = manifest
         self._closing: str | None = None
         self._asked = self._done = 0  # flushes asked for and done
@@ -111,6 +112,8 @@ class WriterThread:
                     lambda: self._closing is not None or self._asked > self._done or self._waiting.full,
                     max(0.0, deadline - time.monotonic()),
                 )
+            self._gather()
+            with self._changed:
                 deadline = time.monotonic() + self._seconds
                 taken = self._waiting.take()
                 ticket, closing = self._asked, self._closing

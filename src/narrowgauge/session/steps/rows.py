@@ -1,15 +1,20 @@
-"""Finished lines become rows: of several steps at once, once their numbers have come from the device.
+"""Finished lines become rows: of several steps at once, where their numbers are on the host.
 
 Between two operations of a program nothing of ours is in the processor's caches, so a row that is made as its step ends
-takes several times as long as one of many in a loop. Where ranks merge what each has told, nobody waits for company.
+takes several times as long as one of many in a loop. What is held back is there whenever the writer's thread makes a
+segment, however long the program pauses. Nothing is held back where ranks merge what each has told, and a row of a step
+before they met is no row of theirs.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,7 +23,8 @@ from torch import Tensor
 from narrowgauge.session.steps.pace import Pace
 from narrowgauge.session.tensors.deferred import Deferred
 
-TOGETHER, PATIENCE = 16, 0.25  # lines, and seconds since the last ones were written
+TOGETHER, PATIENCE = 16, 0.25  # lines, and seconds since the last ones were told, to whoever asks for the latest
+LOCK_SECONDS = 1.0  # of a thread that was interrupted in here, and waits for this one, nobody hears any more
 Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
@@ -31,6 +37,14 @@ class Closed(NamedTuple):
     disturbed: bool
     events: Events
 
+    @property
+    def on_host(self) -> bool:
+        """Whether none of its numbers has to come from a device."""
+        for value in self.scalars.values():
+            if isinstance(value, Tensor) and not value.is_cpu:
+                return False
+        return self.events is None
+
 
 class Taker(Protocol):
     """What is needed of a `RunWriter`."""
@@ -40,46 +54,87 @@ class Taker(Protocol):
 
 
 class StepRows:
-    """Takes closed lines, and gives their rows to a writer; never waits for the device before the end.
+    """Takes closed lines, and gives their rows away; never waits for the device before the end.
 
     Args:
-        writer: takes the rows.
-        at_once: whether each has to be told as its step ends, because others wait for it.
+        merged: takes the rows.
+        several: whether there are other ranks, who wait for each row.
+        own: takes those of this rank alone, while there are no others.
     """
 
-    def __init__(self, writer: Taker, at_once: Callable[[], bool]) -> None:
-        self._writer, self._at_once = writer, at_once
-        self._closed: list[Closed] = []
+    def __init__(self, merged: Taker, several: Callable[[], bool], own: Taker) -> None:
+        self._merged, self._several, self._own = merged, several, own
+        self._held: deque[Closed] = deque()
+        self._lock = threading.RLock()
         self._told = time.perf_counter()
         self._deferred = Deferred()
+        self._error: Exception | None = None
         self.pace = Pace()
         self.last_loss = float("nan")
         self.nonfinite_steps = self.skipped_steps = 0
 
     def add(self, line: Closed) -> None:
         """A line is finished."""
-        self._closed.append(line)
-        company = len(self._closed) < TOGETHER and not line.recorded
-        if not company or time.perf_counter() - self._told > PATIENCE or self._at_once():
+        if self._several():
             self.tell()
+            self._put(line, self._merged)
+            return
+        self._held.append(line)
+        loss = line.scalars.get("loss")
+        alone = line.recorded or line.events is not None or (isinstance(loss, Tensor) and not loss.is_cpu)
+        if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:
+            self.tell()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def tell(self) -> None:
-        """Write what is finished, as far as it has arrived."""
-        closed, self._closed = self._closed, []
-        self._deferred.put_all((line.scalars, functools.partial(self._write, line)) for line in closed)
-        self._told = time.perf_counter()
+        """Give away what is held back, as far as it has arrived."""
+        with self._locked():
+            while self._held:  # one by one: whatever is wrong with one, or interrupts, costs that one
+                self._put(self._held.popleft(), self._own)
+            self._told = time.perf_counter()
+
+    def gather(self) -> None:
+        """The same, asked by the writer's thread: but nothing that a device has yet to give."""
+        try:
+            with self._locked():
+                if all(line.on_host for line in list(self._held)) and self._deferred.empty:
+                    self.tell()
+        except Exception as error:
+            self._error = error  # told where errors of ours are kept
+
+    def lost(self) -> float:
+        """Seconds that the program has lost by being watched so far."""
+        self.tell()
+        return self.pace.lost()
 
     def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
         """Scalars of a step whose line was closed before, which go to `writer` once they have arrived."""
         self.tell()
-        self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
+        with self._locked():
+            self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
 
     def finish(self) -> None:
         """Write everything that is still on its way."""
         self.tell()
-        self._deferred.drain(wait=True)
+        with self._locked():
+            self._deferred.drain(wait=True)
 
-    def _write(self, line: Closed, row: dict[str, float]) -> None:
+    def _put(self, line: Closed, taker: Taker) -> None:
+        with self._locked():
+            self._deferred.put(line.scalars, functools.partial(self._write, line, taker))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        held = self._lock.acquire(timeout=LOCK_SECONDS)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
+    def _write(self, line: Closed, taker: Taker, row: dict[str, float]) -> None:
         if not line.disturbed:
             if line.events is not None:
                 # The scalars were copied after the second event, so both have passed.
@@ -97,4 +152,4 @@ class StepRows:
         self.skipped_steps += skipped
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)
-        self._writer.add_scalars(line.step, **row)
+        taker.add_scalars(line.step, **row)

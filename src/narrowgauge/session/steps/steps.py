@@ -47,7 +47,8 @@ class Steps:
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
         self._recorder, self._plain, self._ranks = recorder, plain, ranks
-        self.ledger = Ledger(StepRows(ranks, ranks.several))
+        self.ledger = Ledger(StepRows(ranks, ranks.several, writer))
+        writer.gather = self.ledger.rows.gather
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses(lambda: self.ledger.steps)

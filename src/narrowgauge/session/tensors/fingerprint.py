@@ -3,18 +3,18 @@
     word_j(x)  = 8 bytes of x from its byte 8 j on, little-endian, the last with zeros behind
     block_b(x) = sum_j  lo(word_j + KEY_j) * hi(word_j + KEY_j)           mod 2^64, over 1,024 words; halves of 32 bits
     digest(x)  = sum_b  mix(block_b + (b + bytes(x)) * 0x9E3779B97F4A7C15)       mod 2^64, stays on x's device
-    mix(z)     = (z ^ z >> 32) * 0xD6E8FEB86659FD93, twice; KEY_j = mix((j + 1) * 0x9E3779B97F4A7C15)
+    mix(z)     = (z ^ z >> 32) * 0xD6E8FEB86659FD93, twice; KEY_j = the j-th 8 bytes of SHAKE-128("narrowgauge")
     chain      = chain * 0x9E3779B97F4A7C15 + digest                  over tensors, in the order they were seen
 
 A block is hashed as UMAC's NH does it (RFC 4418): two blocks that differ give the same with a chance of 2^-32, and a
-processor multiplies 32-bit numbers as fast as it reads them. This detects accidents, not attacks.
+processor multiplies 32-bit numbers as fast as it reads them. What counts is memory: the same numbers in another type
+are other data. This detects accidents, not attacks.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,15 @@ from torch.nn.parameter import is_lazy
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.digest_keys import BLOCK, FOLD, GOLDEN, HALF, KEYS, LOW, mix
 from narrowgauge.session.tensors.sharded import here
+from narrowgauge.session.tensors.storage import address_of
 
 # A float64 holds integers exactly up to 2^53; a digest is stored in a column of floats.
 STORED_BITS = 52
 PIECE = 1 << 11  # blocks hashed at once: a weight as a whole might not find room on a full GPU
 LARGE = 1 << 16  # elements from which on it is worth to have the walk compiled
 Chained = Tensor | int
+OCTETS = 8 * BLOCK
+_known_keys: dict[torch.device, Tensor] = {}
 _GOLDEN, _FOLD, _LOW = int(GOLDEN), int(FOLD), int(LOW)
 
 
@@ -45,10 +48,12 @@ def _digest(x: Tensor) -> Chained:
     """The same; a number where it is known at once."""
     x = x.detach()
     if x.is_complex():
-        x = torch.view_as_real(x)
+        x = torch.view_as_real(x.resolve_conj())
+    if x.is_neg():
+        x = x.resolve_neg()
     if not x.is_contiguous():
         x = x.contiguous()
-    start = x.data_ptr() if x.is_cpu and type(x) is Tensor and not x.is_neg() else 0
+    start = x.data_ptr() if x.is_cpu and type(x) is Tensor else 0
     if start:
         walk = host.kernel() if (host.prepare() if x.numel() >= LARGE else host.ready()) else None
         if walk is not None:
@@ -61,16 +66,19 @@ def _digest(x: Tensor) -> Chained:
 def _of_array(octets: npt.NDArray[np.uint8]) -> int:
     """What `_of_bytes` gives: of a small batch, as most are, in a third of the time."""
     size, found = len(octets), 0
-    if size % 8:
-        octets = np.pad(octets, (0, -size % 8))
-    words = octets.view(np.int64)
-    whole = len(words) // BLOCK
-    for at in range(0, whole, PIECE):
-        part = words[at * BLOCK : min(at + PIECE, whole) * BLOCK].reshape(-1, BLOCK)
-        found += _hashed_here(part, at + size)
-    if len(words) % BLOCK:
-        found += _hashed_here(words[whole * BLOCK :].reshape(1, -1), whole + size)
+    for at, whole, rest in _parts(size):
+        found += _hashed_here(octets[at:whole].view(np.int64).reshape(-1, BLOCK), at // OCTETS + size)
+        if whole < rest:
+            words = np.pad(octets[whole:rest], (0, (whole - rest) % 8)).view(np.int64)
+            found += _hashed_here(words.reshape(1, -1), whole // OCTETS + size)
     return _wrapped(found)
+
+
+def _parts(size: int) -> Iterator[tuple[int, int, int]]:
+    """Where each piece begins, its whole blocks end, and it ends."""
+    for at in range(0, size, PIECE * OCTETS):
+        end = min(at + PIECE * OCTETS, size)
+        yield at, end - (end - at) % OCTETS, end
 
 
 def _hashed_here(blocks: npt.NDArray[np.int64], first: int) -> int:
@@ -88,21 +96,19 @@ def _hashed_here(blocks: npt.NDArray[np.int64], first: int) -> int:
 
 def _of_bytes(octets: Tensor) -> Tensor:
     """The digest of bytes on any device."""
-    size = len(octets)
-    if not size:
-        return torch.zeros((), dtype=torch.int64, device=octets.device)
-    if octets.storage_offset() % 8:  # words are aligned
-        octets = octets.clone()
-    if size % 8:
-        octets = torch.nn.functional.pad(octets, (0, -size % 8))
-    words = octets.view(torch.int64)
-    whole = len(words) // BLOCK
-    keys = _keys(words.device)
-    blocks = words[: whole * BLOCK].view(-1, BLOCK)
-    sums = [_hashed(part, at * PIECE + size, keys) for at, part in enumerate(blocks.split(PIECE)) if whole]
-    if len(words) % BLOCK:
-        sums.append(_hashed(words[whole * BLOCK :].view(1, -1), whole + size, keys))
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    size, keys, sums = len(octets), _keys(octets.device), []
+    aligned = octets.storage_offset() % 8 == 0 and address_of(octets) % 8 == 0
+    for at, whole, rest in _parts(size):
+        piece = octets[at:rest] if aligned else octets[at:rest].clone()
+        blocks, last = piece[: whole - at], piece[whole - at :]
+        if len(blocks):
+            sums.append(_hashed(blocks.view(torch.int64).view(-1, BLOCK), at // OCTETS + size, keys))
+        if len(last):
+            words = torch.nn.functional.pad(last, (0, -len(last) % 8)).view(torch.int64)
+            sums.append(_hashed(words.view(1, -1), whole // OCTETS + size, keys))
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=octets.device)
 
 
 def _hashed(blocks: Tensor, first: int, keys: Tensor) -> Tensor:
@@ -117,10 +123,14 @@ def _hashed(blocks: Tensor, first: int, keys: Tensor) -> Tensor:
     return mixed.sum()
 
 
-@functools.cache
 def _keys(device: torch.device) -> Tensor:
     """On a device, once."""
-    return torch.from_numpy(KEYS).to(device)
+    keys = _known_keys.get(device)
+    if keys is None:
+        keys = torch.from_numpy(KEYS.copy()).to(device)
+        if type(keys) is Tensor:  # a mode of the program's may make another of it
+            _known_keys[device] = keys
+    return keys
 
 
 def chain(tensors: Iterable[Tensor], start: Chained | None = None) -> Chained | None:
