@@ -12,12 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from narrowgauge.session.models.everywhere import held_by_all, part_of
+from narrowgauge.session.models.everywhere import ENGINES, held_by_all, part_of
 from narrowgauge.session.tensors.shares import PLACE
 
 
 @pytest.fixture
-def four_ranks():
+def four_ranks(monkeypatch):
+    for library in (PLACE, *(where for where, _ in ENGINES)):  # which another test of the same process has loaded
+        monkeypatch.delitem(sys.modules, library, raising=False)
     dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
