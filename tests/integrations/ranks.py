@@ -20,7 +20,7 @@ def main(count, port, script, *arguments):
             sys.argv[:] = [script, *arguments]
             sys.path[0] = str(Path(script).resolve().parent)
             # What the program had lives on to the end of the process. DDP waits, as it is taken apart, with Python's
-            # lock for gloo's threads, which may wait for that lock: a program alone hangs once in thirty (torch 2.13).
+            # lock for gloo's threads, which may wait for that lock: a program alone hung 4 times of 60 (torch 2.13).
             sys.modules["__main__"].ended = runpy.run_path(script, run_name="__main__")
             return
         ranks[child] = rank
