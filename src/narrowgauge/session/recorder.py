@@ -145,27 +145,23 @@ class Recorder:
             return None  # nor what it quantized
         return self.collector.look(module, role, x, rule, turned) if self._records(module, role) else None
 
-    def judge(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> bool:
-        """Pass on what is selected, where nobody wants the codes themselves."""
-        module = self.name(module)
-        if self.dumper is not None and self.dumper.selects(module, role):
-            return False
-        if not self._records(module, role) or not self.collector.judge(module, role, x, rule, given):
-            return False
-        self._ask(module, role, x, seldom=False)
-        return True
+    def product(
+        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, *, converted: bool = False
+    ) -> bool:
+        """An operand [M, K] of a product outside of our layers, and what `rule` would make of it, without making that.
 
-    def product(self, module: str, role: str, x: Tensor, rule: Operand) -> bool:
-        """`judge` and `unconverted` at once, of an operand [M, K] on a CPU that `selects` has let through.
-
-        False where it is to be quantized and shown.
+        All that is wanted of it is seen to, also what `unconverted` asks, unless others `converted` the layer. False
+        where somebody has to quantize and to show it.
         """
-        module = self.name(module)
-        if self.dumper is not None and (self.dumper.selects(module, role) or not self._records(module, role)):
+        if self.selection.paused:
+            return True
+        module = self._names.get(module) or self.name(module)
+        dumped = self.dumper is not None and self.dumper.selects(module, role)
+        if dumped or not self.selection.sites.selects(module, role):
+            return not dumped
+        if not self.collector.judge(module, role, x, rule, given):
             return False
-        if not self.collector.judge(module, role, x, rule):
-            return False
-        if self.what_if is not None:
+        if self.what_if is not None and not (converted and self.what_if.seldom):
             self.what_if.operand(module, role, x)
         return True
 

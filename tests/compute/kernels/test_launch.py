@@ -63,6 +63,57 @@ def test_the_second_launch_gets_addresses_and_the_stream(kernel):
     ]
 
 
+def test_a_launch_is_made_again_with_another_first_tensor(kernel):
+    x, y, z = torch.zeros(64), torch.zeros(64), torch.ones(64)
+    made = launch.Launch(kernel, 3, (64, 1), (True, 2.0), num_warps=4)
+    assert made.again((x, None, y)) is None  # it never was
+    made((x, None, y), (5,))
+    again = made.again((x, None, y))
+    again(z, z.data_ptr(), (16,))
+    assert kernel.told[1:] == [("ready", (3, 1, 1), (z.data_ptr(), None, y.data_ptr(), 64, 1, 16, True, 2.0), 77)]
+    knobs.runtime.launch_enter_hook.add(print)
+    again(z, z.data_ptr(), (17,))
+    knobs.runtime.launch_enter_hook.remove(print)
+    assert kernel.told[2:] == [("told of", (3, 1, 1), (z.data_ptr(), None, y.data_ptr(), 64, 1, 17, True, 2.0), 77)]
+    assert made.again((torch.zeros(65)[1:], None, y)) is None  # Triton may compile another kernel for that
+
+
+class CudaLauncher:
+    """As Triton's: `launch` is told more than it is, of what it finds out each time."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+
+    def __init__(self, told):
+        self.told = told
+
+    def __call__(self, *args):
+        self.told.append(("by Triton", args))
+
+    def launch(self, *args):
+        self.told.append(("at once", args))
+
+
+@pytest.mark.parametrize(
+    ("version", "needs", "way"),
+    [("3.6.0", 0, "at once"), ("3.6.0", 128, "by Triton"), ("3.5.1", 0, "by Triton"), ("3.7.0", 0, "by Triton")],
+)
+def test_what_a_launcher_would_find_out_again_is_told_it_where_its_version_is_known(
+    kernel, version, needs, way, monkeypatch
+):
+    x = torch.zeros(64)
+    launcher = CudaLauncher(kernel.told)
+    launcher.global_scratch_size = needs
+    monkeypatch.setattr(launch.triton, "__version__", version)
+    made = launch.Launch(kernel, 3, (64,), (True,))
+    made((x,))
+    next(iter(made._ready.values())).run = launcher
+    made.again((x,))(x, x.data_ptr(), ())
+    more = ("cooperative", "pdl", None, None) if way == "at once" else ()
+    args = (3, 1, 1, 77, "function", *more, "metadata", None, None, None, x.data_ptr(), 64, True)
+    assert kernel.told[1:] == [(way, args)]
+
+
 def test_a_profiler_is_told_of_every_launch(kernel, monkeypatch):
     hook = knobs.runtime.launch_enter_hook
     hook.add(print)

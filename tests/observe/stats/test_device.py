@@ -21,6 +21,7 @@ from narrowgauge.observe.stats import Collector
 
 pytest.importorskip("triton")
 
+from narrowgauge.compute.kernels.fused import quantize as quantize_module
 from narrowgauge.compute.kernels.fused.watched.looks import Looks
 from narrowgauge.observe.stats.device import count, ready
 
@@ -97,6 +98,60 @@ def test_a_look_is_counted_into_again_and_knows_nothing_of_the_step_before(given
         assert look.scratch.tolist() == [0, 0]
         look.scratch.fill_(7)  # as two streams that met in it would leave it
         torch.testing.assert_close(looks.pack()[1], packed(x, rule, lambda look: count(x, rule, look, given)))  # noqa: B023
+        looks.clear()
+
+
+@pytest.mark.parametrize(
+    ("rule", "given"),
+    [*((rule, False) for rule in RULES.values()), (RULES["tensor"], True)],
+    ids=[*RULES, "given"],
+)
+def test_the_launches_that_filled_a_look_fill_it_again_from_what_lies_as_that_did(rule, given, monkeypatch):
+    inverse = Given(None, torch.tensor(500.0, device=DEVICE)) if given else None
+    looks, long = Looks(DEVICE), quantize_module._again
+    again = []
+    monkeypatch.setattr(quantize_module, "_again", lambda *args: again.append(args) or long(*args))
+    for turn in range(3):
+        x = 10.0**-turn * hard("normal", 150, 132)
+        if given:
+            inverse.inv_scale.mul_(1 + turn)  # written over, as TransformerEngine does
+        count(x, rule, looks.open("m:input", x, rule, turn, False), inverse)
+        fresh = Looks(DEVICE)
+        count(x, rule, fresh.open("m:input", x, rule, turn, False), inverse)
+        torch.testing.assert_close(looks.pack()[1], fresh.pack()[1], rtol=0, atol=0)
+        looks.clear()
+    assert len(again) == 1 + 3  # the fresh ones
+
+
+def other_strides(x):
+    return x.t().contiguous().t()
+
+
+def other_address(x):
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x)
+
+
+@pytest.mark.parametrize("other", [other_strides, other_address], ids=["strides", "address"])
+def test_what_lies_otherwise_is_looked_at_anew(other):
+    looks, rule, x = Looks(DEVICE), RULES["tensor"], hard("normal", 64, 132)
+    for each in (x, other(x)):
+        count(each, rule, looks.open("m:input", each, rule, 1, False))
+        want = packed(each, rule, lambda look: count(each, rule, look))  # noqa: B023
+        torch.testing.assert_close(looks.pack()[1], want, rtol=0, atol=0)
+        looks.clear()
+
+
+def test_another_scale_or_rule_or_shape_is_looked_at_anew():
+    looks, x = Looks(DEVICE), hard("normal", 64, 132)
+    one, other = (Given(None, torch.tensor(number, device=DEVICE)) for number in (500.0, 3.0))
+    wider = Operand(E5M2, PerTensor(), CURRENT)
+    for y, rule, given in (
+        (x, RULES["tensor"], one), (x, RULES["tensor"], other), (x, RULES["tensor"], None), (x, wider, None),
+        (x[:32], wider, None), (x.bfloat16(), wider, None), (x.bfloat16(), RULES["tiles"], None),
+    ):  # fmt: skip
+        count(y, rule, looks.open("m:input", y, rule, 1), given)
+        want = packed(y, rule, lambda look: count(y, rule, look, given))  # noqa: B023
+        torch.testing.assert_close(looks.pack()[1], want, rtol=0, atol=0)
         looks.clear()
 
 

@@ -10,11 +10,11 @@ from tests.session.test_attach import follow
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.metrics import OPERAND_COLUMNS, finalize
+from narrowgauge.observe.stats import Collector
 from narrowgauge.session.attach import Session
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection import selection
 from narrowgauge.session.selection.selection import Selection
-from narrowgauge.session.sites import showing
 
 
 def rows(writer):
@@ -41,13 +41,13 @@ def test_what_is_recorded_is_the_same_with_and_without_a_selection(tmp_path):
 
 def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypatch):
     looked = []
-    original = showing.judge
+    original = Collector.judge
 
-    def judge(state, role, *rest):
-        looked.append(f"{state.name}:{role}")
-        return original(state, role, *rest)
+    def judge(collector, module, role, *rest):
+        looked.append(f"{module}:{role}")
+        return original(collector, module, role, *rest)
 
-    monkeypatch.setattr(showing, "judge", judge)
+    monkeypatch.setattr(Collector, "judge", judge)
     follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
     assert looked == ["2:input"] * 2  # microbatches
 

@@ -180,7 +180,7 @@ def test_the_short_way_of_plain_tensors_leaves_what_the_long_one_does(what_if, t
 
     asked = []
     product = Recorder.product
-    monkeypatch.setattr(Recorder, "product", lambda *args: asked.append(args[1:3]) or product(*args))
+    monkeypatch.setattr(Recorder, "product", lambda *args, **own: asked.append(args[1:3]) or product(*args, **own))
     short = train(tmp_path / "short")
     assert {role for _, role in asked} == {"input", "weight", "grad_output"}
     monkeypatch.delattr(Recorder, "product")

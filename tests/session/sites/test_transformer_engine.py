@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import narrowgauge as ng
 from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, BLOCK_1x32, BLOCK_1x128, BLOCK_128x128, PerTensor, QTensor
 from narrowgauge.formats import E4M3FN, E5M2
-from narrowgauge.session.sites import kind_of
+from narrowgauge.session.sites import kind_of, te_quantizers
 from narrowgauge.session.sites.te_quantizers import rule_of
 from narrowgauge.session.sites.tensor_parallel import Copies
 from narrowgauge.session.sites.transformer_engine import TransformerEngine
@@ -317,6 +317,39 @@ def test_quantizers_without_a_history_are_rules_of_ours():
     assert rule_of(quantizer("Float8BlockQuantizer", **held), "weight", 0).operand.scaling == CURRENT
     assert rule_of(quantizer("MXFP8Quantizer"), "input", 0).operand == ng.recipes.MXFP8.fprop.a
     assert rule_of(quantizer("MXFP8Quantizer"), "input", 0).operand.granularity == BLOCK_1x32
+
+
+def test_a_quantizer_is_asked_once_for_as_long_as_nothing_in_it_is_another(monkeypatch):
+    asked = []
+    inner = te_quantizers._rule_of
+    monkeypatch.setattr(te_quantizers, "_rule_of", lambda *args: asked.append(args) or inner(*args))
+
+    def rule(margin=0):
+        asked.clear()
+        return rule_of(slots[0], "input", margin), len(asked)
+
+    slots = [quantizer := Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), "kFloat8E4M3")]
+    first, _ = rule()
+    quantizer.scale.fill_(3.0)  # in place, as TransformerEngine does
+    assert rule() == (first, 0)
+    assert first.given.inv_scale.item() == 3
+    assert rule(margin=1)[1] == rule(margin=0)[1] == 1
+    quantizer.scale.data = torch.tensor([4.0])  # the same object, elsewhere
+    found, times = rule()
+    assert (found.given.inv_scale.item(), times) == (4, 1)
+    quantizer.scale = torch.tensor([5.0])
+    found, times = rule()
+    assert (found.given.inv_scale.item(), times) == (5, 1)
+    quantizer.dtype = DType.kFloat8E5M2
+    assert rule()[0].operand.fmt is E5M2
+    assert rule()[1] == 0
+    quantizer.scale = torch.tensor([6.0], dtype=torch.float64)  # ours would be a copy, and stay as it is
+    assert rule()[1] == rule()[1] == 1
+    held = len(te_quantizers._KNOWN)
+    asked.clear()
+    slots.clear()
+    del quantizer
+    assert len(te_quantizers._KNOWN) == held - 1
 
 
 def test_what_cannot_be_known_is_named():

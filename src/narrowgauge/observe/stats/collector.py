@@ -73,7 +73,7 @@ class Collector:
     Attributes:
         seconds: what watching cost so far. On the CPU the host's time in here; on a GPU, which the host runs ahead of
             and then waits for, the GPU's own time for what is launched here, known once a step's numbers have arrived;
-            of every eighth tensor, in turn, since asking for the time costs the host as much as launching a kernel.
+            of one tensor of sixteen, in turn, since asking for the time costs the host as much as counting does.
             What kernels count while they quantize is in their time and not in this.
         failures: how often something went wrong and numbers are missing for it.
         outlet: asked at the end of every watched step with the step and what it left on each device, whether it sees to
@@ -153,17 +153,18 @@ class Collector:
             return False
         if x.is_cpu:
             return given is None and self._judge_here(module, role, x, rule)
-        if not ready(x.device):
+        device = x.device
+        held, site = self._held_on(device), _address(module, role)
+        if not held.by_kernels:
             return False
-        held, site = self._held_on(x.device), _address(module, role)
         if held.is_timed():
-            with self._timed(f"{module}:{role}", x.device, held), _current(x.device):
+            with self._timed(f"{module}:{role}", device, held), _current(device):
                 return held.judge_there(site, role, x, rule, given)
             return True  # it went wrong, which is told: nobody else is to look
         try:  # a guard takes as long as a launch
-            if x.device.index == torch._C._cuda_getDevice():
+            if device.index == torch._C._cuda_getDevice():
                 return held.judge_there(site, role, x, rule, given)
-            with torch.cuda.device(x.device):
+            with torch.cuda.device(device):
                 return held.judge_there(site, role, x, rule, given)
         except Exception as error:
             self._failed(f"{module}:{role}", error)
@@ -265,7 +266,8 @@ class Collector:
             host.prepare()  # out here, because loading it is not what watching costs
         self._on_gpu |= device.type == "cuda"
         with self._lock:
-            return self._held.setdefault(device, Held(self._turn, self._expected, partial(self._looks_on, device)))
+            held = Held(self._turn, self._expected, partial(self._looks_on, device), by_kernels=ready(device))
+            return self._held.setdefault(device, held)
 
     def _looks_on(self, device: torch.device) -> Looks:
         if device not in self._looks:

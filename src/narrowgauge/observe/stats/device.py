@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,10 +45,15 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
         look: where the sums go.
         given: for one scale per tensor; its `slot` is left alone.
     """
-    # Triton is slow to import, and not everywhere.
+    _quantize().count(x_MK, rule, look, given)
+
+
+@functools.cache
+def _quantize() -> ModuleType:
+    """Triton is slow to import, and not everywhere."""
     from narrowgauge.compute.kernels.fused import quantize
 
-    quantize.count(x_MK, rule, look, given)
+    return quantize
 
 
 def copies(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, stride: int) -> Copies:

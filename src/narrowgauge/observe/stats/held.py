@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
-TIMED = 8  # tensors, of which one tells how long a GPU works on all
+TIMED = 16  # tensors, of which one tells how long a GPU works on all: asking takes the host as long as counting does
 Table = tuple[list[str], Tensor | None]  # sites and their rows, none if there are none
 
 
@@ -42,14 +42,17 @@ class Held:
         turn: watched steps before it: which rows the histograms are taken from.
         expected: sites that will be counted on the CPU.
         looks: the device's room for what kernels count, made when it is first asked for.
+        by_kernels: whether it is a GPU whose kernels count.
     """
 
-    def __init__(self, turn: int, expected: int, looks: Callable[[], Looks]) -> None:
+    def __init__(self, turn: int, expected: int, looks: Callable[[], Looks], *, by_kernels: bool = False) -> None:
+        self.by_kernels = by_kernels
         self.marks: Marks = []
         self._operands = Packer(expected)
         self._results: dict[str, list[Tensor | host.Array]] = {}
         self._weights: set[str] = set()
         self._turn, self._looks = turn, looks
+        self._room: Looks | None = None
         self._met = turn  # so that in every step others are timed
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
 
@@ -102,11 +105,13 @@ class Held:
 
     def judge_there(self, site: str, role: str, x: Tensor, rule: Operand, given: Given | None) -> bool:
         """The same on a GPU, whose current device it is."""
-        if self._seen(site, role):
+        once = role == "weight"
+        if once and site in self._weights:
             return True
         try:
             with self._lock:
-                look = self._looks().open(site, x, rule, self._turn, turned=False)
+                self._room = self._room or self._looks()
+                look = self._room.open(site, x, rule, self._turn, False)
         except UsageError:  # of more looks than there is room for, the rest is shown
             return False
         if look is None:
@@ -116,7 +121,8 @@ class Held:
         except Exception:
             look.failed = True  # what its room holds is of another step
             raise
-        self._see(site, role)
+        if once:
+            self._weights.add(site)
         return True
 
     def result(self, site: str, role: str, y: Tensor, check: GemmSample | None) -> bool:

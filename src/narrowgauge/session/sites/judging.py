@@ -13,36 +13,34 @@ from torch import Tensor
 
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.layer_state import LayerState
+from narrowgauge.compute.nn.observer import selects
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
 from narrowgauge.compute.quant import PerTensor
 from narrowgauge.session.sites.experts import quantize_experts
-from narrowgauge.session.sites.part import Own, Rule
+from narrowgauge.session.sites.part import Rule
 
 
-def judge(state: LayerState, role: OperandRole, x: Tensor, own: Own | None) -> str:
-    """Have it counted; a note for the run where the layer's own rule says that it can't be, else ""."""
-    rule: Rule | str = Rule(state.recipe.uses(role)[0]) if own is None else own(role, x)
-    if isinstance(rule, str):
-        return rule
-    product = getattr(state.observer, "product", None) if own is None and x.is_cpu and x.dim() == 2 else None
-    if product is not None and product(state.name, role, x, rule.operand):
-        return ""
-    counts = getattr(state.observer, "judge", None) if product is None and x.dim() == 2 else None
+def judge(state: LayerState, role: OperandRole, x: Tensor, rule: Rule, own: bool) -> None:
+    """Have it counted where the observer knows no shorter way. `own`: the rule is the layer's own."""
+    observer, matrix = state.observer, x.dim() == 2
+    if observer is None or not selects(observer, state.name, role):
+        return
+    counts = getattr(observer, "judge", None) if matrix else None
     if counts is not None and counts(state.name, role, x, rule.operand, rule.given):
-        pass  # it was counted, and nothing had to be quantized for it
-    elif x.numel():
+        return  # and nothing had to be quantized for it
+    if x.numel():
+        x = x.detach()
         with torch.no_grad(), torch.cuda.device_of(x), _plain_math(x.device.type):
-            if own is not None:
+            if own:
                 _look_by(state, role, x, rule)
-            elif x.dim() == 2:
+            elif matrix:
                 quantize_operand(Call.begin(state, x.dtype, "write"), role, x, True, False)
-            elif state.observer is not None:
-                state.observer.operand(state.name, role, x, quantize_experts(x, rule.operand))
-    ask = getattr(state.observer, "unconverted", None) if own is None else None
+            else:
+                observer.operand(state.name, role, x, quantize_experts(x, rule.operand))
+    ask = None if own else getattr(observer, "unconverted", None)
     if ask is not None:
         ask(state.name, role, x)
-    return ""
 
 
 @contextmanager

@@ -111,9 +111,14 @@ class Kind(Protocol):
 
 def is_a(module: nn.Module, package: str, *names: str) -> bool:
     """Whether the module's class or one of its bases has one of these names and comes from `package`."""
+    cls: Any = type(module)
+    return _is_class(cls, package, names)
+
+
+@lru_cache(512)
+def _is_class(cls: Any, package: str, names: tuple[str, ...]) -> bool:
     return any(
-        c.__name__ in names and (c.__module__ == package or c.__module__.startswith(f"{package}."))
-        for c in type(module).__mro__
+        c.__name__ in names and (c.__module__ == package or c.__module__.startswith(f"{package}.")) for c in cls.__mro__
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from narrowgauge.session.sites.layer import Layer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OpenCall:
     """One such call."""
 

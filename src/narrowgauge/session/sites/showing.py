@@ -20,12 +20,12 @@ from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.compute.recipes import Recipe
+from narrowgauge.compute.recipes import ROLES, Recipe
 from narrowgauge.errors import let_pass
 from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
-from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Turn, rows
+from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn, rows
 from narrowgauge.session.sites.tensor_parallel import NONE
 from narrowgauge.session.sites.ungraded import Ungraded
 from narrowgauge.session.tensors.sharded import PLAIN, Held, is_distributed, local_of, used_of
@@ -60,6 +60,7 @@ class Showing:
         told: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.recipe, self._training, self._mine, self._told = recipe, training, mine, told
+        self._rules: dict[OperandRole, Rule] = {} if recipe is None else {r: Rule(recipe.uses(r)[0]) for r in ROLES}
         self._clock = StepClock()
         self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
@@ -124,15 +125,14 @@ class Showing:
         """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
         if part.hidden:
             self.say(part.hidden)
-        x, w, y = part.x, part.w, part.y
+        x, w, y, own = part.x, part.w, part.y, part.own
         some = x if x is not None else w if w is not None else y
         if self.recipe is None or some is None or not self._mine():
             return
-        own = part.own
         usual = kept is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y)
         if not usual and some.is_meta:
             return
-        state = self._state(name, observer, self.recipe, some, part)
+        state = self._states.get((id(observer), name)) or self._state(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
@@ -149,7 +149,8 @@ class Showing:
                 self._bring(show, part.by_cast, own, x)
             if w is not None and (id(observer), name) not in self._weights:
                 self._weights.add((id(observer), name))
-                self._without_gradient(state, wanted and _plain(part), learns, w)
+                if wanted and not learns and _plain(part):
+                    self._without_gradient(state, w)
                 self._bring(partial(self._show, state, wanted, "weight", part.w_rows, None), part.by_cast, own, w, kept)
         if y is not None and y.requires_grad:
             same, told = copied_output(w, held, y), part.copies.of("grad_output")
@@ -169,26 +170,31 @@ class Showing:
         """The same of plain tensors, of which nobody has to be asked anything else: the shortest way."""
         x, w, y, own = part.x, part.w, part.y, part.own
         if not inside_backward() and (learns or self._training()):
-            if x is not None:
-                self._show_here(state, wanted, "input", part.x_rows, own, x)
-            seen = id(state.observer), state.name
-            if w is not None and seen not in self._weights:
-                self._weights.add(seen)
-                self._without_gradient(state, wanted and _plain(part), learns, w)
-                self._show_here(state, wanted, "weight", part.w_rows, own, w)
+            with_gradients = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # as a context, it would take as long as all that is asked in here
+            try:
+                if x is not None:
+                    self._show_here(state, wanted, "input", part.x_rows, own, x)
+                seen = id(state.observer), state.name
+                if w is not None and seen not in self._weights:
+                    self._weights.add(seen)
+                    if wanted and not learns and _plain(part):
+                        self._without_gradient(state, w)
+                    self._show_here(state, wanted, "weight", part.w_rows, own, w)
+            finally:
+                torch._C._set_grad_enabled(with_gradients)
         if y is not None and y.requires_grad:
             made, turn = made_as(y), part.dy_rows
-            shape = None if made is y else y.shape
+            shape = None if made is y or (turn is rows and _same_rows(made, y)) else y.shape
 
             def arrived(dy: Tensor) -> None:
                 unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, own, dy, shape)
 
             at_gradient(made, arrived)
 
-    def _without_gradient(self, state: LayerState, wanted: bool, learns: bool, w: Tensor) -> None:
-        if wanted and not learns:
-            name = getattr(state.observer, "name", str)(state.name)
-            self.ungraded.multiplied((id(state.observer), state.name), name, w)
+    def _without_gradient(self, state: LayerState, w: Tensor) -> None:
+        name = getattr(state.observer, "name", str)(state.name)
+        self.ungraded.multiplied((id(state.observer), state.name), name, w)
 
     def _show_here(
         self,
@@ -202,15 +208,27 @@ class Showing:
     ) -> None:
         try:
             x = x if shape is None else x.reshape(shape)
-            if not wanted or not _is_matrix(x):
+            if wanted and _is_matrix(x):
+                self.heard.add((id(state.observer), state.name, role))
+                self._judge(state, role, turn, own, x)
+            else:
                 self._show(state, wanted, role, turn, None, local_of(x), own)
-                return
-            self.heard.add((id(state.observer), state.name, role))
-            if selects(state.observer, state.name, role):
-                x = x.detach() if x.requires_grad or type(x) is not Tensor else x
-                self._noted(judge(state, role, turn(x), own))
         except Exception as error:
             self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
+
+    def _judge(self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor) -> None:
+        if (x.requires_grad or type(x) is not Tensor) and not x.is_cuda:  # there, it is only read
+            x = x.detach()
+        x = turn(x)
+        rule = self._rules[role] if own is None else own(role, x)
+        observer, name = state.observer, state.name
+        if isinstance(rule, str):
+            if selects(observer, name, role):
+                self.say(rule)
+            return
+        product = getattr(observer, "product", None) if x.dim() == 2 else None
+        if product is None or not product(name, role, x, rule.operand, rule.given, converted=own is not None):
+            judge(state, role, x, rule, own is not None)
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
@@ -263,13 +281,9 @@ class Showing:
             if first is not None or held.mesh is not None:
                 self._told_of_ranks(getattr(state.observer, "name", str)(state.name), role, first, held.mesh)
             if wanted:
-                self._noted(judge(state, role, turn(x), own))
+                self._judge(state, role, turn, own, x)
         except Exception as error:
             self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
-
-    def _noted(self, note: str) -> None:
-        if note:
-            self.say(note)
 
     def _told_of_ranks(self, name: str, role: OperandRole, first: int | None, mesh: int | None) -> None:
         site = f"{name}:{role}"
@@ -291,6 +305,11 @@ def _usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:
         and (w is None or (type(w) in PLAIN and (w.is_cpu or w.is_cuda)))
         and (y is None or type(y) is Tensor)
     )
+
+
+def _same_rows(made: Tensor, y: Tensor) -> bool:
+    """Whether both have the same rows, one of them as a matrix."""
+    return made.dim() == 2 and made.shape[-1] == y.shape[-1]
 
 
 def _is_matrix(x: Tensor) -> bool:

@@ -16,17 +16,64 @@ Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+from weakref import ref
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, E8M0_UP, Block, PerTensor, Scaling
 from narrowgauge.formats import E4M3FN, E5M2, Format
 from narrowgauge.session.sites.part import Rule, operand
 
+_LEAVES = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
+
+
+class _Known(NamedTuple):
+    """A quantizer's rule, for as long as nothing in it is another object. Finding it takes as long as counting."""
+
+    quantizer: ref[Any]
+    ids: tuple[int, ...]  # of what it holds
+    scale_at: int  # no other scale comes to lie there: the rule's own keeps its memory
+    margin: int
+    rule: Rule
+
+    def fits(self, quantizer: Any, margin: int) -> bool:
+        """Whether it is still its rule."""
+        same = self.quantizer() is quantizer and self.ids == tuple(map(id, vars(quantizer).values()))
+        return same and self.margin == margin and self.scale_at == _scale_at(quantizer)
+
+
+_KNOWN: dict[int, _Known] = {}  # by the ids of quantizers
+
 
 def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
-    """The rule of a quantizer, or why it has none; `margin` is its recipe's, for a delayed scale."""
+    """The rule of a quantizer, or why it has none; `margin` is its recipe's, for a delayed scale.
+
+    A scale is read where it lies, when it is used: TransformerEngine writes the next one over it.
+    """
+    known = _KNOWN.get(id(quantizer))
+    if known is not None and known.fits(quantizer, margin):
+        return known.rule
+    rule = _rule_of(quantizer, role, margin)
+    if isinstance(rule, Rule) and type(quantizer).__name__ in _LEAVES:
+        ids, at = tuple(map(id, vars(quantizer).values())), _scale_at(quantizer)
+        if rule.given is None or rule.given.inv_scale.data_ptr() == at:  # else it is a copy
+            gone = partial(_forget, id(quantizer))
+            _KNOWN[id(quantizer)] = _Known(ref(quantizer, gone), ids, at, margin, rule)
+    return rule
+
+
+def _scale_at(quantizer: Any) -> int:
+    scale = getattr(quantizer, "scale", None)
+    return 0 if scale is None else int(scale.data_ptr())
+
+
+def _forget(quantizer: int, gone: Any) -> None:
+    if (known := _KNOWN.get(quantizer)) is not None and known.quantizer is gone:  # another may have its id by now
+        del _KNOWN[quantizer]
+
+
+def _rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     kind = type(quantizer).__name__
     if hasattr(quantizer, "rowwise_quantizer"):
         return _of_two(quantizer.rowwise_quantizer, quantizer.columnwise_quantizer, role, margin)

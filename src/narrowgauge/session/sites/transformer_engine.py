@@ -100,7 +100,7 @@ def _weight(module: Any) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows(x).to(dtype)
+    return rows(x) if x.dtype == dtype else rows(x).to(dtype)
 
 
 def _normed(module: Any, x: Tensor) -> Tensor:

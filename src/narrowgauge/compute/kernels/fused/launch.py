@@ -3,6 +3,7 @@
     kernel[(programs,)](...)        inspects all arguments and every global that the kernel names
     Launch(kernel, programs, ...)   the first time the same; from then on a look into a small dictionary
     launch(kernel, programs, ...)   finds the Launch of these sizes and constants, or makes it
+    again(x, x.data_ptr(), late)    a launch once more, for a first tensor that lies elsewhere: nothing is looked up
 
 A compiled kernel serves all arguments of which Triton would say the same: dtypes, whether an address is a multiple of
 16, whether an integer is 1 or a multiple of 16, constants. What is looked up by here is finer: the integers themselves.
@@ -10,17 +11,23 @@ A compiled kernel serves all arguments of which Triton would say the same: dtype
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 
+KNOWN = "3.6."  # version of Triton whose launcher is known
 MOST = 8192  # launches remembered: sequence lengths that never come back would else pile up
 _LAUNCHES: dict[Hashable, Launch] = {}
+
+# Runs a kernel on the device that it was made on, which has to be the current one, and on the current stream. All of
+# its tensors are those of before but the first, which has to lie as that one did, its address modulo 16 too.
+Again = Callable[[Tensor, int, tuple[int, ...]], None]
 
 
 class Launch:
@@ -74,6 +81,29 @@ class Launch:
             *places, *self._sizes, *late, *self._constants,
         )  # fmt: skip
 
+    def again(self, tensors: Sequence[Tensor | None]) -> Again | None:
+        """What launches it once more as it was with these tensors, which it keeps; None if it never was."""
+        rest = tensors[1:]
+        if INTERPRETED:
+            return lambda first, place, late: self((first, *rest), late)
+        device, programs, after = torch._C._cuda_getDevice(), self._programs, self._constants
+        places = [None if t is None else t.data_ptr() for t in tensors]
+        compiled = self._ready.get((device, *[place and place & 15 for place in places]))
+        if compiled is None:
+            return None
+        before = *places[1:], *self._sizes
+        run, facts = _launcher(compiled)
+        function = compiled.function
+
+        def again(first: Tensor, place: int, late: tuple[int, ...], kept: Any = rest) -> None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            if _somebody_profiles():
+                compiled[(programs, 1, 1)](place, *before, *late, *after, stream=stream)
+            else:
+                run(programs, 1, 1, stream, function, *facts, place, *before, *late, *after)
+
+        return again
+
 
 def launch(
     kernel: Any,
@@ -95,6 +125,19 @@ def launch(
             _LAUNCHES.clear()
         known = _LAUNCHES[key] = Launch(kernel, programs, sizes, constants, **options)
     known(tensors, late)
+
+
+def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a kernel, and what it is told between the kernel's handle and the arguments.
+
+    Triton's launcher asks each time, in Python, for the room that a kernel may need. Of a version that is known, one
+    that needs none is launched by what the launcher ends in.
+    """
+    run, facts = compiled.run, (compiled.packed_metadata, None, None, None)
+    needs = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
+    if needs == (0, 0) and triton.__version__.startswith(KNOWN) and type(run).__name__ == "CudaLauncher":
+        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None, *facts)
+    return run, facts
 
 
 def _somebody_profiles() -> bool:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.launch import Again, Launch
 from narrowgauge.compute.kernels.fused.room import facts, half_step, matrix, room, turned_matrix
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tile import (
@@ -236,6 +236,10 @@ class WatchedTiles(_WatchedBlocks):
         self._launch(tensors, look.numbers)
         return codes_MK, scale_M, codes_KM, scale_K
 
+    def again(self, x_MK: Tensor, look: Look) -> Again | None:
+        """The same where no codes are made, for what lies as x_MK does; None where that has to be copied first."""
+        return None if self._copies else self._launch.again((x_MK, *[None] * 5, *look.pointers))
+
 
 class WatchedSquares(_WatchedBlocks):
     """`cast_squares` of all matrices that lie in memory as `x_MK` does."""
@@ -252,6 +256,23 @@ class WatchedSquares(_WatchedBlocks):
         self._launch((x, codes_MK, scale, codes_KM, None, bits, *look.pointers), look.numbers)
         self._errors(x, bits, look)
         return codes_MK, codes_KM, scale
+
+    def again(self, x_MK: Tensor, look: Look) -> Again | None:
+        """The same where no codes are made, for what lies as x_MK does; None where that has to be copied first."""
+        if self._copies:
+            return None
+        scale, bits = (matrix(self._blocks_M, self._blocks_K, x_MK) for _ in range(2))
+        bits = bits.view(torch.int32)
+        counts = self._launch.again((x_MK, None, scale, None, None, bits, *look.pointers))
+        errors = self._errors.again(x_MK, bits, look)
+        if counts is None or errors is None:
+            return None
+
+        def again(first: Tensor, place: int, numbers: tuple[int, ...]) -> None:
+            counts(first, place, numbers)
+            errors(first, place, numbers)
+
+        return again
 
 
 def cast_tiles(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.kernels.fused.launch import Again
 from narrowgauge.compute.kernels.fused.watched import packing
 from narrowgauge.compute.kernels.fused.watched.errors import ERRORS
 from narrowgauge.compute.kernels.fused.watched.moments import FIELDS
@@ -46,7 +47,7 @@ CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Look:
     """One call's place in the room.
 
@@ -69,21 +70,17 @@ class Look:
     words: list[int]
     end: tuple[int, int]  # chunk, and where in it the next look begins
     whole: bool  # one scale for the whole tensor
-    turn: int = 0
+    numbers: tuple[int, ...] = ()  # of the plan, in this turn
     asked: tuple[Any, ...] = ()  # shape, dtype, rule and codes that it was opened for last
+    again: Again | None = None  # the launches that filled it, for what lies as `lay` says and has this scale
+    lay: tuple[Any, ...] = ()  # strides, and address modulo 16
+    given: Any = None
     failed: bool = False  # whoever was to fill it could not
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Where the kernel writes."""
         return self.room, self.rows, self.columns, self.counts
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """samples, errors, lines, segments; then first, stride and number of sampled rows; share and phase."""
-        plan, turn = self.plan, self.turn
-        samples, errors, lines, segments, stride, sampled, share = plan.numbers
-        return samples, errors, lines, segments, turn % stride, stride, sampled, share, turn % share
 
 
 @dataclass
@@ -103,6 +100,8 @@ class Looks:
     _neutral: Tensor | None = None
     _numbers: Tensor | None = None  # own, amax, scratch of each look
     _kept: list[Tensor] = field(default_factory=list)
+    _turn: int = -1
+    _in_turn: dict[int, tuple[int, ...]] = field(default_factory=dict)  # numbers of looks, by the ids of their plans
 
     def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int, turned: bool = True) -> Look | None:
         """Room for the sums of one call, which makes `turned` codes or none; None for what no watched kernel can do."""
@@ -118,10 +117,21 @@ class Looks:
             plan, whole = Plan.of(M, K, walk), rule.granularity == PerTensor()
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
-            look.asked = asked
-        look.site, look.turn, look.failed = site, turn, False
+            look.asked, look.again = asked, None
+        look.site, look.failed, look.numbers = site, False, self._numbers_of(look.plan, turn)
         self._open.append(look)
         return look
+
+    def _numbers_of(self, plan: Plan, turn: int) -> tuple[int, ...]:
+        """samples, errors, lines, segments; first, stride, number of sampled rows; share and phase of compared ones."""
+        if turn != self._turn:
+            self._turn, self._in_turn = turn, {}
+        numbers = self._in_turn.get(id(plan))
+        if numbers is None:
+            samples, errors, lines, segments, stride, sampled, share = plan.numbers
+            numbers = samples, errors, lines, segments, turn % stride, stride, sampled, share, turn % share
+            self._in_turn[id(plan)] = numbers
+        return numbers
 
     def pack(self) -> tuple[list[str], Tensor]:
         """The sites of all open looks that did not fail, in order, and their packed moments [L, width] float64."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.launch import Again, Launch
 from narrowgauge.compute.kernels.fused.room import facts
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 from narrowgauge.compute.kernels.fused.tile import SIDE, registers, words
@@ -69,3 +69,10 @@ class SquareErrors:
     def __call__(self, x_MK: Tensor, bits: Tensor, look: Look) -> None:
         """Fill `look`. `bits`: of the squares' amaxes [ceil(M / 128), ceil(K / 128)], contiguous."""
         self._launch((x_MK, bits, *look.pointers[:3]), (look.plan.programs, *look.numbers))
+
+    def again(self, x_MK: Tensor, bits: Tensor, look: Look) -> Again | None:
+        """The same for what lies as x_MK does."""
+        launched, programs = self._launch.again((x_MK, bits, *look.pointers[:3])), look.plan.programs
+        if launched is None:
+            return None
+        return lambda first, place, numbers: launched(first, place, (programs, *numbers))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.launch import Again, Launch
 from narrowgauge.compute.kernels.fused.room import facts, half_step, number, room
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
 from narrowgauge.compute.kernels.fused.tensorwise import ROWS_OF_A_TABLE
@@ -202,6 +202,10 @@ class WatchedCast(_Watched):
         self._launch(tensors, look.numbers)
         return codes_MK, codes_KM, scale
 
+    def again(self, x_MK: Tensor, look: Look, amax: Tensor) -> Again | None:
+        """The same where no codes are made, for what lies as x_MK does."""
+        return self._launch.again((x_MK, amax, None, None, None, None, look.own, None, None, *look.pointers))
+
 
 class WatchedGiven(_Watched):
     """`cast_given` of all matrices that lie in memory as `x_MK` does."""
@@ -226,6 +230,11 @@ class WatchedGiven(_Watched):
         tensors = (x_MK, amax, scale, inv_scale, codes_MK, codes_KM, own, slot, scratch, *look.pointers)
         self._launch(tensors, look.numbers)
         return codes_MK, codes_KM, own, amax
+
+    def again(self, x_MK: Tensor, look: Look, scale: Tensor | None, inv_scale: Tensor) -> Again | None:
+        """The same where no codes are made and nobody hears of the amax, for what lies as x_MK does."""
+        tensors = x_MK, look.amax, scale, inv_scale, None, None, look.own, None, look.scratch, *look.pointers
+        return self._launch.again(tensors)
 
 
 def cast(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.compute.kernels.fused.launch import Launch
+from narrowgauge.compute.kernels.fused.launch import Again, Launch
 from narrowgauge.compute.kernels.fused.room import facts, half_step, matrix, room
 from narrowgauge.compute.kernels.fused.rows import whole
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
@@ -155,3 +155,7 @@ class WatchedWholeRows:
         x = copied(x_MK) if self._copies else x_MK
         self._launch((x, codes_MK, scale_M, *look.pointers), look.numbers)
         return codes_MK, scale_M, None, None
+
+    def again(self, x_MK: Tensor, look: Look) -> Again | None:
+        """The same where no codes are made, for what lies as x_MK does; None where that has to be copied first."""
+        return None if self._copies else self._launch.again((x_MK, None, None, *look.pointers))
