@@ -476,7 +476,7 @@ def test_a_forked_child_of_a_process_with_a_gpu_does_not_touch_it(tmp_path, monk
 
         with monkeypatch.context() as context:  # as if the program had woken one
             context.setattr(torch.cuda, "is_initialized", lambda: True)
-            for name in ("Event", "memory_stats", "max_memory_allocated", "synchronize", "current_stream"):
+            for name in ("Event", "memory_stats", "memory_stats_as_nested_dict", "synchronize", "current_stream"):
                 context.setattr(torch.cuda, name, touched)
             live.forked()
         assert os._exit.__name__ == "_exit"

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from narrowgauge.session.steps import memory
 from narrowgauge.session.steps.memory import NEAR, PeakMemory
@@ -56,3 +57,22 @@ def test_what_a_probe_held_is_left_out():
         pytest.skip("this kernel does not reset its mark")
     peak.sample()
     assert peak.bytes() < before + (64 << 20)
+
+
+@pytest.mark.parametrize("found", [{}, {"allocated_bytes": {"all": {"current": 3, "peak": 5}}}], ids=["none", "some"])
+def test_of_a_gpu_it_is_what_torch_has_allocated(monkeypatch, found):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: found)
+    peak = PeakMemory()
+    assert peak.now() == (3 if found else 0)
+    assert peak.bytes() == (5 if found else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_it_is_what_torch_says_of_it():
+    held = torch.zeros(1 << 20, device="cuda")
+    peak = PeakMemory()
+    peak.sample()
+    assert peak.now() == torch.cuda.memory_allocated() >= held.nbytes
+    assert peak.bytes() == torch.cuda.max_memory_allocated()

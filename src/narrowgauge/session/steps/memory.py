@@ -41,7 +41,7 @@ class PeakMemory:
     def now(self) -> int:
         """What the program holds at this moment, in bytes: of the device, or resident."""
         if torch.cuda.is_initialized():
-            return int(torch.cuda.memory_allocated())
+            return _allocated("current")
         try:
             return int(_about_us("statm").split()[1]) * resource.getpagesize()
         except (OSError, IndexError, ValueError):
@@ -49,7 +49,7 @@ class PeakMemory:
 
     def _highest(self) -> int:
         if torch.cuda.is_initialized():
-            return int(torch.cuda.max_memory_allocated())
+            return _allocated("peak")
         if self._short:
             return _used()
         try:
@@ -59,6 +59,12 @@ class PeakMemory:
         if self._short is None:
             self._short = abs(mark - _used()) <= NEAR
         return mark
+
+
+def _allocated(what: str) -> int:
+    """`current` or `peak` bytes of the current device; torch's own functions sort all of its numbers to tell one."""
+    found = torch.cuda.memory_stats_as_nested_dict()
+    return int(found["allocated_bytes"]["all"][what]) if found else 0
 
 
 def _used() -> int:
