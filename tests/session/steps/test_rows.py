@@ -120,6 +120,35 @@ def test_an_interrupt_costs_one_line(clock):
     assert writer.steps == [1, 3, 4]
 
 
+@pytest.mark.parametrize("asks", ["gather", "add"])
+def test_rows_are_left_to_the_thread_that_gives_some_away(clock, monkeypatch, asks):
+    monkeypatch.setattr(rows, "LOCK_SECONDS", 0.01)
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Writer):
+        def add_scalars(self, step, **values):
+            if step == 1:
+                began.set()
+                assert goes_on.wait(10)
+            super().add_scalars(step, **values)
+
+    writer = Slow()
+    found = StepRows(Writer(), lambda: False, writer)
+    found.add(line(1))
+    found.add(line(2))
+    gives = threading.Thread(target=found.tell)
+    gives.start()
+    assert began.wait(10)
+    if asks == "gather":
+        found.gather()
+    else:
+        found.add(line(3, recorded=True))
+    goes_on.set()
+    gives.join()
+    found.finish()
+    assert writer.steps == ([1, 2] if asks == "gather" else [1, 2, 3])
+
+
 def test_nobody_waits_for_a_thread_that_was_interrupted_while_it_told(clock, monkeypatch):
     monkeypatch.setattr(rows, "LOCK_SECONDS", 0.01)
     writer = Writer()

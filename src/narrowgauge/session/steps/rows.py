@@ -24,7 +24,7 @@ from narrowgauge.session.steps.pace import Pace
 from narrowgauge.session.tensors.deferred import Deferred
 
 TOGETHER, PATIENCE = 16, 0.25  # lines, and seconds since the last ones were told, to whoever asks for the latest
-LOCK_SECONDS = 1.0  # of a thread that was interrupted in here, and waits for this one, nobody hears any more
+LOCK_SECONDS = 1.0  # for a thread in here: one that was interrupted may wait for whoever waits for it
 Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
@@ -44,6 +44,11 @@ class Closed(NamedTuple):
             if isinstance(value, Tensor) and not value.is_cpu:
                 return False
         return self.events is None
+
+
+def _any(line: Closed) -> bool:
+    """Every line is ready."""
+    return True
 
 
 class Taker(Protocol):
@@ -83,7 +88,7 @@ class StepRows:
         loss = line.scalars.get("loss")
         alone = line.recorded or line.events is not None or (isinstance(loss, Tensor) and not loss.is_cpu)
         if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:
-            self.tell()
+            self._give_if_free()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -91,16 +96,12 @@ class StepRows:
     def tell(self) -> None:
         """Give away what is held back, as far as it has arrived."""
         with self._locked():
-            while self._held:  # one by one: whatever is wrong with one, or interrupts, costs that one
-                self._put(self._held.popleft(), self._own)
-            self._told = time.perf_counter()
+            self._give()
 
     def gather(self) -> None:
         """The same, asked by the writer's thread: but nothing that a device has yet to give."""
         try:
-            with self._locked():
-                if all(line.on_host for line in list(self._held)) and self._deferred.empty:
-                    self.tell()
+            self._give_if_free(lambda line: line.on_host and self._deferred.empty, LOCK_SECONDS)
         except Exception as error:
             self._error = error  # told where errors of ours are kept
 
@@ -120,6 +121,19 @@ class StepRows:
         self.tell()
         with self._locked():
             self._deferred.drain(wait=True)
+
+    def _give_if_free(self, ready: Callable[[Closed], bool] = _any, patience: float = 0.0) -> None:
+        """Give away the first that are ready, unless another thread does: it goes on with what is left, in order."""
+        if self._lock.acquire(timeout=patience):
+            try:
+                self._give(ready)
+            finally:
+                self._lock.release()
+
+    def _give(self, ready: Callable[[Closed], bool] = _any) -> None:
+        while self._held and ready(self._held[0]):  # one by one: what is wrong with one, or interrupts, costs that one
+            self._put(self._held.popleft(), self._own)
+        self._told = time.perf_counter()
 
     def _put(self, line: Closed, taker: Taker) -> None:
         with self._locked():
