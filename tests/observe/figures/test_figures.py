@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from bokeh.document import Document
-from bokeh.models import CustomJS
+from bokeh.models import CustomJS, Label
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -65,6 +65,29 @@ def test_the_gap_shows_band_thresholds_window_and_the_judged_level():
     )
     for said in ("0.25 %: pass below", "1 %: fail above", "judged: steps 151–200", "noise twin", "-0.31"):
         assert said in data
+
+
+@pytest.mark.parametrize("gap", [0.1, -5.0, -40.0, 0.95, 30.0, 400.0])
+@pytest.mark.parametrize("height", [200, 280])
+def test_words_in_the_gap_have_room_and_no_line_runs_through_them(gap, height):
+    steps = np.ones(200) * 2
+    found = figures.loss_gap(
+        trace("baseline", steps),
+        [trace("current", steps * (1 + gap / 100))],
+        means={"current": ((1, 200), gap)},
+        height=height,
+    )
+    per_pixel = (found.y_range.end - found.y_range.start) / (height - 60)
+    notes = {note.text: note for note in found.select(Label)}
+    above = [notes["1 %: fail above"], notes["0.25 %: pass below"]]
+    judged = notes["judged: steps 1–200"]
+    assert judged.y == found.y_range.end
+    for note in above:
+        assert note.y + 32 * per_pixel <= judged.y + 1e-9
+    (fail, passes) = above
+    beside = passes.x_offset - fail.x_offset
+    assert beside > 80 if passes.y == fail.y else fail.y - passes.y >= 16 * per_pixel
+    assert not any(passes.y < line < passes.y + 16 * per_pixel for line in (0.25, 1.0))
 
 
 @pytest.mark.parametrize("layers", [1, 300])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from narrowgauge.session.steps import rows
-from narrowgauge.session.steps.rows import TOGETHER, Closed, StepRows
+from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.rows import TOGETHER, StepRows
 
 
 class Writer:
@@ -37,7 +38,9 @@ def clock(monkeypatch):
 
 
 def line(step, *, recorded=False, disturbed=False, **scalars):
-    return Closed(step, {"step_seconds": 0.5, **scalars}, recorded, disturbed, None)
+    loss, tokens = scalars.pop("loss", None), scalars.pop("tokens", 0)
+    scalars = {"step_seconds": 0.5, **scalars}
+    return Line(step, loss, tokens=tokens, scalars=scalars, recorded=recorded, disturbed=disturbed)
 
 
 def test_lines_wait_for_company_and_keep_their_order(clock):
@@ -60,7 +63,9 @@ def test_none_waits_long(clock, why):
     if why == "time":
         clock.now += rows.PATIENCE + 0.01
     event = SimpleNamespace(elapsed_time=lambda end: 500.0)
-    found.add(line(2, recorded=why == "recorded")._replace(events=(event, event) if why == "on a device" else None))
+    second = line(2, recorded=why == "recorded")
+    second.events = (event, event) if why == "on a device" else None
+    found.add(second)
     assert writer.steps == [1, 2]
     found.add(line(3))
     assert writer.steps == [1, 2]
@@ -120,6 +125,35 @@ def test_an_interrupt_costs_one_line(clock):
     assert writer.steps == [1, 3, 4]
 
 
+@pytest.mark.parametrize("asks", ["gather", "add"])
+def test_rows_are_left_to_the_thread_that_gives_some_away(clock, monkeypatch, asks):
+    monkeypatch.setattr(rows, "LOCK_SECONDS", 0.01)
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Writer):
+        def add_scalars(self, step, **values):
+            if step == 1:
+                began.set()
+                assert goes_on.wait(10)
+            super().add_scalars(step, **values)
+
+    writer = Slow()
+    found = StepRows(Writer(), lambda: False, writer)
+    found.add(line(1))
+    found.add(line(2))
+    gives = threading.Thread(target=found.tell)
+    gives.start()
+    assert began.wait(10)
+    if asks == "gather":
+        found.gather()
+    else:
+        found.add(line(3, recorded=True))
+    goes_on.set()
+    gives.join()
+    found.finish()
+    assert writer.steps == ([1, 2] if asks == "gather" else [1, 2, 3])
+
+
 def test_nobody_waits_for_a_thread_that_was_interrupted_while_it_told(clock, monkeypatch):
     monkeypatch.setattr(rows, "LOCK_SECONDS", 0.01)
     writer = Writer()
@@ -137,15 +171,16 @@ def test_what_belongs_to_an_earlier_step_comes_after_its_row(clock):
     found = StepRows(Writer(), lambda: False, writer)
     found.add(line(1, loss=torch.tensor(2.0)))
     found.add_to_earlier(1, writer, eval_loss=torch.tensor(3.0))
-    assert writer.told == [(1, {"step_seconds": 0.5, "loss": 2.0, "nonfinite": 0.0}), (1, {"eval_loss": 3.0})]
+    first = {"step_seconds": 0.5, "loss": 2.0, "microbatches": 0.0, "clean": 1.0, "nonfinite": 0.0}
+    assert writer.told == [(1, first), (1, {"eval_loss": 3.0})]
 
 
 def test_at_the_end_all_is_written_and_counted(clock):
     writer = Writer()
     found = StepRows(Writer(), lambda: False, writer)
-    found.add(line(1, tokens=10, loss=float("nan")))
-    found.add(line(2, skipped=1.0, grad_norm=float("inf"), loss=1.5))
-    found.add(line(3, skipped=0.0, loss=1.0, disturbed=True))
+    found.add(line(1, tokens=10, loss=torch.tensor(math.nan)))
+    found.add(line(2, skipped=1.0, grad_norm=float("inf"), loss=torch.tensor(1.5)))
+    found.add(line(3, skipped=0.0, loss=torch.tensor(1.0), disturbed=True))
     assert math.isnan(found.last_loss)
     found.finish()
     assert writer.steps == [1, 2, 3]

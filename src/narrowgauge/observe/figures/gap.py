@@ -15,10 +15,12 @@ import numpy as np
 from bokeh.models import BoxAnnotation, ColumnDataSource, CustomJSTickFormatter, Label, Range1d
 
 from narrowgauge.observe.figures.frame import FONT, frame, hover, plain
-from narrowgauge.observe.figures.palette import BAND, FAIL, INK, MUTED, PASS
+from narrowgauge.observe.figures.palette import BAND, FAIL, INK, MUTED, PAPER, PASS
 from narrowgauge.observe.figures.sampling import paired_gap_pct, smoothing_window
 from narrowgauge.observe.figures.traces import LEFT, Trace, direct_labels, ends, shared_steps, thin
 from narrowgauge.observe.verdict.gap import PASS_PCT, WATCH_PCT
+
+WORDS, BESIDE = 16, 90  # pixels: a row of words is high, and the threshold's own are wide
 
 
 def loss_gap(
@@ -40,7 +42,8 @@ def loss_gap(
     gaps = [_gap_trace(baseline, trace, smooth) for trace in others]
     chance = _gap_trace(baseline, noise, smooth) if noise is not None else None
     means = means or {}
-    y_range = _gap_range([*gaps, *([chance] if chance else [])], [pct for _, pct in means.values()])
+    pixels = max(height - 60, 1)  # of the picture within its axes
+    y_range = _gap_range([*gaps, *([chance] if chance else [])], [pct for _, pct in means.values()], pixels)
     p = frame(
         height=height,
         x_label="step",
@@ -71,10 +74,12 @@ def loss_gap(
     if chance is not None and len(chance.steps):
         p.line(*thin(chance.steps, chance.values), color=chance.color, line_width=1.3)
     p.segment(x0=[first_step], y0=[0], x1=[last_step], y1=[0], color=INK, line_width=1.6)
-    for level, color, word in ((PASS_PCT, PASS, "0.25 %: pass below"), (WATCH_PCT, FAIL, "1 %: fail above")):
-        if y_range.start < level < y_range.end:
-            p.segment(x0=[first_step], y0=[level], x1=[last_step], y1=[level], color=color, line_dash=[5, 4])
-            p.add_layout(_note(first_step, level, word, "bottom", color))
+    for level, color in ((PASS_PCT, PASS), (WATCH_PCT, FAIL)):
+        p.segment(x0=[first_step], y0=[level], x1=[last_step], y1=[level], color=color, line_dash=[5, 4])
+    p.add_layout(_note(first_step, WATCH_PCT, "1 %: fail above", "bottom", FAIL))
+    apart = (WATCH_PCT - PASS_PCT) / (y_range.end - y_range.start) * pixels >= WORDS
+    at, right = (PASS_PCT, 0) if apart else (WATCH_PCT, BESIDE)
+    p.add_layout(_note(first_step, at, "0.25 %: pass below", "bottom", PASS, right))
     lines = []
     for gap in gaps:
         xs, ys = thin(gap.steps, gap.values)
@@ -106,7 +111,7 @@ def _gap_trace(baseline: Trace, trace: Trace, smooth: int) -> Trace:
     )
 
 
-def _note(x: float, y: float, text: str, baseline: str, color: str = MUTED) -> Label:
+def _note(x: float, y: float, text: str, baseline: str, color: str = MUTED, right: int = 0) -> Label:
     return Label(
         x=x,
         y=y,
@@ -114,14 +119,19 @@ def _note(x: float, y: float, text: str, baseline: str, color: str = MUTED) -> L
         text_color=color,
         text_font=FONT,
         text_font_size="11px",
-        x_offset=2,
+        background_fill_color=PAPER,  # a curve that runs through them leaves words readable
+        background_fill_alpha=0.6,
+        x_offset=2 + right,
         y_offset=2 if baseline == "bottom" else -2,
         text_baseline=baseline,
     )
 
 
-def _gap_range(gaps: Sequence[Trace], means: Sequence[float]) -> Range1d:
-    """Holds both thresholds and most of every gap after the first tenth, where losses still fall steeply."""
+def _gap_range(gaps: Sequence[Trace], means: Sequence[float], pixels: int) -> Range1d:
+    """Holds both thresholds and most of every gap after the first tenth, where losses still fall steeply.
+
+    Of its `pixels` two rows of words are above the higher threshold: its own, and which steps were judged.
+    """
     low, high = min([-0.6, *(1.2 * m for m in means)]), max([1.2, *(1.2 * m for m in means)])
     for gap in gaps:
         late = gap.values[len(gap.values) // 10 :]
@@ -130,4 +140,6 @@ def _gap_range(gaps: Sequence[Trace], means: Sequence[float]) -> Range1d:
             most = 0.01 if len(late) >= 200 else 0.0  # in a long run a spike may leave the picture
             low = min(low, float(np.quantile(late, most)) * 1.1)
             high = max(high, float(np.quantile(late, 1 - most)) * 1.1)
-    return Range1d(max(low, -20.0), min(high, 60.0))
+    low, high = max(low, -20.0), min(high, 60.0)
+    words = min(2 * WORDS / pixels, 0.5)
+    return Range1d(low, max(high, (WATCH_PCT - words * low) / (1 - words)))

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _cuda, _ident, _compiling = torch.cuda, threading.get_ident, torch.compiler.is_dynamo_compiling
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
-_tracing, _NoFunctionModes = torch._C._get_tracing_state, torch._C.DisableTorchFunction
+_tracing, _NoFunctionModes = torch._C._is_tracing, torch._C.DisableTorchFunction
 _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -112,7 +112,7 @@ def heard(
         owner: Any = args[0]
         hearing: Hearing = owner.hearing
         mine = hearing.ident == _ident() and not hearing.deaf
-        if not mine or _modes() or _transforms() or _tracing() is not None or (_cuda._initialized and capturing()):
+        if not mine or _modes() or _transforms() or _tracing() or (_cuda._initialized and capturing()):
             return carefully(*args, **kwargs)
         try:
             with _NoFunctionModes():
@@ -151,5 +151,5 @@ def unreal() -> bool:
     return (
         _transforms()
         or (_modes() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _UNREAL))
-        or _tracing() is not None
+        or _tracing()
     )

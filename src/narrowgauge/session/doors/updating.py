@@ -200,10 +200,11 @@ def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
     return float(kwargs.get("norm_type", args[place] if len(args) > place else 2.0))
 
 
-def _ids_of(parameters: object) -> frozenset[int] | None:
+def _ids_of(parameters: Any) -> frozenset[int] | None:
     """Those of what a program had torch clip, as far as it has gradients; None of what can be read but once."""
     if isinstance(parameters, torch.Tensor):
         parameters = (parameters,)
-    if not isinstance(parameters, Iterable) or isinstance(parameters, Iterator):
+    plain = isinstance(parameters, list | tuple)  # which torch makes of most; to ask an abstract class takes longer
+    if not plain and (not isinstance(parameters, Iterable) or isinstance(parameters, Iterator)):
         return None
     return frozenset(map(id, [p for p in parameters if p.grad is not None]))

@@ -31,7 +31,7 @@ from narrowgauge.session.models.frames import innermost_call, left_by_an_error, 
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.same_weights import SameWeightsProbe
-from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
@@ -75,7 +75,7 @@ class Calls:
         self._depth = 0
         self._outermost: FrameType | None = None  # torch's, of the call that is running
         self._running: Root | None = None
-        self._rerouted: Callable[[], None] = _nothing
+        self._rerouted: Callable[[], None] | None = None
         self._tokens = 0  # of the last call with gradients
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
@@ -182,7 +182,7 @@ class Calls:
         self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
         tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given)
-        self._tokens, self._line = tokens, self._steps.line
+        self._tokens, self._line = tokens, self._steps.ledger.line
         if (line := self._line) is not None:
             line.tokens += tokens
             self._loading.trained(line)
@@ -216,8 +216,8 @@ class Calls:
         self._left()
         if missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
             late = self._steps.batches.see(missed, more=True)
-            if self._steps.line is not None:
-                self._steps.line.tokens += late
+            if self._steps.ledger.line is not None:
+                self._steps.ledger.line.tokens += late
         if not self._steps.paused:
             self._steps.batches.made(output)
         if isinstance(output, GeneratorType):
@@ -234,7 +234,7 @@ class Calls:
 
     def _take_back(self) -> None:
         """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
-        if self.training and self._line is not None and self._line is self._steps.line:
+        if self.training and self._line is not None and self._line is self._steps.ledger.line:
             self._line.tokens -= self._tokens
         self._tokens = 0
 
@@ -261,7 +261,8 @@ class Calls:
         self._outermost = self._running = None
         self._deaf(False)
         self.training = False
-        self._rerouted()
+        if self._rerouted is not None:
+            self._rerouted()
 
     def take(self, module: nn.Module) -> Root:
         """A module, of which no call is heard so far, is a model."""
@@ -287,7 +288,3 @@ def _estimates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
                 return False
             found = True
     return found
-
-
-def _nothing() -> None:
-    """Undo nothing."""

@@ -19,6 +19,7 @@ class _OfThread(threading.local):
     entered: ExitStack | None = None
 
 
+_REPLICA = "_is_replica"  # nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,11 +66,11 @@ class Root:
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.compiler.is_dynamo_compiling() and not _is_replica(module):
+            if not torch.compiler.is_dynamo_compiling() and _REPLICA not in module.__dict__:
                 begins(self, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if torch.compiler.is_dynamo_compiling() or _is_replica(module):
+            if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             ended(self, output, missed)
@@ -105,11 +106,6 @@ class Root:
         entered, self._thread.entered = self._thread.entered, None
         if entered is not None:
             entered.close()
-
-
-def _is_replica(module: nn.Module) -> bool:
-    """Whether nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's."""
-    return bool(vars(module).get("_is_replica"))
 
 
 def _living(module: ref[nn.Module]) -> nn.Module:

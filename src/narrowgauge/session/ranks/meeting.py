@@ -23,10 +23,12 @@ class Met(NamedTuple):
 
 
 def programs_own() -> Met | None:
-    """The ranks of the program's default process group."""
-    if not _available or not dist.is_initialized():  # asked in every step
+    """The ranks of the program's default process group, if there are several."""
+    # Asked in every step, for a program may make its group late: so it is looked where torch's own functions look.
+    group = dist.distributed_c10d._world.default_pg if _available else None
+    if group is None or group.size() < 2:
         return None
-    return Met(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    return Met(dist.distributed_c10d._get_default_store(), dist.get_rank(), group.size())
 
 
 class Meeting:

@@ -80,7 +80,7 @@ class Ranks:
 
     def offer(self, step: int, packed: list[Packed]) -> bool:
         """A recorded step ended; whether it is seen to here."""
-        if not self._met():
+        if not self.several():
             return False
         if self._own is not None:
             self._collector.keep(packed, self._own)
@@ -107,7 +107,7 @@ class Ranks:
 
     def _lay_beside(self, by: str, step: int, packed: list[Packed]) -> bool:
         """A further recipe's rows of the same step, before its own; whether they are seen to here."""
-        if not self._met():
+        if not self.several():
             return False
         self._beside += [replace(each, by=by) for each in packed]
         return True
@@ -123,14 +123,29 @@ class Ranks:
         return 1 if met is None else met.world
 
     def several(self) -> bool:
-        """Whether there are others, who merge what each has told."""
-        return self._met()
+        """Whether this is one of several ranks that know each other, and merge what each has told."""
+        if self._all.world:
+            return self._all.world > 1
+        if not self._all.find():
+            return False
+        try:
+            self._together.begin()
+            if self._writer.rank != self._all.rank:
+                raise RuntimeError(f"rank {self._all.rank} of the process group writes as rank {self._writer.rank}")
+            if self._all.rank == 0:
+                self._together.landing = Landing(self._writer, self._keep, self._all.world)
+            if self._plan.watch.get("ranks"):
+                meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
+                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank)
+        except Exception as error:
+            self._failed(error)
+        return True
 
     def add_scalars(self, step: int, **values: float) -> None:
         """A step's scalars have arrived from this rank's device."""
         if self._own is not None:
             self._own.add_scalars(step, **values)
-        merging = self._met() and not self._off
+        merging = self.several() and not self._off
         if merging:
             oldest = self._waiting.add(step, values)
             if oldest is not None and self._all.rank:
@@ -154,7 +169,7 @@ class Ranks:
         with self._collector.guard(self._failed):
             self._settle(patience, HURRY if failed else LATE)
         with self._collector.guard(self._failed):
-            if self._met():
+            if self.several():
                 self._together.last_words(self._writer, patience, merging=not self._off)
         self._together.stop()
         with self._collector.guard(self._failed):
@@ -187,25 +202,6 @@ class Ranks:
         return {"ranks": merged}
 
     # Deciding.
-
-    def _met(self) -> bool:
-        """Whether this is one of several ranks that know each other."""
-        if self._all.world:
-            return self._all.world > 1
-        if not self._all.find():
-            return False
-        try:
-            self._together.begin()
-            if self._writer.rank != self._all.rank:
-                raise RuntimeError(f"rank {self._all.rank} of the process group writes as rank {self._writer.rank}")
-            if self._all.rank == 0:
-                self._together.landing = Landing(self._writer, self._keep, self._all.world)
-            if self._plan.watch.get("ranks"):
-                meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
-                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank)
-        except Exception as error:
-            self._failed(error)
-        return True
 
     def _resolve(self, patience: float) -> None:
         """Do with the oldest open step what all ranks do with it."""

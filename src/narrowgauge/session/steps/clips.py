@@ -10,19 +10,20 @@ Of two clips that only overlap the overlap counts twice: nobody knows its share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from narrowgauge.session.tensors.deferred import kept
 from narrowgauge.session.tensors.norms import Squares, of_clips
 
 
 @dataclass
 class Clip:
-    """One norm, copied; the program's own tensor; the ids of the parameters, None where it is not known which."""
+    """One norm, kept; the program's own tensor; the ids of the parameters, None where it is not known which."""
 
-    norm: Tensor
+    norm: Tensor | float
     told: Tensor
     of: frozenset[int] | None
 
@@ -48,7 +49,7 @@ class Clips:
             latest.of = None if of is None or latest.of is None else latest.of | of
             self._know(latest)
             return
-        self._add(Clip(norm.detach().clone(), norm, of))
+        self._add(Clip(kept(norm), norm, of))
 
     def grown(self) -> None:
         """Another backward adds to the gradients."""
@@ -93,13 +94,15 @@ class Clips:
         others = [p for p in owners if id(p) not in self._covered]
         return others if self._covered <= {id(p) for p in trained()} else []
 
-    def norms(self, others: Sequence[tuple[frozenset[int], Squares]]) -> dict[str, Tensor]:
+    def norms(self, others: Sequence[tuple[frozenset[int], Squares]]) -> Mapping[str, Tensor | float]:
         """What is written of them, with gradients that were not clipped: by the parameters' ids, their squares.
 
         Those of an optimizer that stepped before they were clipped as well are not counted twice.
         """
-        more = [] if self._unknown else [squares for of, squares in others if not of <= self._covered]
-        return of_clips([clip.norm for clip in self._clips], Squares.of_all(more))
+        if self._unknown:
+            others = ()
+        more = Squares.of_all([squares for of, squares in others if not of <= self._covered]) if others else None
+        return of_clips([clip.norm for clip in self._clips], more)
 
 
 def _again(before: Clip, clip: Clip) -> bool:

@@ -20,42 +20,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from ctypes import c_float
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.session.steps.clips import Clips
-from narrowgauge.session.steps.rows import Closed, Events, StepRows
-from narrowgauge.session.steps.turns import Turns, held
-from narrowgauge.session.tensors.movement import Movement
-from narrowgauge.session.tensors.norms import Squares
+from narrowgauge.session.steps.line import Events, Line
+from narrowgauge.session.steps.rows import StepRows
+from narrowgauge.session.steps.turns import held
+from narrowgauge.session.tensors.deferred import kept
 from narrowgauge.session.tensors.sharded import here
-
-
-@dataclass
-class Line:
-    """The step being written."""
-
-    step: int
-    loss: Tensor | None = None
-    microbatches: int = 0
-    tokens: int = 0
-    scalars: dict[str, float | Tensor] = field(default_factory=dict)
-    recorded: bool = False  # tensors are looked at in this step
-    disturbed: bool = False  # an evaluation or a probe fell into its time
-    before: tuple[Tensor | None, int] = (None, 0)  # loss and microbatches before the last one was added
-    learned: int = 0  # tokens of those whose backward pass went through
-    rates: list[float | Tensor] = field(default_factory=list)  # learning rates, by optimizer and parameter group
-    rated: set[int] = field(default_factory=set)  # ids of these groups
-    clips: Clips = field(default_factory=Clips)  # norms that are the program's own
-    # Of the optimizers that stepped so far, as far as nobody had clipped them: by the ids of the parameters.
-    unclipped: list[tuple[frozenset[int], Squares]] = field(default_factory=list)
-    unheard: bool = False  # there are more, whose norm nobody took
-    movement: Movement | None = None
-    stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
-    trainers: set[int] = field(default_factory=set)  # their numbers
 
 
 class Ledger:
@@ -64,7 +39,6 @@ class Ledger:
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
         self._clock = Laps()
-        self._turns = Turns()
         self.line: Line | None = None
         self.steps = 0
 
@@ -81,15 +55,16 @@ class Ledger:
         self.line.before = self.line.loss, self.line.microbatches
         self.line.microbatches += 1
         if loss is not None:
-            loss = here(loss).detach().clone()
-            if loss.dim() or loss.dtype != torch.float32:
-                loss = loss.reshape(()).float()
-            self.line.loss = loss if self.line.loss is None else self.line.loss + loss.to(self.line.loss.device)
+            more = kept(here(loss))
+            if isinstance(more, Tensor) and (more.dim() or more.dtype != torch.float32):
+                more = more.reshape(()).float()
+            self.line.loss = more if self.line.loss is None else _added(self.line.loss, more)
 
     def divide(self, by: float) -> None:
         """The step's gradients so far were divided: so is its loss."""
         if self.line is not None and self.line.loss is not None and by:
-            self.line.loss = self.line.loss / by
+            loss = self.line.loss
+            self.line.loss = loss / by if isinstance(loss, Tensor) else _float32(loss / _float32(by))
 
     def take_back(self) -> None:
         """The last microbatch's backward failed: it was none of the step's, nor was what it was computed from."""
@@ -137,8 +112,9 @@ class Ledger:
     def took_part(self, optimizer: Optimizer) -> None:
         """The open step is of this optimizer, too: it stepped, or was skipped."""
         if self.line is not None:
+            self.line.optimizers.add(id(optimizer))
             self.line.stepped.add(held(optimizer))
-            self.line.trainers.add(self._turns.trainer(optimizer))
+            self.line.trainers.add(self.rows.turns.trainer(optimizer))
 
     def interrupted(self, seconds: float) -> None:
         """The program, or a probe, did something else: it falls into the time of the step that ends next."""
@@ -156,24 +132,28 @@ class Ledger:
 
     def close(self) -> None:
         """Hand the finished line over, to be written."""
-        unfinished, line, self.line = self.unfinished, self.line, None
-        if line is None or unfinished:
+        line, self.line = self.line, None
+        if line is None or line.step > self.steps:
             return  # an unfinished step has no update to be paired with
-        scalars: dict[str, float | Tensor] = dict(line.scalars)
-        if line.loss is not None:
-            scalars["loss"] = line.loss
-        scalars["microbatches"] = line.microbatches
-        if line.tokens:  # or none were found, which is no number of tokens
-            scalars["tokens"] = line.tokens
-        if (turn := self._turns.of(line.trainers)) is not None:
-            scalars["turn"] = turn
-        scalars["clean"] = float(not (line.disturbed or line.recorded))
-        self.rows.add(Closed(line.step, scalars, line.recorded, line.disturbed, self._clock.events()))
+        line.events, line.movement = self._clock.events(), None
+        self.rows.add(line)
 
     def finish(self) -> None:
         """Write everything that is still on its way."""
         self.close()
         self.rows.finish()
+
+
+def _added(loss: Tensor | float, more: Tensor | float) -> Tensor | float:
+    """Both, in float32 wherever they are."""
+    if isinstance(loss, Tensor):
+        return loss + (more.to(loss.device) if isinstance(more, Tensor) else more)
+    return loss + more if isinstance(more, Tensor) else _float32(loss + more)
+
+
+def _float32(number: float) -> float:
+    """The nearest number in float32."""
+    return c_float(number).value
 
 
 class Laps:

@@ -10,7 +10,7 @@ import sys
 import threading
 
 from narrowgauge.session.doors.hearing import Hearing
-from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 
 OTHERS = ("ffcv", "grain", "nvidia.dali", "torchdata.nodes")  # modules whose loaders are none of torch's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.steps.clips import Clips
-from narrowgauge.session.steps.ledger import Line
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.tensors.norms import Parts, Squares, named
 
 MOST_RATES = 16  # parameter groups whose learning rates are told apart
@@ -60,7 +60,7 @@ def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts:
         line.unclipped.append((frozenset(map(id, owners)), found))
 
 
-def gradients(line: Line) -> dict[str, Tensor]:
+def gradients(line: Line) -> Mapping[str, Tensor | float]:
     """The gradients' norm of the optimizers that were looked at, or this rank's part of it; nothing if it is not whole.
 
     Where an optimizer steps in backward nobody took the norm of what was not clipped, unless the step is recorded.
@@ -76,14 +76,14 @@ def gradients(line: Line) -> dict[str, Tensor]:
 def learning_rates(line: Line, optimizer: Optimizer) -> None:
     """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
     for group in optimizer.param_groups:
-        rate = group.get("lr")
-        if rate is not None and group["params"] and id(group) not in line.rated and len(line.rates) < MOST_RATES:
-            line.rated.add(id(group))
-            line.rates.append(rate.detach().clone() if isinstance(rate, Tensor) else float(rate))
-    if line.rates:
-        line.scalars["lr"] = line.rates[0]
+        rate, at = group.get("lr"), id(group)
+        if rate is not None and group["params"] and at not in line.rates and len(line.rates) < MOST_RATES:
+            line.rates[at] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
+    rates = [*line.rates.values()]
+    if rates:
+        line.scalars["lr"] = rates[0]
     differ = False
-    for rate in line.rates[1:]:
-        differ = differ or isinstance(rate, Tensor) or rate != line.rates[0]
+    for rate in rates[1:]:
+        differ = differ or isinstance(rate, Tensor) or rate != rates[0]
     if differ:
-        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(line.rates)})
+        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(rates)})

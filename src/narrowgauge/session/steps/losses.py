@@ -181,12 +181,13 @@ class EvalLosses:
 
     def training_ended(self, model: Any, output: Any) -> None:
         """A model's call with gradients ended with `output`."""
-        if not self.trains_by.called(model):
+        losses = self.trains_by.called(model)
+        if not losses.asks:
             return
         fields = getattr(output, "__dataclass_fields__", ())
         if not isinstance(output, Tensor | dict | tuple | list) and "loss" not in fields:
             output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
-        self.trains_by.of(model).returned(scalar_loss(output))
+        losses.returned(scalar_loss(output))
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""

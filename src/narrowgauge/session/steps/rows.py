@@ -1,4 +1,4 @@
-"""Finished lines become rows: of several steps at once, where their numbers are on the host.
+"""Finished lines become rows, of several steps at once where their numbers are on the host.
 
 Between two operations of a program nothing of ours is in the processor's caches, so a row that is made as its step ends
 takes several times as long as one of many in a loop. What is held back is there whenever the writer's thread makes a
@@ -15,35 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.pace import Pace
+from narrowgauge.session.steps.turns import Turns
 from narrowgauge.session.tensors.deferred import Deferred
 
 TOGETHER, PATIENCE = 16, 0.25  # lines, and seconds since the last ones were told, to whoever asks for the latest
-LOCK_SECONDS = 1.0  # of a thread that was interrupted in here, and waits for this one, nobody hears any more
-Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
+LOCK_SECONDS = 1.0  # for a thread in here: one that was interrupted may wait for whoever waits for it
 
 
-class Closed(NamedTuple):
-    """A line that is finished: its scalars, what its time is of, and the events around it on a device."""
-
-    step: int
-    scalars: dict[str, float | Tensor]
-    recorded: bool
-    disturbed: bool
-    events: Events
-
-    @property
-    def on_host(self) -> bool:
-        """Whether none of its numbers has to come from a device."""
-        for value in self.scalars.values():
-            if isinstance(value, Tensor) and not value.is_cpu:
-                return False
-        return self.events is None
+def _any(line: Line) -> bool:
+    """Every line is ready."""
+    return True
 
 
 class Taker(Protocol):
@@ -64,26 +51,27 @@ class StepRows:
 
     def __init__(self, merged: Taker, several: Callable[[], bool], own: Taker) -> None:
         self._merged, self._several, self._own = merged, several, own
-        self._held: deque[Closed] = deque()
+        self._held: deque[Line] = deque()
         self._lock = threading.RLock()
         self._told = time.perf_counter()
         self._deferred = Deferred()
         self._error: Exception | None = None
         self.pace = Pace()
+        self.turns = Turns()
         self.last_loss = float("nan")
         self.nonfinite_steps = self.skipped_steps = 0
 
-    def add(self, line: Closed) -> None:
+    def add(self, line: Line) -> None:
         """A line is finished."""
         if self._several():
-            self.tell()
-            self._put(line, self._merged)
+            with self._locked():
+                self._give()
+                self._put(line, self._merged)
             return
         self._held.append(line)
-        loss = line.scalars.get("loss")
-        alone = line.recorded or line.events is not None or (isinstance(loss, Tensor) and not loss.is_cpu)
+        alone = line.recorded or line.events is not None or (isinstance(line.loss, Tensor) and not line.loss.is_cpu)
         if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:
-            self.tell()
+            self._give_if_free()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -91,16 +79,12 @@ class StepRows:
     def tell(self) -> None:
         """Give away what is held back, as far as it has arrived."""
         with self._locked():
-            while self._held:  # one by one: whatever is wrong with one, or interrupts, costs that one
-                self._put(self._held.popleft(), self._own)
-            self._told = time.perf_counter()
+            self._give()
 
     def gather(self) -> None:
         """The same, asked by the writer's thread: but nothing that a device has yet to give."""
         try:
-            with self._locked():
-                if all(line.on_host for line in list(self._held)) and self._deferred.empty:
-                    self.tell()
+            self._give_if_free(lambda line: line.on_host and self._deferred.empty, LOCK_SECONDS)
         except Exception as error:
             self._error = error  # told where errors of ours are kept
 
@@ -111,19 +95,32 @@ class StepRows:
 
     def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
         """Scalars of a step whose line was closed before, which go to `writer` once they have arrived."""
-        self.tell()
         with self._locked():
+            self._give()
             self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
 
     def finish(self) -> None:
         """Write everything that is still on its way."""
-        self.tell()
         with self._locked():
+            self._give()
             self._deferred.drain(wait=True)
 
-    def _put(self, line: Closed, taker: Taker) -> None:
-        with self._locked():
-            self._deferred.put(line.scalars, functools.partial(self._write, line, taker))
+    def _give_if_free(self, ready: Callable[[Line], bool] = _any, patience: float = 0.0) -> None:
+        """Give away the first that are ready, unless another thread does: it goes on with what is left, in order."""
+        if self._lock.acquire(timeout=patience):
+            try:
+                self._give(ready)
+            finally:
+                self._lock.release()
+
+    def _give(self, ready: Callable[[Line], bool] = _any) -> None:
+        while self._held and ready(self._held[0]):  # one by one: what is wrong with one, or interrupts, costs that one
+            self._put(self._held.popleft(), self._own)
+        self._told = time.perf_counter()
+
+    def _put(self, line: Line, taker: Taker) -> None:
+        numbers = line.numbers(self.turns.of(line.trainers))
+        self._deferred.put(numbers, functools.partial(self._write, line, taker))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -134,7 +131,7 @@ class StepRows:
             if held:
                 self._lock.release()
 
-    def _write(self, line: Closed, taker: Taker, row: dict[str, float]) -> None:
+    def _write(self, line: Line, taker: Taker, row: dict[str, float]) -> None:
         if not line.disturbed:
             if line.events is not None:
                 # The scalars were copied after the second event, so both have passed.

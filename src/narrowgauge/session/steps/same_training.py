@@ -78,8 +78,7 @@ class SameTraining:
 
     def _trained(self) -> list[Tensor]:
         line = self._steps.line
-        stepped = {optimizer for optimizer, *_ in line.stepped} if line is not None else set()
-        stepped = stepped or self._steps.stepped
+        stepped = (line.optimizers if line is not None else None) or self._steps.stepped
         if not stepped:  # nothing has made a step yet: what it would train is what it called
             return [p for module in self._called_in(self._hearing.turn) for p in module.parameters()]
         return [p for optimizer in self._optimizers if id(optimizer) in stepped for p in parameters(optimizer)]

@@ -19,12 +19,12 @@ from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps import status
-from narrowgauge.session.steps.ledger import Ledger, Line
+from narrowgauge.session.steps.ledger import Ledger
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.tensors.batches import Batches
-from narrowgauge.session.tensors.fingerprint import stored
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.rooms import Room
 
@@ -47,6 +47,7 @@ class Steps:
     ) -> None:
         self._plan, self._writer, self._probe = plan, writer, probe
         self._recorder, self._plain, self._ranks = recorder, plain, ranks
+        self._reports = writer.rank == 0 and not plan.compiling  # one pulse is enough
         self.ledger = Ledger(StepRows(ranks, ranks.several, writer))
         writer.gather = self.ledger.rows.gather
         self.memory = PeakMemory()
@@ -136,8 +137,10 @@ class Steps:
 
     def end(self) -> None:
         """An optimizer stepped, or a gradient scaler chose not to."""
-        self._moved()
-        self._plain.end(seen=True)
+        line = self.ledger.line
+        if line is not None and line.recorded:
+            self._moved()
+            self._plain.end(seen=True)
         self.ledger.stepped()
         self.evals.stepped()
         self.made, self.zeroed, self._doubted = True, False, False
@@ -203,7 +206,7 @@ class Steps:
 
     def report(self, *, done: bool = False) -> None:
         """Tell a comparison's progress display how far the program is; who watches a program has none."""
-        if self._writer.rank == 0 and not self._plan.compiling:  # one pulse is enough
+        if self._reports:
             status.report(self._plan, self.ledger, done=done)
 
     def _open(self) -> None:
@@ -212,7 +215,7 @@ class Steps:
             raise StopTraining
         self.made, self.begun = False, True
         if self.ledger.line is not None:
-            stepped = {optimizer for optimizer, *_ in self.ledger.line.stepped}
+            stepped = self.ledger.line.optimizers
             self.stepped = stepped or self.stepped
             self._recorder.selection.stepped(stepped)
         line = self.ledger.open()
@@ -224,7 +227,8 @@ class Steps:
             self._plain.begin()
         if self._probe is not None:
             line.disturbed |= self._probe.armed(line.step)
-        self.report()
+        if self._reports:
+            self.report()
 
     def _close(self) -> None:
         line = self.ledger.line
@@ -243,14 +247,14 @@ class Steps:
         if line is not None and line.movement is not None:
             self.settle()
         self._take_evaluation()
-        digest = self.batches.digest
-        if line is not None and digest is not None:
-            line.scalars["data_digest"] = stored(digest)
-        if line is not None and line.recorded:
+        if line is None:
+            return
+        line.digest = self.batches.digest
+        if line.recorded:
             now = line.scalars["memory_bytes"] = self.memory.now()
             self.memory.sample(now)
             line.scalars["peak_memory_bytes"] = self.memory.bytes()
-        self._recorder.end_step()
+            self._recorder.end_step()
 
     def _take_evaluation(self) -> None:
         for step, loss in self.evals.take().items():

@@ -27,11 +27,11 @@ class TrainsBy:
             finalize(model, self._forget, found).atexit = False
         return found
 
-    def called(self, model: Any) -> bool:
-        """A call with gradients of this model ended; whether its loss is to be told."""
+    def called(self, model: Any) -> ReturnedLosses:
+        """A call with gradients of this model ended: its losses."""
         found = self.of(model)
         self._since[id(found)] = found
-        return found.asks
+        return found
 
     def training_changed(self) -> None:
         """Other parameters are trained now."""

@@ -24,7 +24,7 @@ MOST = 16  # programs that make their optimizers anew, of new parameters, have e
 
 def held(optimizer: Optimizer) -> tuple[int, ...]:
     """An optimizer with what it holds now, which may be a group, or a part of one, of what it trains."""
-    return (id(optimizer), *(id(group["params"][0]) for group in optimizer.param_groups if group["params"]))
+    return (id(optimizer), *[id(group["params"][0]) for group in optimizer.param_groups if group["params"]])
 
 
 class Turns:

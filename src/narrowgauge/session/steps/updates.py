@@ -117,7 +117,7 @@ class Updates:
             return
         self.losses.forget()
         self.hearing.waits = False
-        line = self._steps.line
+        line = self._steps.ledger.line
         if line is not None:
             line.learned = line.tokens
         if self._stepped_in_backward:
@@ -153,11 +153,15 @@ class Updates:
         """The gradients of the open step were divided, so its losses are."""
         self._steps.ledger.divide(by)
 
-    @heard
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
-        line = self._steps.line
-        if line is None or self._steps.made or not line.microbatches or self._in_closure or inside_backward():
+        if not self._steps.made:  # as it mostly is
+            self._zeroed(owner)
+
+    @heard
+    def _zeroed(self, owner: Optimizer | nn.Module) -> None:
+        line = self._steps.ledger.line
+        if line is None or not line.microbatches or self._in_closure or inside_backward():
             return
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
         if all(p.grad is None or id(p) in zeroed for p in self._trained()):
@@ -186,7 +190,7 @@ class Updates:
         if closure is not None:
             self._steps.enter()
             return self._followed(closure, optimizer)
-        if self._steps.line is None or (self._steps.made and self._steps.ledger.has(optimizer)):
+        if self._steps.ledger.line is None or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter()  # neither its forward nor its backward was heard
         self._look(optimizer)
         return None
@@ -197,16 +201,17 @@ class Updates:
     @heard
     def step_ended(self, optimizer: Optimizer, early: bool = False) -> None:
         """An optimizer stepped; if `early`, the new weights are there when the compiled function returns."""
-        if self.prepares or not self._follows(optimizer):
+        began = self._stepping is not None and self._stepping() is optimizer
+        if self.prepares or not (began or self._follows(optimizer)):
             return
-        line = self._steps.line
+        line = self._steps.ledger.line
         if line is not None and line.movement is not None:
             line.movement.after(optimizer, early=early)
         if inside_backward():
             self._stepped_in_backward = True
             return
         self.ended += 1
-        if self._stepping is not None and self._stepping() is not optimizer:
+        if self._stepping is not None and not began:
             return
         self._steps.ledger.took_part(optimizer)
         self._made()
@@ -216,7 +221,7 @@ class Updates:
         """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
         if moved or (self._steps.made and (self._steps.ledger.has(optimizer) or not self._follows(optimizer))):
             return
-        line = self._steps.line
+        line = self._steps.ledger.line
         if line is not None and self._stepping is not None and self._stepping() not in (None, optimizer):
             line.scalars["skipped"] = 1.0  # the step is that of the optimizer around it, and not over
             return
@@ -231,20 +236,20 @@ class Updates:
         norm, skipped = told()
         if skipped and not self._steps.made:
             self._skipped()
-        line = self._steps.line
+        line = self._steps.ledger.line
         if line is not None and norm is not None:
             line.scalars.pop("grad_square_local", None)
             line.scalars["grad_norm"] = norm.detach().clone() if isinstance(norm, Tensor) else norm
 
     def _skipped(self) -> None:
-        if self._steps.line is not None:
-            self._steps.line.scalars["skipped"] = 1.0
+        if self._steps.ledger.line is not None:
+            self._steps.ledger.line.scalars["skipped"] = 1.0
             self._made()
 
     def replayed(self) -> None:
         """A whole step was replayed."""
-        if self._steps.line is not None:
-            self._steps.line.clips.join(self._clips)
+        if self._steps.ledger.line is not None:
+            self._steps.ledger.line.clips.join(self._clips)
         self._made()
 
     @property

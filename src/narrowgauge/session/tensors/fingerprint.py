@@ -46,8 +46,9 @@ def digest(x: Tensor) -> Tensor:
 
 def _digest(x: Tensor) -> Chained:
     """The same; a number where it is known at once."""
-    x = x.detach()
-    if x.is_complex():
+    if x.requires_grad or type(x) is not Tensor:
+        x = x.detach()
+    if x.dtype.is_complex:
         x = torch.view_as_real(x.resolve_conj())
     if x.is_neg():
         x = x.resolve_neg()

@@ -12,7 +12,7 @@ copies   how many ranks hold the same part of x: the mesh's dimensions that repl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -158,9 +158,9 @@ def _pieces(x: Tensor) -> list[Tensor]:
     return [run[start : start + PIECE] for start in range(0, x.numel(), PIECE)]
 
 
-def of_norm(norm: Tensor) -> Squares:
+def of_norm(norm: Tensor | float) -> Squares:
     """The square of a norm that the program took itself; of a DTensor's, which is only reduced when used, our part."""
-    norm = norm.detach()
+    norm = norm.detach() if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64, device="cpu")
     if not is_distributed(norm):
         return Squares(Term(norm.double().square()))
     mesh, placements = norm.device_mesh, norm.placements  # type: ignore[attr-defined]
@@ -175,9 +175,9 @@ def named(what: str, found: Squares) -> dict[str, Tensor]:
     return {f"{what}_square_local": found.total} if found.partial else {f"{what}_norm": found.total.sqrt()}
 
 
-def of_clips(norms: list[Tensor], found: Squares | None = None) -> dict[str, Tensor]:
+def of_clips(norms: list[Tensor | float], found: Squares | None = None) -> Mapping[str, Tensor | float]:
     """The same of the gradients, from norms that the program took itself, each over others of them, and `found`."""
-    if len(norms) == 1 and type(norms[0]) is Tensor and found is None:
+    if len(norms) == 1 and type(norms[0]) in (float, Tensor) and found is None:
         return {"grad_norm": norms[0]}
     for norm in norms:
         found = of_norm(norm).and_also(found)

@@ -1,0 +1,64 @@
+"""What is known of one step: filled while it is open, and made into numbers when its row is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.session.steps.clips import Clips
+from narrowgauge.session.tensors.fingerprint import Chained, stored
+from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.norms import Squares
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+@dataclass
+class Line:
+    """The step being written, and then what its row is made of."""
+
+    step: int
+    loss: Tensor | float | None = None
+    microbatches: int = 0
+    tokens: int = 0
+    scalars: dict[str, float | Tensor] = field(default_factory=dict)
+    recorded: bool = False  # tensors are looked at in this step
+    disturbed: bool = False  # an evaluation or a probe fell into its time
+    before: tuple[Tensor | float | None, int] = (None, 0)  # loss and microbatches before the last one was added
+    learned: int = 0  # tokens of those whose backward pass went through
+    rates: dict[int, float | Tensor] = field(default_factory=dict)  # learning rates, by the parameter groups' ids
+    clips: Clips = field(default_factory=Clips)  # norms that are the program's own
+    # Of the optimizers that stepped so far, as far as nobody had clipped them: by the ids of the parameters.
+    unclipped: list[tuple[frozenset[int], Squares]] = field(default_factory=list)
+    unheard: bool = False  # there are more, whose norm nobody took
+    movement: Movement | None = None
+    stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
+    optimizers: set[int] = field(default_factory=set)  # their ids
+    trainers: set[int] = field(default_factory=set)  # their numbers
+    digest: Chained | None = None  # of all that models were called with so far
+    events: Events = None  # on a device, around the step
+
+    @property
+    def on_host(self) -> bool:
+        """Whether none of its numbers has to come from a device."""
+        for value in (*self.scalars.values(), self.loss, self.digest):
+            if isinstance(value, Tensor) and not value.is_cpu:
+                return False
+        return self.events is None
+
+    def numbers(self, turn: int | None) -> dict[str, float | Tensor]:
+        """All of the step's row that it knows itself; `turn` is the number of the optimizers that made it."""
+        numbers = dict(self.scalars)
+        if self.digest is not None:
+            numbers["data_digest"] = stored(self.digest)
+        if self.loss is not None:
+            numbers["loss"] = self.loss
+        numbers["microbatches"] = self.microbatches
+        if self.tokens:  # or none were found, which is no number of tokens
+            numbers["tokens"] = self.tokens
+        if turn is not None:
+            numbers["turn"] = turn
+        numbers["clean"] = float(not (self.disturbed or self.recorded))
+        return numbers
