@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from narrowgauge.observe.stats import host_ready
 from narrowgauge.session.models import roots
-from narrowgauge.session.sites import showing
+from narrowgauge.session.recorder import Recorder
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -797,7 +797,7 @@ def test_a_step_that_fails_leaves_the_next_to_be_seen(tmp_path):
 @pytest.mark.parametrize("both", [True, False])
 def test_what_fails_of_ours_is_told_and_does_not_reach_the_program(tmp_path, monkeypatch, caplog, both):
     with followed(tmp_path, judge="current", every=1) as (session, writer):
-        monkeypatch.setattr(showing, "judge", lambda *_: 1 / 0)
+        monkeypatch.setattr(Recorder, "product", lambda *_, **__: 1 / 0)
         if both:
             monkeypatch.setattr(session.steps.batches, "see", lambda _: 1 / 0)
         model = linear()

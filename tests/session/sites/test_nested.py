@@ -5,7 +5,7 @@ import torch
 from tests.session.sites.recorded import recorded, same
 from torch import nn
 
-from narrowgauge.session.sites.showing import _pieces
+from narrowgauge.session.sites.matrices import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -31,9 +31,9 @@ def test_all_pieces_are_one_matrix(layout):
 def test_pieces_that_are_no_matrix_are_not_taken_for_one():
     held = torch.randn(2, 8, 16)
     loose = torch.nested.narrow(held, 1, torch.tensor([0, 2]), torch.tensor([3, 5]), layout=torch.jagged)
-    assert _pieces(loose) is None  # what lies between its pieces is none of it
-    assert _pieces(torch.nested.nested_tensor([*held], layout=torch.jagged).transpose(1, 2)) is None
-    assert _pieces(torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(3, 5)])) is None
+    assert pieces(loose) is None  # what lies between its pieces is none of it
+    assert pieces(torch.nested.nested_tensor([*held], layout=torch.jagged).transpose(1, 2)) is None
+    assert pieces(torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(3, 5)])) is None
 
 
 def test_what_cannot_be_taken_is_told():

@@ -109,7 +109,7 @@ class PlainSites:
         self._layers: list[Layer] = []
         self._beside: dict[Callable[[], AbstractContextManager[None]], None] = {}  # what kinds of layers have to hear
         self._census = Census()
-        self._products = Products(self._heard, self.shown.failed, lambda: self._running.tells())
+        self._products = Products(self._heard, self.shown.said.failed, lambda: self._running.tells())
         self._steps = self._ident = 0
         self.uncompiled = self._graphs = False
         self._compiled: set[Whose] = set()  # whose calls have run compiled
@@ -195,7 +195,7 @@ class PlainSites:
             self._products.open()
             self._open.callback(self._products.close)
             if self._products.elsewhere():
-                self.shown.say(_AT_ONCE)
+                self.shown.said.say(_AT_ONCE)
         else:
             self._untold = True  # their graphs would be made anew for functions that come and go
         if compiles:
@@ -209,14 +209,14 @@ class PlainSites:
             if self._listening and threading.get_ident() == self._ident:
                 self._launch(whose)
             elif self._listening and not (self._graphs or inside_backward()):
-                self.shown.say(_AT_ONCE)
+                self.shown.said.say(_AT_ONCE)
         except Exception as error:
             self.compiled_unheard(error)
         return back
 
     def compiled_unheard(self, error: Exception) -> None:
         """So is this."""
-        self.shown.failed("a call of something compiled", error)
+        self.shown.said.failed("a call of something compiled", error)
 
     def _launch(self, whose: Whose) -> None:
         """Where the step runs uncompiled, converted layers in what does not would be silent in a CUDA graph."""
@@ -270,7 +270,7 @@ class PlainSites:
         try:
             unseen_by_modes(self._show, layer, module, args, kwargs, output)
         except Exception as error:
-            self.shown.failed(f"a call of {layer.name or type(module).__name__}", error)
+            self.shown.said.failed(f"a call of {layer.name or type(module).__name__}", error)
 
     def input_in_graph(self, layer: Layer, x: Tensor) -> None:
         """Show it, and the layer's weight."""
@@ -284,7 +284,7 @@ class PlainSites:
                 layer.latest = (rules, layer.observer.wants(layer.name)) if self._mine() else None
             self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
         except Exception as error:
-            self.shown.failed(f"a call of {layer.name} in a graph", error)
+            self.shown.said.failed(f"a call of {layer.name} in a graph", error)
 
     def gradient_in_graph(self, layer: Layer, dy: Tensor) -> None:
         """Show it."""
@@ -303,7 +303,7 @@ class PlainSites:
             self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
         if parts and not layer.kind.whole:
             kind = type(module).__name__
-            self.shown.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
+            self.shown.said.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
 
     def _held_by(self, module: nn.Module, part: Part) -> Tensor | None:
         """Count a part's weight as seen; what it is between its uses."""

@@ -6,7 +6,6 @@ grad_output      in the backward pass, by a hook on the result
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -21,16 +20,15 @@ from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import ROLES, Recipe
-from narrowgauge.errors import let_pass
 from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
+from narrowgauge.session.sites.matrices import is_matrix, kind, pieces, same_rows, usual
 from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn, rows
+from narrowgauge.session.sites.said import Said
 from narrowgauge.session.sites.tensor_parallel import NONE
 from narrowgauge.session.sites.ungraded import Ungraded
-from narrowgauge.session.tensors.sharded import PLAIN, Held, is_distributed, local_of, used_of
-
-NO_FLOAT64 = "Training in BF16 or FP8 holds no float64"
+from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, used_of
 
 
 class Showing:
@@ -49,6 +47,7 @@ class Showing:
         judged: layers that are put through the recipe, by their names in the run, and whether they are convolutions;
             others have rules of their own.
         dtype: of the first product's result.
+        said: notes of what was passed over, and of what failed.
         ungraded: layers of which no gradient comes by.
     """
 
@@ -59,7 +58,7 @@ class Showing:
         mine: Callable[[], bool] = lambda: True,
         told: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self.recipe, self._training, self._mine, self._told = recipe, training, mine, told
+        self.recipe, self._training, self._mine = recipe, training, mine
         self._rules: dict[OperandRole, Rule] = {} if recipe is None else {r: Rule(recipe.uses(r)[0]) for r in ROLES}
         self._clock = StepClock()
         self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
@@ -70,9 +69,8 @@ class Showing:
         self.judged: dict[str, bool] = {}
         self.dtype = ""
         self.ungraded = Ungraded()
-        self._passed_over: Counter[str] = Counter()
+        self.said = Said(told)
         self._some = False  # operands were taken in earlier steps
-        self._said: dict[str, None] = {}
 
     def begin(self) -> None:
         """A recorded step begins."""
@@ -87,12 +85,7 @@ class Showing:
     def notes(self) -> list[str]:
         """What was not looked at, or not as it is; what failed."""
         self.ungraded.arrived(self.heard)
-        notes = [*self._said, *self.ungraded.notes]
-        if self._passed_over:
-            kinds = ", ".join(sorted(self._passed_over))
-            why = f" {NO_FLOAT64}." if "float64" in kinds else ""
-            notes.append(f"Some operands of layers are not recorded, because no quantizer takes them: {kinds}.{why}")
-        return notes
+        return [*self.said.notes, *self.ungraded.notes, *self.said.passed_over]
 
     @property
     def kept_high(self) -> dict[str, list[str]]:
@@ -103,41 +96,25 @@ class Showing:
     @property
     def unrecorded(self) -> str:
         """Why no operand at all was recorded, in one sentence; "" if one was, or none came."""
-        if self._some or self.heard or not self._passed_over:
-            return ""
-        kinds = ", ".join(sorted({kind.partition(" ")[2] for kind in self._passed_over}))
-        instead = f" {NO_FLOAT64}: watch the program in float32, BF16 or FP16." if "float64" in kinds else ""
-        return f"No tensor was recorded: no quantizer takes what the layers multiply ({kinds}).{instead}"
-
-    def say(self, note: str) -> None:
-        """Leave a note, once."""
-        self._said.setdefault(note)
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Leave a note of an error; of several, the first says enough."""
-        let_pass(error)
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        self._told(f"watching {what} failed: {cause}")
-        if not any(note.startswith("Watching ") for note in self._said):
-            self.say(f"Watching {what} failed, and its numbers are missing: {cause}. Training goes on.")
+        return "" if self._some or self.heard else self.said.unrecorded
 
     def use(self, name: str, observer: Observer, part: Part, kept: Tensor | None) -> None:
         """One product, in the forward or in a recomputed one; `kept` is its weight as it is between its uses."""
         if part.hidden:
-            self.say(part.hidden)
+            self.said.say(part.hidden)
         x, w, y, own = part.x, part.w, part.y, part.own
         some = x if x is not None else w if w is not None else y
         if self.recipe is None or some is None or not self._mine():
             return
-        usual = kept is None and part.by_cast is None and part.copies is NONE and _usual(x, w, y)
-        if not usual and some.is_meta:
+        here = kept is None and part.by_cast is None and part.copies is NONE and usual(x, w, y)
+        if not here and some.is_meta:
             return
         state = self._states.get((id(observer), name)) or self._state(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         wanted = observer.wants(name)
-        if usual:
+        if here:
             self._use_here(state, wanted, learns, part)
             return
         held = Held(None) if x is None else local_of(x)
@@ -185,7 +162,7 @@ class Showing:
                 torch._C._set_grad_enabled(with_gradients)
         if y is not None and y.requires_grad:
             made, turn = made_as(y), part.dy_rows
-            shape = None if made is y or (turn is rows and _same_rows(made, y)) else y.shape
+            shape = None if made is y or (turn is rows and same_rows(made, y)) else y.shape
 
             def arrived(dy: Tensor) -> None:
                 unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, own, dy, shape)
@@ -208,23 +185,25 @@ class Showing:
     ) -> None:
         try:
             x = x if shape is None else x.reshape(shape)
-            if wanted and _is_matrix(x):
+            if wanted and is_matrix(x):
                 self.heard.add((id(state.observer), state.name, role))
                 self._judge(state, role, turn, own, x)
             else:
                 self._show(state, wanted, role, turn, None, local_of(x), own)
         except Exception as error:
-            self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
+            self.said.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
     def _judge(self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor) -> None:
+        observer, name = state.observer, state.name
+        if turn is not rows and not selects(observer, name, role):
+            return  # before anything is computed
         if (x.requires_grad or type(x) is not Tensor) and not x.is_cuda:  # there, it is only read
             x = x.detach()
         x = turn(x)
         rule = self._rules[role] if own is None else own(role, x)
-        observer, name = state.observer, state.name
         if isinstance(rule, str):
             if selects(observer, name, role):
-                self.say(rule)
+                self.said.say(rule)
             return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
         if product is None or not product(name, role, x, rule.operand, rule.given, converted=own is not None):
@@ -244,7 +223,7 @@ class Showing:
             if by_cast is None or not by_cast(x, kept, show):
                 show(used_of(x, kept), own)
         except Exception as error:
-            self.failed(f"a {type(x).__name__}", error)
+            self.said.failed(f"a {type(x).__name__}", error)
 
     def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor, part: Part) -> LayerState:
         key = id(observer), name
@@ -270,9 +249,9 @@ class Showing:
         try:
             x = held.tensor
             if x is not None and x.is_nested:
-                x, turn = _pieces(x), rows
+                x, turn = pieces(x), rows
             if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
-                self._passed_over[f"{role} {_kind(held.tensor)}"] += 1
+                self.said.pass_over(f"{role} {kind(held.tensor)}")
                 return
             self.heard.add((id(state.observer), state.name, role))
             if not x.numel() or not selects(state.observer, state.name, role):
@@ -283,7 +262,7 @@ class Showing:
             if wanted:
                 self._judge(state, role, turn, own, x)
         except Exception as error:
-            self.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
+            self.said.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
     def _told_of_ranks(self, name: str, role: OperandRole, first: int | None, mesh: int | None) -> None:
         site = f"{name}:{role}"
@@ -296,43 +275,6 @@ class Showing:
 def _plain(part: Part) -> bool:
     """Whether it is no package's own, of which its reader tells what never comes by."""
     return part.own is None and part.by_cast is None and not part.hidden
-
-
-def _usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:
-    """Whether each of them, if it is there, is a plain tensor on the CPU or a GPU."""
-    return (
-        (x is None or (type(x) in PLAIN and (x.is_cpu or x.is_cuda)))
-        and (w is None or (type(w) in PLAIN and (w.is_cpu or w.is_cuda)))
-        and (y is None or type(y) is Tensor)
-    )
-
-
-def _same_rows(made: Tensor, y: Tensor) -> bool:
-    """Whether both have the same rows, one of them as a matrix."""
-    return made.dim() == 2 and made.shape[-1] == y.shape[-1]
-
-
-def _is_matrix(x: Tensor) -> bool:
-    """Whether it is plain numbers on the CPU or a GPU, some, of a type that quantizers take."""
-    plain = type(x) in PLAIN and x.dtype in DTYPES and x.layout is torch.strided and not x.is_nested
-    return plain and (x.is_cpu or x.is_cuda) and x.numel() > 0
-
-
-def _pieces(x: Tensor) -> Tensor | None:
-    """All pieces of a nested tensor as one matrix [M, K]; None if they do not lie side by side, or differ in K."""
-    try:
-        return x.detach().values().reshape(-1, x.size(-1)) if x.is_contiguous() else None
-    except RuntimeError:
-        return None
-
-
-def _kind(x: Tensor | None) -> str:
-    if x is None:
-        return "sum that is not yet summed over the ranks"
-    if x.is_nested:
-        return f"nested Tensor of {x.dtype}".replace("torch.", "")
-    kind = f"{type(x).__name__} of {x.dtype}"
-    return (kind if x.layout is torch.strided else f"{kind}, {x.layout}").replace("torch.", "")
 
 
 def _spread(role: OperandRole, x: Tensor) -> str:
