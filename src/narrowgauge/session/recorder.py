@@ -146,11 +146,11 @@ class Recorder:
         return self.collector.look(module, role, x, rule, turned) if self._records(module, role) else None
 
     def product(
-        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, *, converted: bool = False
+        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, *, own: bool = False
     ) -> bool:
         """An operand [M, K] of a product outside of our layers, and what `rule` would make of it, without making that.
 
-        All that is wanted of it is seen to, also what `unconverted` asks, unless others `converted` the layer. False
+        All that is wanted of it is seen to, also what `unconverted` asks, unless the rule is the layer's `own`. False
         where somebody has to quantize and to show it.
         """
         if self.selection.paused:
@@ -161,7 +161,7 @@ class Recorder:
             return not dumped
         if not self.collector.judge(module, role, x, rule, given):
             return False
-        if self.what_if is not None and not (converted and self.what_if.seldom):
+        if self.what_if is not None and not (own and self.what_if.seldom):
             self.what_if.operand(module, role, x)
         return True
 

@@ -1,5 +1,7 @@
 """What kernels count without making codes is what they count while they make them."""
 
+import weakref
+
 import pytest
 import torch
 from tests.compute.kernels.hard import hard
@@ -111,7 +113,7 @@ def test_the_launches_that_filled_a_look_fill_it_again_from_what_lies_as_that_di
     looks, long = Looks(DEVICE), quantize_module._again
     again = []
     monkeypatch.setattr(quantize_module, "_again", lambda *args: again.append(args) or long(*args))
-    for turn in range(3):
+    for turn in range(4):
         x = 10.0**-turn * hard("normal", 150, 132)
         if given:
             inverse.inv_scale.mul_(1 + turn)  # written over, as TransformerEngine does
@@ -120,7 +122,20 @@ def test_the_launches_that_filled_a_look_fill_it_again_from_what_lies_as_that_di
         count(x, rule, fresh.open("m:input", x, rule, turn, False), inverse)
         torch.testing.assert_close(looks.pack()[1], fresh.pack()[1], rtol=0, atol=0)
         looks.clear()
-    assert len(again) == 1 + 3  # the fresh ones
+    assert len(again) == 1  # in the second turn; the others are made by it
+
+
+def test_of_scales_that_are_others_in_each_step_none_is_kept():
+    looks, rule, x = Looks(DEVICE), RULES["tensor"], hard("normal", 64, 132)
+    for _ in range(3):
+        given = Given(None, torch.tensor(500.0, device=DEVICE))
+        look = looks.open("m:input", x, rule, 1, False)
+        count(x, rule, look, given)
+        assert look.again is None
+        looks.clear()
+    gone = weakref.ref(given)
+    del given
+    assert gone() is None
 
 
 def other_strides(x):
@@ -134,7 +149,7 @@ def other_address(x):
 @pytest.mark.parametrize("other", [other_strides, other_address], ids=["strides", "address"])
 def test_what_lies_otherwise_is_looked_at_anew(other):
     looks, rule, x = Looks(DEVICE), RULES["tensor"], hard("normal", 64, 132)
-    for each in (x, other(x)):
+    for each in (x, x, other(x), other(x), x):
         count(each, rule, looks.open("m:input", each, rule, 1, False))
         want = packed(each, rule, lambda look: count(each, rule, look))  # noqa: B023
         torch.testing.assert_close(looks.pack()[1], want, rtol=0, atol=0)
@@ -146,8 +161,9 @@ def test_another_scale_or_rule_or_shape_is_looked_at_anew():
     one, other = (Given(None, torch.tensor(number, device=DEVICE)) for number in (500.0, 3.0))
     wider = Operand(E5M2, PerTensor(), CURRENT)
     for y, rule, given in (
-        (x, RULES["tensor"], one), (x, RULES["tensor"], other), (x, RULES["tensor"], None), (x, wider, None),
-        (x[:32], wider, None), (x.bfloat16(), wider, None), (x.bfloat16(), RULES["tiles"], None),
+        (x, RULES["tensor"], one), (x, RULES["tensor"], one), (x, RULES["tensor"], other),
+        (x, RULES["tensor"], None), (x, RULES["tensor"], None), (x, wider, None), (x[:32], wider, None),
+        (x.bfloat16(), wider, None), (x.bfloat16(), RULES["tiles"], None),
     ):  # fmt: skip
         count(y, rule, looks.open("m:input", y, rule, 1), given)
         want = packed(y, rule, lambda look: count(y, rule, look, given))  # noqa: B023

@@ -77,3 +77,7 @@ def test_one_tensor_of_some_is_timed_for_all_of_them_and_in_every_step_another()
         timed += found
     assert timed[0] == 0
     assert sorted(timed) == list(range(n))
+
+
+def test_the_tensor_in_whose_time_kernels_are_compiled_stands_for_none_but_itself():
+    assert [Held(turn, 0, looks=list).times for turn in range(3)] == [1, TIMED, TIMED]

@@ -4,17 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tests.session import programs
 from tests.session.inline import Writer
 from tests.session.test_attach import follow
+from torch import nn
 
 from narrowgauge.compute.nn import gemms
+from narrowgauge.compute.recipes import CURRENT
 from narrowgauge.metrics import OPERAND_COLUMNS, finalize
 from narrowgauge.observe.stats import Collector
 from narrowgauge.session.attach import Session
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection import selection
 from narrowgauge.session.selection.selection import Selection
+from narrowgauge.session.sites.part import Part, Rule
+from narrowgauge.session.sites.showing import Showing
 
 
 def rows(writer):
@@ -50,6 +55,39 @@ def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypa
     monkeypatch.setattr(Collector, "judge", judge)
     follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
     assert looked == ["2:input"] * 2  # microbatches
+
+
+def test_of_a_plain_tensor_that_is_not_selected_nothing_is_computed():
+    class Chooses:
+        chosen = ""
+
+        def wants(self, module):
+            return True
+
+        def selects(self, module, role):
+            return role == self.chosen
+
+        def product(self, module, role, *rest, **own):
+            counted.append(role)
+            return True
+
+    def turn(role):
+        return lambda x: turned.append(role) or x.reshape(-1, x.shape[-1])
+
+    def own(role, x):
+        asked.append(role)
+        return Rule(CURRENT.uses(role)[0])
+
+    counted, turned, asked = [], [], []
+    layer, x, observer = nn.Linear(16, 8), torch.randn(4, 16), Chooses()
+    for observer.chosen in ("grad_output", "input"):
+        y = layer(x)
+        turns = turn("input"), turn("weight"), turn("grad_output")
+        showing = Showing(CURRENT, training=lambda: True)
+        showing.use("layer", observer, Part(x, layer.weight, y, *turns, own=own), None)
+        y.sum().backward()
+        assert not showing.notes
+    assert counted == turned == asked == ["grad_output", "input"]
 
 
 @pytest.mark.parametrize(

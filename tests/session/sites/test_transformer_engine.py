@@ -343,6 +343,10 @@ def test_a_quantizer_is_asked_once_for_as_long_as_nothing_in_it_is_another(monke
     quantizer.dtype = DType.kFloat8E5M2
     assert rule()[0].operand.fmt is E5M2
     assert rule()[1] == 0
+    quantizer.with_amax_reduction = True
+    assert "reduced over ranks" in rule()[0]
+    quantizer.with_amax_reduction = False
+    assert rule()[1] == 1
     quantizer.scale = torch.tensor([6.0], dtype=torch.float64)  # ours would be a copy, and stay as it is
     assert rule()[1] == rule()[1] == 1
     held = len(te_quantizers._KNOWN)

@@ -33,7 +33,7 @@ from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.arriving import Arriving, Writer
 from narrowgauge.observe.stats.device import ready
 from narrowgauge.observe.stats.guard import Guard, Marks, milliseconds
-from narrowgauge.observe.stats.held import TIMED, Held, Table
+from narrowgauge.observe.stats.held import Held, Table
 from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class Collector:
         return self._timed(site, device, held) if held.is_timed() else Guard(self._spent, partial(self._failed, site))
 
     def _timed(self, site: str, device: torch.device, held: Held) -> Guard:
-        return Guard(self._spent, partial(self._failed, site), device, held.marks, TIMED)
+        return Guard(self._spent, partial(self._failed, site), device, held.marks, held.times)
 
     def _spent(self, seconds: float) -> None:
         with self._lock:

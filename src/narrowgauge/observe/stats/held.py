@@ -61,12 +61,18 @@ class Held:
         self._met += 1
         return self._met % TIMED == 1
 
+    @property
+    def times(self) -> int:
+        """For how many tensors one that is timed stands. In the first step it is itself alone: kernels are compiled."""
+        return TIMED if self._turn else 1
+
     def look(self, site: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
         if self._seen(site, role):
             return None
         with self._lock:
-            look = self._looks().open(site, x, rule, self._turn, turned)
+            self._room = self._room or self._looks()
+            look = self._room.open(site, x, rule, self._turn, turned)
         if look is not None:
             self._see(site, role)
         return look
@@ -111,7 +117,7 @@ class Held:
         try:
             with self._lock:
                 self._room = self._room or self._looks()
-                look = self._room.open(site, x, rule, self._turn, False)
+                look = self._room.open(site, x, rule, self._turn, turned=False)
         except UsageError:  # of more looks than there is room for, the rest is shown
             return False
         if look is None:

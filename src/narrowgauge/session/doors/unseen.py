@@ -8,6 +8,7 @@ Source: CPython, `warnings._is_internal_frame`, and the same in `logging`: both 
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from functools import cache
 from types import CodeType, FunctionType
@@ -20,6 +21,7 @@ def unseen(function: F) -> F:
     """The same function, whose frames no `stacklevel` counts."""
     if isinstance(function, FunctionType):
         function.__code__ = _renamed(function.__code__)
+        linecache.lazycache(function.__code__.co_filename, function.__globals__)  # who shows an error finds the lines
     return function
 
 

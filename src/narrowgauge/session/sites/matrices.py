@@ -20,7 +20,7 @@ def usual(x: Tensor | None, w: Tensor | None, y: Tensor | None) -> bool:
 
 def same_rows(made: Tensor, y: Tensor) -> bool:
     """Whether both have the same rows, one of them as a matrix."""
-    return made.dim() == 2 and made.shape[-1] == y.shape[-1]
+    return made.dim() == 2 and y.dim() > 0 and made.shape[-1] == y.shape[-1]
 
 
 def is_matrix(x: Tensor) -> bool:

@@ -112,7 +112,10 @@ class Kind(Protocol):
 def is_a(module: nn.Module, package: str, *names: str) -> bool:
     """Whether the module's class or one of its bases has one of these names and comes from `package`."""
     cls: Any = type(module)
-    return _is_class(cls, package, names)
+    try:
+        return _is_class(cls, package, names)
+    except TypeError:  # a metaclass that says when classes are equal, and not how they are hashed
+        return _is_class.__wrapped__(cls, package, names)
 
 
 @lru_cache(512)

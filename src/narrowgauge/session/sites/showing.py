@@ -148,7 +148,7 @@ class Showing:
         x, w, y, own = part.x, part.w, part.y, part.own
         if not inside_backward() and (learns or self._training()):
             with_gradients = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)  # as a context, it would take as long as all that is asked in here
+            torch._C._set_grad_enabled(False)  # for views of the program's tensors; a context takes as long as the rest
             try:
                 if x is not None:
                     self._show_here(state, wanted, "input", part.x_rows, own, x)
@@ -195,18 +195,17 @@ class Showing:
 
     def _judge(self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor) -> None:
         observer, name = state.observer, state.name
-        if turn is not rows and not selects(observer, name, role):
-            return  # before anything is computed
-        if (x.requires_grad or type(x) is not Tensor) and not x.is_cuda:  # there, it is only read
+        if (own is not None or turn is not rows) and not selects(observer, name, role):
+            return  # before anything is computed; of others `product` asks
+        if (x.requires_grad or type(x) is not Tensor) and not x.is_cuda:  # kernels ask for nothing but its address
             x = x.detach()
         x = turn(x)
         rule = self._rules[role] if own is None else own(role, x)
         if isinstance(rule, str):
-            if selects(observer, name, role):
-                self.said.say(rule)
+            self.said.say(rule)
             return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
-        if product is None or not product(name, role, x, rule.operand, rule.given, converted=own is not None):
+        if product is None or not product(name, role, x, rule.operand, rule.given, own=own is not None):
             judge(state, role, x, rule, own is not None)
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:

@@ -25,22 +25,16 @@ from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, E8M0_UP, Block, Per
 from narrowgauge.formats import E4M3FN, E5M2, Format
 from narrowgauge.session.sites.part import Rule, operand
 
+_READ = ("dtype", "force_pow_2_scales", "amax_epsilon", "block_len", "block_scaling_dim", "with_amax_reduction")
 _LEAVES = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
 
 
 class _Known(NamedTuple):
-    """A quantizer's rule, for as long as nothing in it is another object. Finding it takes as long as counting."""
+    """A quantizer's rule, for as long as what is read of it says the same. Finding it takes as long as counting."""
 
     quantizer: ref[Any]
-    ids: tuple[int, ...]  # of what it holds
-    scale_at: int  # no other scale comes to lie there: the rule's own keeps its memory
-    margin: int
+    facts: tuple[Any, ...]
     rule: Rule
-
-    def fits(self, quantizer: Any, margin: int) -> bool:
-        """Whether it is still its rule."""
-        same = self.quantizer() is quantizer and self.ids == tuple(map(id, vars(quantizer).values()))
-        return same and self.margin == margin and self.scale_at == _scale_at(quantizer)
 
 
 _KNOWN: dict[int, _Known] = {}  # by the ids of quantizers
@@ -52,20 +46,22 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     A scale is read where it lies, when it is used: TransformerEngine writes the next one over it.
     """
     known = _KNOWN.get(id(quantizer))
-    if known is not None and known.fits(quantizer, margin):
+    if known is not None and known.quantizer() is quantizer and known.facts == _facts(quantizer, margin):
         return known.rule
     rule = _rule_of(quantizer, role, margin)
     if isinstance(rule, Rule) and type(quantizer).__name__ in _LEAVES:
-        ids, at = tuple(map(id, vars(quantizer).values())), _scale_at(quantizer)
-        if rule.given is None or rule.given.inv_scale.data_ptr() == at:  # else it is a copy
+        facts = _facts(quantizer, margin)
+        if rule.given is None or rule.given.inv_scale.data_ptr() == facts[0]:  # else it is a copy
             gone = partial(_forget, id(quantizer))
-            _KNOWN[id(quantizer)] = _Known(ref(quantizer, gone), ids, at, margin, rule)
+            _KNOWN[id(quantizer)] = _Known(ref(quantizer, gone), facts, rule)
     return rule
 
 
-def _scale_at(quantizer: Any) -> int:
+def _facts(quantizer: Any, margin: int) -> tuple[Any, ...]:
+    """Where its scale lies (no other comes to lie there while a rule holds it), and all else that a rule says."""
     scale = getattr(quantizer, "scale", None)
-    return 0 if scale is None else int(scale.data_ptr())
+    at = (0, None) if scale is None else (scale.data_ptr(), scale.dtype)
+    return (*at, margin, *[getattr(quantizer, name, None) for name in _READ])
 
 
 def _forget(quantizer: int, gone: Any) -> None:

@@ -21,7 +21,7 @@ from triton import knobs
 
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED
 
-KNOWN = "3.6."  # version of Triton whose launcher is known
+LAUNCHER_OF = "3.6."  # the version of Triton whose launcher is known
 MOST = 8192  # launches remembered: sequence lengths that never come back would else pile up
 _LAUNCHES: dict[Hashable, Launch] = {}
 
@@ -135,7 +135,7 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """
     run, facts = compiled.run, (compiled.packed_metadata, None, None, None)
     needs = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
-    if needs == (0, 0) and triton.__version__.startswith(KNOWN) and type(run).__name__ == "CudaLauncher":
+    if needs == (0, 0) and triton.__version__.startswith(LAUNCHER_OF) and type(run).__name__ == "CudaLauncher":
         return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None, *facts)
     return run, facts
 

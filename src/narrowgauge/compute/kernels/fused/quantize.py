@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -112,11 +113,13 @@ def quantize_both(
 def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -> None:
     """Fill `look` with what `rule` would make of x_MK, and make nothing; a given scale's slot is left alone.
 
-    A look that was filled by the same rule, from a tensor that lay as x_MK does, is filled by the same launches again.
+    A look that was filled twice by the same rule and scale, from tensors that lay as x_MK does, is filled by the same
+    launches again.
     """
     place = x_MK.data_ptr()
     lies = x_MK.stride(), place & 15
-    if look.again is not None and look.given is given and look.lay == lies:
+    as_before = look.lay == lies and (look.given is None if given is None else look.given and look.given() is given)
+    if as_before and look.again is not None:
         look.again(x_MK, place, look.numbers)
         return
     slot = None if given is None else False
@@ -137,20 +140,20 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
         known.cast(x_MK, look, tensor_amax.amax(_whole(x_MK), look.amax, look.scratch))
     else:
         known.cast(x_MK, look)
-    look.again, look.lay, look.given = _again(x_MK, look, given, known), lies, given
+    look.again = _again(x_MK, look, given, known) if as_before else None
+    look.lay, look.given = lies, None if given is None else ref(given)
 
 
 def _again(x_MK: Tensor, look: Look, given: Given | None, known: _Prepared) -> Again | None:
     """The launches that just filled `look`, to be made again; None where they need more than x_MK and the look."""
-    more: tuple[Any, ...] = ()
-    if known.kind == GIVEN and given is not None:
-        more = given.stored, given.inv_scale
-    elif known.kind == TENSOR:
-        more = (look.amax,)
-    counts: Again | None = known.cast.again(x_MK, look, *more)
+    counts: Again | None
     if known.kind != TENSOR:
+        counts = known.cast.again(x_MK, look, *(() if given is None else (given.stored, given.inv_scale)))
         return counts
-    largest = None if known.largest is None else known.largest.again((x_MK, look.amax, look.scratch))
+    if known.largest is None:
+        return None
+    largest = known.largest.again((x_MK, look.amax, look.scratch))
+    counts = known.cast.again(x_MK, look, look.amax)
     if largest is None or counts is None:
         return None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -72,9 +73,9 @@ class Look:
     whole: bool  # one scale for the whole tensor
     numbers: tuple[int, ...] = ()  # of the plan, in this turn
     asked: tuple[Any, ...] = ()  # shape, dtype, rule and codes that it was opened for last
-    again: Again | None = None  # the launches that filled it, for what lies as `lay` says and has this scale
+    again: Again | None = None  # the launches that filled it, for what lies as `lay` says and has this given scale
     lay: tuple[Any, ...] = ()  # strides, and address modulo 16
-    given: Any = None
+    given: ref[Any] | None = None
     failed: bool = False  # whoever was to fill it could not
 
     @property
@@ -117,7 +118,7 @@ class Looks:
             plan, whole = Plan.of(M, K, walk), rule.granularity == PerTensor()
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
-            look.asked, look.again = asked, None
+            look.asked, look.again, look.lay = asked, None, ()
         look.site, look.failed, look.numbers = site, False, self._numbers_of(look.plan, turn)
         self._open.append(look)
         return look
