@@ -18,6 +18,7 @@ from narrowgauge.compute.nn.observer import GemmSample
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.observe.stats import Collector
+from narrowgauge.observe.stats.collector import Again
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
@@ -164,6 +165,31 @@ class Recorder:
         if self.what_if is not None and not (own and self.what_if.seldom):
             self.what_if.operand(module, role, x)
         return True
+
+    def again(
+        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, *, own: bool = False
+    ) -> Again | None:
+        """A shorter `product`, in later steps too, for tensors of one site that lie in memory as x [M, K] does.
+
+        As `Collector.again` has it: where what is returned says False, `product` is to be asked.
+        """
+        module = self._names.get(module) or self.name(module)
+        selection, dumper = self.selection, self.dumper
+        what_if = None if own and self.what_if is not None and self.what_if.seldom else self.what_if
+        if not selection.sites.selects(module, role) or (what_if is not None and not what_if.knows(module, role, x)):
+            return None
+        counts = self.collector.again(module, role, x, rule, given)
+        if counts is None:
+            return None
+
+        def again(x: Tensor, given: Given | None) -> bool:
+            if selection.paused:
+                return True
+            if (dumper is not None and dumper.takes) or (what_if is not None and what_if.asking):
+                return False
+            return counts(x, given)
+
+        return again
 
     def unconverted(self, module: str, role: str, x: Tensor) -> None:
         """An operand of a product that nobody converted was seen: what would it be by other recipes?"""

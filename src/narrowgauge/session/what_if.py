@@ -89,6 +89,15 @@ class WhatIf:
         """Whether the open step is looked at, every operand of it."""
         return self._open and not self.seldom
 
+    @property
+    def asking(self) -> bool:
+        """Whether the open step is looked at, be it only for some operands."""
+        return self._open
+
+    def knows(self, module: str, role: str, x: Tensor) -> bool:
+        """Whether an operand x is asked about in no step that is not looked at anyway."""
+        return not self.seldom or x.shape[-1] < SHORTEST or f"{module}:{role}" in self._known
+
     @torch.no_grad()
     def operand(self, module: str, role: str, x: Tensor) -> None:
         """See an operand x [M, K], or the weights [E, N, K] of experts."""

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from narrowgauge.compute.kernels import Given
+from narrowgauge.compute.kernels.fused.launch import Again
 from narrowgauge.compute.kernels.fused.watched import looks as room
 from narrowgauge.compute.recipes import CURRENT, ROWWISE
 from narrowgauge.metrics import MOMENTS
@@ -81,3 +83,79 @@ def test_one_tensor_of_some_is_timed_for_all_of_them_and_in_every_step_another()
 
 def test_the_tensor_in_whose_time_kernels_are_compiled_stands_for_none_but_itself():
     assert [Held(turn, 0, looks=list).times for turn in range(3)] == [1, TIMED, TIMED]
+
+
+@pytest.mark.parametrize("kind", ["own", "rows", "given"])
+def test_a_look_that_was_filled_before_is_filled_by_the_shorter_way(kind):
+    rule = (ROWWISE if kind == "rows" else CURRENT).uses("input")[0]
+    given = Given(None, torch.tensor(300.0, device=DEVICE)) if kind == "given" else None
+    _, looks = held()
+    look = None
+    torch.manual_seed(0)
+    for turn in range(5):
+        x = 10.0**-turn * torch.randn(40, 64, device=DEVICE)
+        step = Held(turn, 0, lambda: looks)
+        short = look is not None and step.again_there("b:input", False, x, look, look.asked, given)
+        assert not short  # nobody opened the step's room
+        assert step.judge_there("a:input", "input", x, rule, given)
+        short = look is not None and step.again_there("b:input", False, x, look, look.asked, given)
+        assert short == (turn > 1)  # it was filled twice
+        if not short:
+            assert step.judge_there("b:input", "input", x, rule, given)
+            look = step.latest("b:input")
+        assert step.latest("b:input") is look
+        assert step.latest("a:input") is None
+        sites, found = step.operands(looks)
+        _, room = held()
+        fresh = Held(turn, 0, lambda: room)  # noqa: B023
+        for site in ("a:input", "b:input"):
+            assert fresh.judge_there(site, "input", x, rule, given)
+        names, want = fresh.operands(room)
+        assert sites == names
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_look_was_not_filled_for_goes_the_whole_way():
+    rule, other = CURRENT.uses("input")[0], CURRENT.uses("grad_output")[0]
+    _, looks = held()
+    for turn in range(3):
+        step = Held(turn, 0, lambda: looks)
+        x = torch.randn(40, 64, device=DEVICE)
+        for site in ("a:weight", "b:weight"):
+            assert step.judge_there(site, site[2:], x, rule, None)
+        look = step.latest("b:weight")
+        step.operands(looks)
+    asked, given = look.asked, Given(None, torch.tensor(300.0, device=DEVICE))
+    step = Held(3, 0, lambda: looks)
+    assert step.judge_there("a:input", "input", x, rule, None)
+    assert not step.again_there("b:weight", True, x, look, asked, given)  # a scale of its own before
+    apart = torch.empty(40 * 64 + 1, device=DEVICE)[1:].view(40, 64)
+    assert not step.again_there("b:weight", True, apart, look, asked, None)  # Triton has another kernel for it
+    assert step.again_there("b:weight", True, x, look, asked, None)
+    assert step.again_there("b:weight", True, x, look, asked, None)  # once
+    assert not step.again_there("c:input", False, x, look, asked, None)  # it is another look's turn
+    assert step.operands(looks)[0] == ["a:input", "b:weight"]
+    step = Held(4, 0, lambda: looks)
+    for site in ("a:input", "b:input"):
+        assert step.judge_there(site, "input", x.bfloat16(), other, None)
+    step.operands(looks)
+    step = Held(5, 0, lambda: looks)
+    assert step.judge_there("a:input", "input", x, rule, None)
+    assert not step.again_there("b:weight", True, x, look, asked, None)  # it was another's meanwhile
+
+
+def test_a_launch_that_fails_leaves_no_row(monkeypatch):
+    rule = CURRENT.uses("input")[0]
+    _, looks = held()
+    for turn in range(4):
+        step, x = Held(turn, 0, lambda: looks), torch.randn(40, 64, device=DEVICE)
+        assert step.judge_there("a:input", "input", x, rule, None)
+        if turn < 3:
+            assert step.judge_there("b:input", "input", x, rule, None)
+            look = step.latest("b:input")
+            step.operands(looks)
+    monkeypatch.setattr(Again, "__call__", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step.again_there("b:input", False, x, look, look.asked, None)
+    monkeypatch.undo()
+    assert step.operands(looks)[0] == ["a:input"]

@@ -53,6 +53,7 @@ def test_a_plain_tensor_that_is_not_selected_is_not_looked_at(tmp_path, monkeypa
         return original(collector, module, role, *rest)
 
     monkeypatch.setattr(Collector, "judge", judge)
+    monkeypatch.setattr(Collector, "again", lambda *rest: None)  # which would not ask it a second time
     follow(tmp_path, programs.BASIC, every=8, judge="current", watch={"sites": ["2:input"]})
     assert looked == ["2:input"] * 2  # microbatches
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -38,11 +39,14 @@ from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
-    from narrowgauge.compute.kernels.fused.watched.looks import Looks
+    from narrowgauge.compute.kernels.fused.watched.looks import Look, Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
 P = ParamSpec("P")
+Again = Callable[[Tensor, "Given | None"], bool]
+
+_CPU = torch.device("cpu")
 
 _log = logging.getLogger("narrowgauge.stats")
 
@@ -182,6 +186,54 @@ class Collector:
         finally:
             with self._lock:
                 self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
+
+    def again(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> Again | None:
+        """A shorter `judge`, in later steps too, for tensors of one site that lie in memory as x [M, K] does.
+
+        x, without gaps, was just judged by the rule. Whoever calls makes sure of dtype, layout and device; where what
+        is returned says False, `judge` is to be asked. None where there is none, or not yet.
+        """
+        site, once, device = _address(module, role), role == "weight", x.device
+        held = self._held.get(device)
+        if not self._open or held is None or not x.is_contiguous():
+            return None
+        if x.is_cpu:
+            walk = held.walk(x, rule) if given is None else None
+            return None if walk is None else partial(self._again_here, site, once, walk)
+        look = held.latest(site)
+        if look is None or look.again is None:
+            return None
+        return partial(self._again_there, device, site, once, ref(look), look.asked)
+
+    def _again_here(self, site: str, once: bool, walk: host.Walker, x: Tensor, given: Given | None) -> bool:
+        held = self._held.get(_CPU)
+        if held is None or not self._open or given is not None:
+            return False
+        began = time.perf_counter()
+        try:
+            return held.again(site, once, x, walk)
+        except Exception as error:
+            self._failed(site, error)
+            return True
+        finally:
+            with self._lock:
+                self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
+
+    def _again_there(
+        self, device: torch.device, site: str, once: bool, known: ref[Look], asked: Any, x: Tensor, given: Given | None
+    ) -> bool:
+        held, look = self._held.get(device), known()  # its room is given back where steps are forgotten
+        if held is None or look is None or not self._open or device.index != torch._C._cuda_getDevice():
+            return False
+        if held.is_timed():
+            with self._timed(site, device, held):
+                return held.again_there(site, once, x, look, asked, given)
+            return True  # it went wrong
+        try:
+            return held.again_there(site, once, x, look, asked, given)
+        except Exception as error:
+            self._failed(site, error)
+            return True
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""

@@ -21,13 +21,13 @@ from narrowgauge.errors import UsageError
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.device import count
 from narrowgauge.observe.stats.guard import Marks
-from narrowgauge.observe.stats.moments import shares, tallies_of
+from narrowgauge.observe.stats.moments import shares, strides, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
-    from narrowgauge.compute.kernels.fused.watched.looks import Looks
+    from narrowgauge.compute.kernels.fused.watched.looks import Look, Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
@@ -130,6 +130,49 @@ class Held:
         if once:
             self._weights.add(site)
         return True
+
+    def walk(self, x: Tensor, rule: Operand) -> host.Walker | None:
+        """What counts tensors on the CPU that lie as x [M, K] does, if something quick can."""
+        return host.again(x, rule, strides(x.shape[0], x.shape[1])) if host.ready() else None
+
+    def again(self, site: str, once: bool, x: Tensor, walk: host.Walker) -> bool:
+        """`judge` of what came before, and lies as it did; False where that has to be asked."""
+        if once and site in self._weights:
+            return True
+        counted = walk(x, self._turn, self._operands.room())
+        if counted is None:
+            return False
+        with self._lock:
+            self._operands.add(site, (counted,))
+        if once:
+            self._weights.add(site)
+        return True
+
+    def again_there(self, site: str, once: bool, x: Tensor, look: Look, asked: Any, given: Given | None) -> bool:
+        """`judge_there` of what came before, and lies as it did; False where that has to be asked.
+
+        `look` is the one that it was counted by, and `asked` what that was opened for.
+        """
+        if once and site in self._weights:
+            return True
+        place, launches = x.data_ptr(), look.again
+        if launches is None or look.asked is not asked or not look.repeats(place, given):
+            return False
+        with self._lock:
+            if self._room is None or not self._room.open_again(look, site, self._turn):
+                return False
+        try:
+            launches(x, place, look.numbers)
+        except Exception:
+            look.failed = True
+            raise
+        if once:
+            self._weights.add(site)
+        return True
+
+    def latest(self, site: str) -> Look | None:
+        """The look that was opened last, if it is the site's."""
+        return None if self._room is None else self._room.latest(site)
 
     def result(self, site: str, role: str, y: Tensor, check: GemmSample | None) -> bool:
         """Take a gemm's result, and the part of it that was recomputed."""

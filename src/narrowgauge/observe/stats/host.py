@@ -11,6 +11,7 @@ Legend: M = rows, K = columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
@@ -31,9 +32,12 @@ from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait, w
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
 Codes = tuple[int, int, int, int, Array, Array]  # where codes and scales are, or 0; a granule; FACTS and LIMITS
+Walker = Callable[[Tensor, int, Array], "Counted | None"]  # of a tensor, a turn and neutral moments
 
 __all__ = [
     "Counted",
+    "Walker",
+    "again",
     "count",
     "count_result",
     "in_memory",
@@ -98,6 +102,30 @@ def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: 
     Arguments as for `count`.
     """
     return _walk(x_MK, _by_rule(rule, *x_MK.shape), sampled, compared, vector)
+
+
+def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
+    """`judge` for whatever lies as x_MK does, of the same dtype, everything about it known; None where that is copied.
+
+    `strides` are those of the rows that are sampled and compared; a turn says which of them.
+    """
+    if type(x_MK) not in _PLAIN or x_MK.dtype not in _SHIFTS or not x_MK.is_contiguous():
+        return None
+    (M, K), size, itemsize, shift = x_MK.shape, x_MK.numel(), x_MK.itemsize, _SHIFTS[x_MK.dtype]
+    codes, (sampled, compared) = _by_rule(rule, M, K), strides
+    walk, *layout = _operand()
+
+    def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
+        place = x.data_ptr()
+        if not place or x.is_neg() or x.untyped_storage().nbytes() < (x.storage_offset() + size) * itemsize:
+            return None
+        columns, which = np.zeros((2, K)), (turn % sampled, sampled, turn % compared, compared)
+        if not walk.operand(place, shift, M, K, K, *codes, *which, *layout, vector, columns):
+            return None
+        vector[_NUMEL] = size
+        return Counted(vector, columns)
+
+    return again
 
 
 def _by_rule(rule: Operand, M: int, K: int) -> Codes:

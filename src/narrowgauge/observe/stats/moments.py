@@ -90,12 +90,13 @@ def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.S
     """
     if offset is None:
         return (0, 1), (0, 1)
-    sampled, compared = _strides(M, K, cpu)
+    sampled, compared = strides(M, K, cpu)
     return (offset % sampled, sampled), (offset % compared, compared)
 
 
 @lru_cache(1024)
-def _strides(M: int, K: int, cpu: bool) -> tuple[int, int]:
+def strides(M: int, K: int, cpu: bool = True) -> tuple[int, int]:
+    """The strides of `shares`."""
     sampled = last_prime(min(M, M * K // SAMPLE[cpu]))
     large = cpu and M >= LARGE_ROWS and M * K >= LARGE
     compared = last_prime(min(MOST, M // COMPARED_ROWS, M * K // COMPARED)) if large else 1

@@ -20,6 +20,7 @@ from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import ROLES, Recipe
+from narrowgauge.session.sites.again import Known
 from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
@@ -70,6 +71,7 @@ class Showing:
         self.dtype = ""
         self.ungraded = Ungraded()
         self.said = Said(told)
+        self._again: dict[tuple[int, str, str], Known] = {}  # by observer, name and role
         self._some = False  # operands were taken in earlier steps
 
     def begin(self) -> None:
@@ -184,18 +186,29 @@ class Showing:
         shape: torch.Size | None = None,
     ) -> None:
         try:
-            x = x if shape is None else x.reshape(shape)
+            site = id(state.observer), state.name, role
+            if wanted and own is None and turn is rows:
+                known = self._again.get(site)
+                if known is not None and known.again(x, None):
+                    self.heard.add(site)
+                    return
+            came, x = x, x if shape is None else x.reshape(shape)
             if wanted and is_matrix(x):
-                self.heard.add((id(state.observer), state.name, role))
-                self._judge(state, role, turn, own, x)
+                self.heard.add(site)
+                self._judge(state, role, turn, own, x, came)
             else:
                 self._show(state, wanted, role, turn, None, local_of(x), own)
         except Exception as error:
             self.said.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
 
-    def _judge(self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor) -> None:
+    def _judge(
+        self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor, came: Tensor | None = None
+    ) -> None:
+        """`came`: as what x arrived; if nothing but rows is made of it, what is known of its site was asked already."""
         observer, name = state.observer, state.name
-        if (own is not None or turn is not rows) and not selects(observer, name, role):
+        site = id(observer), name, role
+        known = self._again.get(site)
+        if known is None and (own is not None or turn is not rows) and not selects(observer, name, role):
             return  # before anything is computed; of others `product` asks
         if (x.requires_grad or type(x) is not Tensor) and not x.is_cuda:  # kernels ask for nothing but its address
             x = x.detach()
@@ -204,9 +217,17 @@ class Showing:
         if isinstance(rule, str):
             self.said.say(rule)
             return
+        seen = came if came is not None and own is None and turn is rows else x
+        if known is not None and seen is not came and known.operand is rule.operand and known.again(x, rule.given):
+            return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
         if product is None or not product(name, role, x, rule.operand, rule.given, own=own is not None):
             judge(state, role, x, rule, own is not None)
+            return
+        again = getattr(observer, "again", None)
+        counts = again and again(name, role, x, rule.operand, rule.given, own=own is not None)
+        if counts is not None and seen.is_contiguous():
+            self._again[site] = Known.of(seen, rule.operand, counts)
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""

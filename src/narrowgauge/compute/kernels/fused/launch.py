@@ -12,7 +12,7 @@ A compiled kernel serves all arguments of which Triton would say the same: dtype
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,9 +25,58 @@ LAUNCHER_OF = "3.6."  # the version of Triton whose launcher is known
 MOST = 8192  # launches remembered: sequence lengths that never come back would else pile up
 _LAUNCHES: dict[Hashable, Launch] = {}
 
-# Runs a kernel on the device that it was made on, which has to be the current one, and on the current stream. All of
-# its tensors are those of before but the first, which has to lie as that one did, its address modulo 16 too.
-Again = Callable[[Tensor, int, tuple[int, ...]], None]
+
+class Again:
+    """Launches once more, one behind the other, on the device that they were made on: it has to be the current one.
+
+    All tensors are those of before but the first, which has to lie as that one did, its address modulo 16 too.
+    """
+
+    __slots__ = ("_device", "_made")
+
+    def __init__(self, device: int, *made: Made) -> None:
+        self._device, self._made = device, made
+
+    def __call__(self, first: Tensor, place: int, late: tuple[int, ...]) -> None:
+        """Run them on the current stream. `place` is the address of `first`; `late` as in `Launch`."""
+        if INTERPRETED:
+            for made in self._made:
+                made.launch((first, *made.rest), (*made.ahead, *late) if made.numbered else made.ahead)
+            return
+        stream, profiled = torch._C._cuda_getCurrentRawStream(self._device), _somebody_profiles()
+        for _, compiled, run, programs, facts, before, ahead, numbered, after, _ in self._made:
+            more = (*ahead, *late) if numbered else ahead
+            if profiled:
+                compiled[(programs, 1, 1)](place, *before, *more, *after, stream=stream)
+            else:
+                run(programs, 1, 1, stream, *facts, place, *before, *more, *after)
+
+    def then(self, other: Again) -> Again:
+        """These, and others behind them."""
+        return Again(self._device, *self._made, *other._made)
+
+    def told(self, *ahead: int) -> Again:
+        """These, told integers ahead of all `late` ones."""
+        return Again(self._device, *[made._replace(ahead=(*ahead, *made.ahead)) for made in self._made])
+
+    def alone(self) -> Again:
+        """These, told nothing late."""
+        return Again(self._device, *[made._replace(numbered=False) for made in self._made])
+
+
+class Made(NamedTuple):
+    """A launch that was made: of what, by what, with what; `rest` holds the tensors that `before` has addresses of."""
+
+    launch: Launch
+    compiled: Any
+    run: Callable[..., None]
+    programs: int
+    facts: tuple[Any, ...]
+    before: tuple[Any, ...]
+    ahead: tuple[int, ...]
+    numbered: bool
+    after: tuple[Hashable, ...]
+    rest: tuple[Tensor | None, ...]
 
 
 class Launch:
@@ -83,26 +132,17 @@ class Launch:
 
     def again(self, tensors: Sequence[Tensor | None]) -> Again | None:
         """What launches it once more as it was with these tensors, which it keeps; None if it never was."""
-        rest = tensors[1:]
+        rest = tuple(tensors[1:])
         if INTERPRETED:
-            return lambda first, place, late: self((first, *rest), late)
-        device, programs, after = torch._C._cuda_getDevice(), self._programs, self._constants
+            return Again(-1, Made(self, None, _nothing, 0, (), (), (), True, (), rest))
+        device = torch._C._cuda_getDevice()
         places = [None if t is None else t.data_ptr() for t in tensors]
         compiled = self._ready.get((device, *[place and place & 15 for place in places]))
         if compiled is None:
             return None
-        before = *places[1:], *self._sizes
         run, facts = _launcher(compiled)
-        function = compiled.function
-
-        def again(first: Tensor, place: int, late: tuple[int, ...], kept: Any = rest) -> None:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            if _somebody_profiles():
-                compiled[(programs, 1, 1)](place, *before, *late, *after, stream=stream)
-            else:
-                run(programs, 1, 1, stream, function, *facts, place, *before, *late, *after)
-
-        return again
+        before, after = (*places[1:], *self._sizes), self._constants
+        return Again(device, Made(self, compiled, run, self._programs, facts, before, (), True, after, rest))
 
 
 def launch(
@@ -128,16 +168,20 @@ def launch(
 
 
 def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a kernel, and what it is told between the kernel's handle and the arguments.
+    """What launches a kernel, and what it is told between the stream and the arguments.
 
     Triton's launcher asks each time, in Python, for the room that a kernel may need. Of a version that is known, one
     that needs none is launched by what the launcher ends in.
     """
-    run, facts = compiled.run, (compiled.packed_metadata, None, None, None)
+    run, function, facts = compiled.run, compiled.function, (compiled.packed_metadata, None, None, None)
     needs = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
     if needs == (0, 0) and triton.__version__.startswith(LAUNCHER_OF) and type(run).__name__ == "CudaLauncher":
-        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None, *facts)
-    return run, facts
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *facts)
+    return run, (function, *facts)
+
+
+def _nothing(*args: Any) -> None:
+    """Where Triton's interpreter runs, nothing is launched."""
 
 
 def _somebody_profiles() -> bool:

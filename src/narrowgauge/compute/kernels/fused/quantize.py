@@ -154,14 +154,7 @@ def _again(x_MK: Tensor, look: Look, given: Given | None, known: _Prepared) -> A
         return None
     largest = known.largest.again((x_MK, look.amax, look.scratch))
     counts = known.cast.again(x_MK, look, look.amax)
-    if largest is None or counts is None:
-        return None
-
-    def again(first: Tensor, place: int, numbers: tuple[int, ...]) -> None:
-        largest(first, place, ())
-        counts(first, place, numbers)
-
-    return again
+    return None if largest is None or counts is None else largest.alone().then(counts)
 
 
 @torch.no_grad()

@@ -265,14 +265,7 @@ class WatchedSquares(_WatchedBlocks):
         bits = bits.view(torch.int32)
         counts = self._launch.again((x_MK, None, scale, None, None, bits, *look.pointers))
         errors = self._errors.again(x_MK, bits, look)
-        if counts is None or errors is None:
-            return None
-
-        def again(first: Tensor, place: int, numbers: tuple[int, ...]) -> None:
-            counts(first, place, numbers)
-            errors(first, place, numbers)
-
-        return again
+        return None if counts is None or errors is None else counts.then(errors)
 
 
 def cast_tiles(

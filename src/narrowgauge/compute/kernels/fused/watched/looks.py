@@ -48,7 +48,7 @@ CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Look:
     """One call's place in the room.
 
@@ -77,6 +77,11 @@ class Look:
     lay: tuple[Any, ...] = ()  # strides, and address modulo 16
     given: ref[Any] | None = None
     failed: bool = False  # whoever was to fill it could not
+
+    def repeats(self, place: int, given: Any) -> bool:
+        """Whether the launches that filled it would fill it from what lies as that did, but at `place`."""
+        same = self.given is None if given is None else self.given is not None and self.given() is given
+        return same and self.lay[1] == place & 15
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,9 +124,24 @@ class Looks:
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
             look.asked, look.again, look.lay = asked, None, ()
+        self._take_up(look, site, turn)
+        return look
+
+    def open_again(self, look: Look, site: str, turn: int) -> bool:
+        """Open a look for what it was opened for before; False if it is not its turn."""
+        order = len(self._open)
+        if order >= len(self._known) or self._known[order] is not look:
+            return False
+        self._take_up(look, site, turn)
+        return True
+
+    def latest(self, site: str) -> Look | None:
+        """The last open look, if it is the site's."""
+        return self._open[-1] if self._open and self._open[-1].site == site else None
+
+    def _take_up(self, look: Look, site: str, turn: int) -> None:
         look.site, look.failed, look.numbers = site, False, self._numbers_of(look.plan, turn)
         self._open.append(look)
-        return look
 
     def _numbers_of(self, plan: Plan, turn: int) -> tuple[int, ...]:
         """samples, errors, lines, segments; first, stride, number of sampled rows; share and phase of compared ones."""

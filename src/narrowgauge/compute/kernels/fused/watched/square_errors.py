@@ -72,7 +72,5 @@ class SquareErrors:
 
     def again(self, x_MK: Tensor, bits: Tensor, look: Look) -> Again | None:
         """The same for what lies as x_MK does."""
-        launched, programs = self._launch.again((x_MK, bits, *look.pointers[:3])), look.plan.programs
-        if launched is None:
-            return None
-        return lambda first, place, numbers: launched(first, place, (programs, *numbers))
+        launched = self._launch.again((x_MK, bits, *look.pointers[:3]))
+        return None if launched is None else launched.told(look.plan.programs)

@@ -1,0 +1,154 @@
+"""What came before takes the shorter way, and leaves what the whole way does."""
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge import open_run
+from narrowgauge.observe.stats import Collector, host
+from narrowgauge.session.recorder import Recorder
+
+ROLES = ("input", "weight", "grad_output")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 48), nn.Flatten(0, 1), nn.Linear(48, 8))
+
+
+def train(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(batches):
+        for x in batch:
+            with torch.autocast("cpu", torch.bfloat16, enabled=number % 3 == 2):
+                model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def usual():
+    """Eight steps of two microbatches."""
+    return [[torch.randn(5, 16, 64) for _ in range(2)] for _ in range(8)]
+
+
+def shapes():
+    """The last batches of epochs are smaller."""
+    return [[torch.randn(3 if number % 4 == 3 else 5, 16, 64)] for number in range(8)]
+
+
+def not_finite():
+    batches = usual()
+    batches[4][1][0, 0, 0] = torch.inf
+    batches[6][0][1, 2, 3] = torch.nan
+    return batches
+
+
+def with_gaps():
+    """In some steps rows lie apart, or turned."""
+    batches = usual()
+    batches[3] = [torch.randn(5, 16, 128)[..., ::2], torch.randn(64, 5, 16).permute(1, 2, 0)]
+    batches[5] = [torch.randn(5, 32, 64)[:, :16]]
+    return batches
+
+
+def negated():
+    """A view whose numbers are the opposite of what lies in memory."""
+    batches = usual()
+    batches[4] = [torch.randn(5, 16, 64, dtype=torch.complex64).conj().imag.contiguous() for _ in range(2)]
+    batches[5] = [torch._neg_view(torch.rand(5, 16, 64)) for _ in range(2)]
+    return batches
+
+
+def told(folder):
+    """All rows of a run and of those below it, as words."""
+    runs = [open_run(path).tensors() for path in (folder, *sorted(folder.glob("what_if/*")))]
+    return [{name: repr(columns[name].tolist()) for name in columns if name != "time"} for columns in runs]
+
+
+@pytest.mark.parametrize("settings", ["", '[watch]\nsites = ["2", "!2:weight"]', '[watch]\nwhat_if = ["rowwise"]'])
+@pytest.mark.parametrize("batches", [usual, shapes, not_finite, with_gaps, negated], ids=lambda f: f.__name__)
+def test_rows_are_the_same_by_either_way(batches, settings, tmp_path, monkeypatch):
+    host.wait()
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text(settings)
+    asked = []
+    judge = Collector.judge
+
+    def counted(collector, *args):
+        asked.append(args[:2])
+        return judge(collector, *args)
+
+    def rows(folder):
+        asked.clear()
+        torch.manual_seed(1)
+        with ng.watch(model := net(), out=folder, every=1, config=config):
+            train(model, batches())
+        return told(folder), len(asked)
+
+    monkeypatch.setattr(Collector, "judge", counted)
+    short, few = rows(tmp_path / "short")
+    monkeypatch.setattr(Recorder, "again", lambda *args, **own: None)
+    long, many = rows(tmp_path / "long")
+    assert len(short) == len(long) >= 1
+    assert short == long
+    # Of what comes in another shape or type than the time before, or is asked by other recipes, all go the whole way.
+    assert few < many or batches is shapes or "what_if" in settings
+
+
+def test_a_dump_is_of_tensors_that_would_take_the_shorter_way(tmp_path):
+    host.wait()
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[[dump]]\nsites = ["0:input"]\nsteps = ["5"]\n')
+    with ng.watch(model := net(), out=tmp_path / "run", every=1, config=config):
+        train(model, usual())
+    assert len(list(tmp_path.glob("run/dumps/*.safetensors"))) == 1
+    assert len(open_run(tmp_path / "run").tensors()["site"]) == 8 * 9
+
+
+def test_what_an_optimizer_tries_takes_no_way_at_all(tmp_path):
+    host.wait()
+    with followed(tmp_path, judge="current", every=1) as (session, writer):
+        model = net()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for number in range(6):
+            model(torch.randn(5, 16, 64)).square().mean().backward()
+            if number > 3:
+                session.recorder.selection.paused = True
+                model(torch.full((5, 16, 64), 1e3)).square().mean().backward()
+                session.recorder.selection.paused = False
+            optimizer.step()
+            optimizer.zero_grad()
+    amax = [columns["amax"][list(sites).index("0:input")] for _, sites, columns in writer.tensors]
+    assert len(amax) == 6
+    assert max(amax) < 100
+
+
+def test_freed_memory_is_not_read(tmp_path):
+    """FSDP takes weights away between their uses."""
+    rule, host_ready = ng.recipes.CURRENT.uses("input")[0], host.wait()
+    assert host_ready
+    x = torch.randn(64, 32)
+    walk = host.again(x, rule, (1, 1))
+    assert walk(x, 0, host.MOMENTS.empty()) is not None
+    view = torch.randn(65, 32)[1:]
+    assert walk(view, 0, host.MOMENTS.empty()) is not None
+    view.untyped_storage().resize_(0)
+    assert walk(view, 0, host.MOMENTS.empty()) is None
+    x.untyped_storage().resize_(0)
+    assert walk(x, 0, host.MOMENTS.empty()) is None
+    assert host.again(torch.randn(32, 64).t(), rule, (1, 1)) is None
+    assert host.again(torch.randn(64, 32, dtype=torch.float16), rule, (1, 1)) is None
+
+
+def test_an_error_of_ours_is_one_note_and_the_program_goes_on(tmp_path, monkeypatch):
+    host.wait()
+    with followed(tmp_path, judge="current", every=1) as (_, writer):
+        model = net()
+        train(model, usual()[:4])
+        monkeypatch.setattr("narrowgauge.observe.stats.held.Held.again", lambda *args: 1 / 0)
+        train(model, usual()[:2])
+    assert [kind for _, kind, _ in writer.events] == ["watch_failed"]
+    assert "ZeroDivisionError" in writer.events[0][2]
