@@ -176,7 +176,11 @@ class Recorder:
         module = self._names.get(module) or self.name(module)
         selection, dumper = self.selection, self.dumper
         what_if = None if own and self.what_if is not None and self.what_if.seldom else self.what_if
-        if not selection.sites.selects(module, role) or (what_if is not None and not what_if.knows(module, role, x)):
+        if (
+            selection.paused
+            or not selection.sites.selects(module, role)
+            or (what_if is not None and not what_if.knows(module, role, x))
+        ):
             return None
         counts = self.collector.again(module, role, x, rule, given)
         if counts is None:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,12 +33,12 @@ from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.arriving import Arriving, Writer
 from narrowgauge.observe.stats.device import ready
 from narrowgauge.observe.stats.guard import Guard, Marks, milliseconds
-from narrowgauge.observe.stats.held import Held, Table
+from narrowgauge.observe.stats.held import Held, Lies, Table, lies_as
 from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
-    from narrowgauge.compute.kernels.fused.watched.looks import Look, Looks
+    from narrowgauge.compute.kernels.fused.watched.looks import Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
@@ -200,10 +199,8 @@ class Collector:
         if x.is_cpu:
             walk = held.walk(x, rule) if given is None else None
             return None if walk is None else partial(self._again_here, site, once, walk)
-        look = held.latest(site)
-        if look is None or look.again is None:
-            return None
-        return partial(self._again_there, device, site, once, ref(look), look.asked)
+        lies = lies_as(x, rule) if held.by_kernels else None
+        return None if lies is None else partial(self._again_there, device, site, once, lies)
 
     def _again_here(self, site: str, once: bool, walk: host.Walker, x: Tensor, given: Given | None) -> bool:
         held = self._held.get(_CPU)
@@ -220,17 +217,13 @@ class Collector:
                 self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
 
     def _again_there(
-        self, device: torch.device, site: str, once: bool, known: ref[Look], asked: Any, x: Tensor, given: Given | None
+        self, device: torch.device, site: str, once: bool, lies: Lies, x: Tensor, given: Given | None
     ) -> bool:
-        held, look = self._held.get(device), known()  # its room is given back where steps are forgotten
-        if held is None or look is None or not self._open or device.index != torch._C._cuda_getDevice():
+        held = self._held.get(device)
+        if held is None or not self._open or device.index != torch._C._cuda_getDevice():
             return False
-        if held.is_timed():
-            with self._timed(site, device, held):
-                return held.again_there(site, once, x, look, asked, given)
-            return True  # it went wrong
         try:
-            return held.again_there(site, once, x, look, asked, given)
+            return held.again_there(site, once, x, lies, given, self._timed)
         except Exception as error:
             self._failed(site, error)
             return True

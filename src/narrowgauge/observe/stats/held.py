@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 TIMED = 16  # tensors, of which one tells how long a GPU works on all: asking takes the host as long as counting does
 Table = tuple[list[str], Tensor | None]  # sites and their rows, none if there are none
+Lies = tuple[tuple[Any, ...], tuple[int, ...]]  # what a look is asked for, and strides
+Timed = Callable[[str, torch.device, "Held"], AbstractContextManager[object]]
 
 
 class Held:
@@ -148,31 +152,28 @@ class Held:
             self._weights.add(site)
         return True
 
-    def again_there(self, site: str, once: bool, x: Tensor, look: Look, asked: Any, given: Given | None) -> bool:
+    def again_there(self, site: str, once: bool, x: Tensor, lies: Lies, given: Given | None, timed: Timed) -> bool:
         """`judge_there` of what came before, and lies as it did; False where that has to be asked.
 
-        `look` is the one that it was counted by, and `asked` what that was opened for.
+        `lies` is what a look is asked for of its matrix, and how that lies in memory.
         """
         if once and site in self._weights:
             return True
-        place, launches = x.data_ptr(), look.again
-        if launches is None or look.asked is not asked or not look.repeats(place, given):
-            return False
+        asked, strides = lies
+        place = x.data_ptr()
         with self._lock:
-            if self._room is None or not self._room.open_again(look, site, self._turn):
-                return False
-        try:
-            launches(x, place, look.numbers)
-        except Exception:
-            look.failed = True
-            raise
-        if once:
+            room = self._room
+            look = None if room is None else room.open_again(site, asked, strides, place, given, self._turn)
+        if look is None:
+            return False
+        if self.is_timed():
+            with timed(site, x.device, self):
+                _fill(look, x, place)
+        else:
+            _fill(look, x, place)
+        if once and not look.failed:
             self._weights.add(site)
         return True
-
-    def latest(self, site: str) -> Look | None:
-        """The look that was opened last, if it is the site's."""
-        return None if self._room is None else self._room.latest(site)
 
     def result(self, site: str, role: str, y: Tensor, check: GemmSample | None) -> bool:
         """Take a gemm's result, and the part of it that was recomputed."""
@@ -205,3 +206,19 @@ class Held:
     def _see(self, site: str, role: str) -> None:
         if role == "weight":
             self._weights.add(site)
+
+
+def lies_as(x: Tensor, rule: Operand) -> Lies:
+    """How x [M, K] lies, to be judged by a rule."""
+    from narrowgauge.compute.kernels.fused.watched.looks import asked_of  # triton is slow to import
+
+    return asked_of(x, rule, False), x.stride()
+
+
+def _fill(look: Look, x: Tensor, place: int) -> None:
+    assert look.again is not None
+    try:
+        look.again(x, place, look.numbers)
+    except Exception:
+        look.failed = True
+        raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from narrowgauge.compute.kernels import Given
@@ -20,20 +21,26 @@ class Known(NamedTuple):
 
     Args:
         operand: the rule that its tensors are judged by.
+        own: whether that is the layer's own.
         again: counts the next one, by a given scale if it had one; False where it has to go the whole way.
     """
 
     operand: Operand
+    own: bool
     again: Again
 
     @classmethod
-    def of(cls, x: Tensor, operand: Operand, counts: Again) -> Known:
+    def of(cls, x: Tensor, operand: Operand, own: bool, counts: Again) -> Known:
         """A site whose tensor x, without gaps, was counted; `counts` takes others that lie as it does."""
         kind, shape, dtype, device = type(x), x.shape, x.dtype, x.device
 
         def again(x: Tensor, given: Given | None) -> bool:
-            if type(x) is not kind or x.dtype is not dtype or x.is_nested or x.shape != shape or x.device != device:
+            if type(x) is not kind or x.dtype is not dtype or x.layout is not torch.strided or x.is_nested:
                 return False
-            return x.is_contiguous() and counts(x, given)
+            return x.shape == shape and x.device == device and x.is_contiguous() and counts(x, given)
 
-        return cls(operand, again)
+        return cls(operand, own, again)
+
+    def serves(self, operand: Operand, own: bool) -> bool:
+        """Whether it is for what is judged so."""
+        return self.operand is operand and self.own == own

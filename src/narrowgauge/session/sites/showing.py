@@ -187,15 +187,16 @@ class Showing:
     ) -> None:
         try:
             site = id(state.observer), state.name, role
-            if wanted and own is None and turn is rows:
-                known = self._again.get(site)
-                if known is not None and known.again(x, None):
+            short = shape is None and own is None and turn is rows
+            if wanted and short:
+                known, rule = self._again.get(site), self._rules[role]
+                if known is not None and known.serves(rule.operand, own=False) and known.again(x, None):
                     self.heard.add(site)
                     return
             came, x = x, x if shape is None else x.reshape(shape)
             if wanted and is_matrix(x):
                 self.heard.add(site)
-                self._judge(state, role, turn, own, x, came)
+                self._judge(state, role, turn, own, x, came if short else None)
             else:
                 self._show(state, wanted, role, turn, None, local_of(x), own)
         except Exception as error:
@@ -204,7 +205,7 @@ class Showing:
     def _judge(
         self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor, came: Tensor | None = None
     ) -> None:
-        """`came`: as what x arrived; if nothing but rows is made of it, what is known of its site was asked already."""
+        """`came`: as what x arrived, if what is known of its site was asked already."""
         observer, name = state.observer, state.name
         site = id(observer), name, role
         known = self._again.get(site)
@@ -217,8 +218,8 @@ class Showing:
         if isinstance(rule, str):
             self.said.say(rule)
             return
-        seen = came if came is not None and own is None and turn is rows else x
-        if known is not None and seen is not came and known.operand is rule.operand and known.again(x, rule.given):
+        serves = known is not None and came is None and known.serves(rule.operand, own is not None)
+        if serves and known is not None and known.again(x, rule.given):
             return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
         if product is None or not product(name, role, x, rule.operand, rule.given, own=own is not None):
@@ -226,8 +227,9 @@ class Showing:
             return
         again = getattr(observer, "again", None)
         counts = again and again(name, role, x, rule.operand, rule.given, own=own is not None)
+        seen = x if came is None else came
         if counts is not None and seen.is_contiguous():
-            self._again[site] = Known.of(seen, rule.operand, counts)
+            self._again[site] = Known.of(seen, rule.operand, own is not None, counts)
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""

@@ -48,7 +48,7 @@ CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Look:
     """One call's place in the room.
 
@@ -78,10 +78,10 @@ class Look:
     given: ref[Any] | None = None
     failed: bool = False  # whoever was to fill it could not
 
-    def repeats(self, place: int, given: Any) -> bool:
-        """Whether the launches that filled it would fill it from what lies as that did, but at `place`."""
+    def repeats(self, strides: tuple[int, ...], place: int, given: Any) -> bool:
+        """Whether the launches that filled it last would fill it from what lies so, at `place`."""
         same = self.given is None if given is None else self.given is not None and self.given() is given
-        return same and self.lay[1] == place & 15
+        return same and self.lay == (strides, place & 15)
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,7 +111,7 @@ class Looks:
 
     def open(self, site: str, x_MK: Tensor, rule: Operand, turn: int, turned: bool = True) -> Look | None:
         """Room for the sums of one call, which makes `turned` codes or none; None for what no watched kernel can do."""
-        order, asked = len(self._open), (x_MK.shape, x_MK.dtype, rule, turned)
+        order, asked = len(self._open), asked_of(x_MK, rule, turned)
         look = self._known[order] if order < len(self._known) else None
         if look is None or look.asked != asked:  # a step mostly asks as the one before did
             if not _can(x_MK, rule):
@@ -127,17 +127,16 @@ class Looks:
         self._take_up(look, site, turn)
         return look
 
-    def open_again(self, look: Look, site: str, turn: int) -> bool:
-        """Open a look for what it was opened for before; False if it is not its turn."""
+    def open_again(
+        self, site: str, asked: tuple[Any, ...], strides: tuple[int, ...], place: int, given: Any, turn: int
+    ) -> Look | None:
+        """The next look with launches that fill it, if it was `asked` for the same by what lay so; else None."""
         order = len(self._open)
-        if order >= len(self._known) or self._known[order] is not look:
-            return False
+        look = self._known[order] if order < len(self._known) else None
+        if look is None or look.again is None or look.asked != asked or not look.repeats(strides, place, given):
+            return None
         self._take_up(look, site, turn)
-        return True
-
-    def latest(self, site: str) -> Look | None:
-        """The last open look, if it is the site's."""
-        return self._open[-1] if self._open and self._open[-1].site == site else None
+        return look
 
     def _take_up(self, look: Look, site: str, turn: int) -> None:
         look.site, look.failed, look.numbers = site, False, self._numbers_of(look.plan, turn)
@@ -232,6 +231,11 @@ class Looks:
             self._chunks.append(torch.zeros(max(CHUNK, numbers), dtype=torch.float64, device=self.device))
         self._place = (chunk, taken + numbers)
         return self._chunks[chunk][taken : taken + numbers]
+
+
+def asked_of(x_MK: Tensor, rule: Operand, turned: bool) -> tuple[Any, ...]:
+    """What a look is asked for."""
+    return x_MK.shape, x_MK.dtype, rule, turned
 
 
 def _can(x_MK: Tensor, rule: Operand) -> bool:
