@@ -11,7 +11,7 @@ from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.observe.stats import Collector
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-pytestmark = [cuda, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.gpu, cuda, pytest.mark.filterwarnings("ignore")]
 RECIPES = ["current", "delayed", "rowwise", "blockwise"]
 
 

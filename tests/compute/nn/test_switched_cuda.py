@@ -7,6 +7,7 @@ from torch import nn
 import narrowgauge as ng
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -11,6 +11,7 @@ from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.session.dumps import Dumper
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -157,6 +157,13 @@ def test_an_error_of_ours_is_one_note_and_the_program_goes_on(tmp_path, monkeypa
     assert "ZeroDivisionError" in writer.events[0][2]
 
 
+def assert_the_same_by_either_way(rows, folder, monkeypatch):
+    host.wait()
+    short = rows(folder / "short")
+    monkeypatch.setattr(Recorder, "again", lambda *args, **own: None)
+    assert short == rows(folder / "long")
+
+
 class Heads(nn.Linear):
     """Multiplies by itself, and gives its result as so many heads."""
 
@@ -179,10 +186,7 @@ def test_the_same_gradient_as_other_rows_is_counted_as_those(tmp_path, monkeypat
                 optimizer.zero_grad()
         return told(folder)
 
-    host.wait()
-    short = rows(tmp_path / "short")
-    monkeypatch.setattr(Recorder, "again", lambda *args, **own: None)
-    assert short == rows(tmp_path / "long")
+    assert_the_same_by_either_way(rows, tmp_path, monkeypatch)
 
 
 def test_a_layer_s_own_rule_is_not_that_of_another_in_its_place(tmp_path, monkeypatch):
@@ -205,10 +209,7 @@ def test_a_layer_s_own_rule_is_not_that_of_another_in_its_place(tmp_path, monkey
                 optimizer.zero_grad()
         return told(folder)
 
-    host.wait()
-    short = rows(tmp_path / "short")
-    monkeypatch.setattr(Recorder, "again", lambda *args, **own: None)
-    assert short == rows(tmp_path / "long")
+    assert_the_same_by_either_way(rows, tmp_path, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
