@@ -75,7 +75,9 @@ class Recorder:
         recorded = self.collector.begin_step(step)
         if self.what_if is not None:
             self.what_if.begin_step(step, recorded)
-        return self.dumper.begin_step(step) or recorded if self.dumper is not None else recorded
+        dumped = self.dumper is not None and self.dumper.begin_step(step)
+        self.selection.gate.asked = dumped or (self.what_if is not None and self.what_if.asking)
+        return dumped or recorded
 
     def end_step(self) -> None:
         """The step ended."""
@@ -122,7 +124,7 @@ class Recorder:
 
     def selects(self, module: str, role: str) -> bool:
         """Whether one tensor of a module is looked at in the open step."""
-        if self.selection.paused:
+        if self.selection.gate.paused:
             return False
         module = self.name(module)
         if self.collector.wants(module) and self.selection.sites.selects(module, role):
@@ -131,8 +133,8 @@ class Recorder:
 
     def wants(self, module: str) -> bool:
         """Whether any tensor of a module may be looked at in the open step."""
-        module = self.name(module)
-        if self.selection.paused or not self.mine():
+        module = self._names.get(module) or self.name(module)
+        if self.selection.gate.paused or not self.mine():
             return False
         recorded = self.collector.wants(module) and self.selection.sites.reaches(module)
         return recorded or (self.dumper is not None and self.dumper.wants(module))
@@ -154,7 +156,7 @@ class Recorder:
         All that is wanted of it is seen to, also what `unconverted` asks, unless the rule is the layer's `own`. False
         where somebody has to quantize and to show it.
         """
-        if self.selection.paused:
+        if self.selection.gate.paused:
             return True
         module = self._names.get(module) or self.name(module)
         dumped = self.dumper is not None and self.dumper.selects(module, role)
@@ -174,26 +176,14 @@ class Recorder:
         As `Collector.again` has it: where what is returned says False, `product` is to be asked.
         """
         module = self._names.get(module) or self.name(module)
-        selection, dumper = self.selection, self.dumper
-        what_if = None if own and self.what_if is not None and self.what_if.seldom else self.what_if
+        asks = self.what_if is not None and not (own and self.what_if.seldom)
         if (
-            selection.paused
-            or not selection.sites.selects(module, role)
-            or (what_if is not None and not what_if.knows(module, role, x))
+            self.selection.gate.paused
+            or not self.selection.sites.selects(module, role)
+            or (asks and self.what_if is not None and not self.what_if.knows(module, role, x))
         ):
             return None
-        counts = self.collector.again(module, role, x, rule, given)
-        if counts is None:
-            return None
-
-        def again(x: Tensor, given: Given | None) -> bool:
-            if selection.paused:
-                return True
-            if (dumper is not None and dumper.takes) or (what_if is not None and what_if.asking):
-                return False
-            return counts(x, given)
-
-        return again
+        return self.collector.again(module, role, x, rule, given, self.selection.gate)
 
     def unconverted(self, module: str, role: str, x: Tensor) -> None:
         """An operand of a product that nobody converted was seen: what would it be by other recipes?"""
@@ -216,7 +206,7 @@ class Recorder:
         if self._records(module, role):
             self.collector.operand(module, role, x, q, moments, amax_ratio)
             self._ask(module, role, x, seldom=False)
-        if self.dumper is not None and not self.selection.paused:
+        if self.dumper is not None and not self.selection.gate.paused:
             self.dumper.operand(module, role, x.reshape(-1, x.shape[-1]), q)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:

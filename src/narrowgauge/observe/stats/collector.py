@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -44,6 +45,22 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 Again = Callable[[Tensor, "Given | None"], bool]
+
+
+@dataclass(eq=False, slots=True)
+class Gate:
+    """What is wanted of tensors that lie as those before them did.
+
+    Attributes:
+        paused: nothing is, for the time being.
+        asked: more than that they are counted, in the open step.
+    """
+
+    paused: bool = False
+    asked: bool = False
+
+
+OPEN = Gate()
 
 _CPU = torch.device("cpu")
 
@@ -186,7 +203,9 @@ class Collector:
             with self._lock:
                 self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
 
-    def again(self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None) -> Again | None:
+    def again(
+        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, gate: Gate = OPEN
+    ) -> Again | None:
         """A shorter `judge`, in later steps too, for tensors of one site that lie in memory as x [M, K] does.
 
         x, without gaps, was just judged by the rule. Whoever calls makes sure of dtype, layout and device; where what
@@ -198,29 +217,38 @@ class Collector:
             return None
         if x.is_cpu:
             walk = held.walk(x, rule) if given is None else None
-            return None if walk is None else partial(self._again_here, site, once, walk)
+            return None if walk is None else self._again_here(site, once, walk, gate)
         lies = lies_as(x, rule) if held.by_kernels else None
-        return None if lies is None else partial(self._again_there, device, site, once, lies)
+        return None if lies is None else partial(self._again_there, device, site, once, lies, gate)
 
-    def _again_here(self, site: str, once: bool, walk: host.Walker, x: Tensor, given: Given | None) -> bool:
-        held = self._held.get(_CPU)
-        if held is None or not self._open or given is not None:
-            return False
-        began = time.perf_counter()
-        try:
-            return held.again(site, once, x, walk)
-        except Exception as error:
-            self._failed(site, error)
-            return True
-        finally:
-            with self._lock:
-                self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
+    def _again_here(self, site: str, once: bool, walk: host.Walker, gate: Gate) -> Again:
+        """One function, which knows all: after a program's own, each that is called takes as long as many numbers."""
+
+        def again(x: Tensor, given: Given | None) -> bool:
+            if gate.paused:
+                return True
+            held = self._held.get(_CPU)
+            if gate.asked or held is None or not self._open or given is not None:
+                return False
+            began = time.perf_counter()
+            try:
+                return held.again(site, once, x, walk)
+            except Exception as error:
+                self._failed(site, error)
+                return True
+            finally:
+                with self._lock:
+                    self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
+
+        return again
 
     def _again_there(
-        self, device: torch.device, site: str, once: bool, lies: Lies, x: Tensor, given: Given | None
+        self, device: torch.device, site: str, once: bool, lies: Lies, gate: Gate, x: Tensor, given: Given | None
     ) -> bool:
+        if gate.paused:
+            return True
         held = self._held.get(device)
-        if held is None or not self._open or device.index != torch._C._cuda_getDevice():
+        if gate.asked or held is None or not self._open or device.index != torch._C._cuda_getDevice():
             return False
         try:
             return held.again_there(site, once, x, lies, given, self._timed)

@@ -108,7 +108,7 @@ class Held:
         if counted is None:  # not all of it is finite
             return False
         with self._lock:
-            self._operands.add(site, (counted,))
+            self._operands.add_counted(site, counted)
         if once:
             self._weights.add(site)
         return True
@@ -147,7 +147,7 @@ class Held:
         if counted is None:
             return False
         with self._lock:
-            self._operands.add(site, (counted,))
+            self._operands.add_counted(site, counted)
         if once:
             self._weights.add(site)
         return True

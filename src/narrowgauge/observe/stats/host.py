@@ -31,7 +31,7 @@ from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait, w
 
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
-Codes = tuple[int, int, int, int, Array, Array]  # where codes and scales are, or 0; a granule; FACTS and LIMITS
+Asked = tuple[Array, Array]  # what the walk is told: ASKED, FACTS and the layout; LIMITS
 Walker = Callable[[Tensor, int, Array], "Counted | None"]  # of a tensor, a turn and neutral moments
 
 __all__ = [
@@ -52,10 +52,11 @@ __all__ = [
 E8M0 = (None, "up", "ocp")
 MARGIN = 1 + 2.0**-20  # amax * fl(448 / amax) exceeds 448 by an ulp in a fifth of all tensors
 MOST_RULES = 4096
+UNSCALED = Scaling("none")
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16}
-_RULES: dict[tuple[int, int, int], tuple[Operand, Codes]] = {}  # holds the rule, lest its id become another's
+_RULES: dict[tuple[int, int, int], tuple[Operand, Asked]] = {}  # holds the rule, lest its id become another's
 
 
 @dataclass(eq=False, slots=True)
@@ -92,8 +93,8 @@ def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share, vector: Arr
             of use.
     """
     codes, scale = q.codes.contiguous(), q.scale.contiguous()
-    shape = _granule(q.granularity, *x_MK.shape)
-    return _walk(x_MK, (codes.data_ptr(), scale.data_ptr(), *shape, *_numbers(q.fmt)), sampled, compared, vector)
+    asked = _asked(*x_MK.shape, *_granule(q.granularity, *x_MK.shape), q.fmt)
+    return _walk(x_MK, asked, (codes.data_ptr(), scale.data_ptr()), sampled, compared, vector)
 
 
 def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: Array | None = None) -> Counted | None:
@@ -101,7 +102,7 @@ def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: 
 
     Arguments as for `count`.
     """
-    return _walk(x_MK, _by_rule(rule, *x_MK.shape), sampled, compared, vector)
+    return _walk(x_MK, _by_rule(rule, *x_MK.shape), (0, 0), sampled, compared, vector)
 
 
 def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
@@ -111,16 +112,17 @@ def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
     """
     if type(x_MK) not in _PLAIN or x_MK.dtype not in _SHIFTS or not x_MK.is_contiguous():
         return None
-    (M, K), size, itemsize, shift = x_MK.shape, x_MK.numel(), x_MK.itemsize, _SHIFTS[x_MK.dtype]
-    codes, (sampled, compared) = _by_rule(rule, M, K), strides
-    walk, *layout = _operand()
+    (M, K), size, itemsize = x_MK.shape, x_MK.numel(), x_MK.itemsize
+    general, limits = _by_rule(rule, M, K)
+    asked = _told(general, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1]))
+    walk = _host().operand
 
     def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
         place = x.data_ptr()
         if not place or x.is_neg() or x.untyped_storage().nbytes() < (x.storage_offset() + size) * itemsize:
             return None
-        columns, which = np.zeros((2, K)), (turn % sampled, sampled, turn % compared, compared)
-        if not walk.operand(place, shift, M, K, K, *codes, *which, *layout, vector, columns):
+        columns = np.zeros((2, K))
+        if not walk(place, turn, asked, limits, vector, columns):
             return None
         vector[_NUMEL] = size
         return Counted(vector, columns)
@@ -128,28 +130,42 @@ def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
     return again
 
 
-def _by_rule(rule: Operand, M: int, K: int) -> Codes:
+def _by_rule(rule: Operand, M: int, K: int) -> Asked:
     """What the walk is told of a rule. To find it by what the rule says would take longer than to find all else."""
     key = id(rule), M, K
     known = _RULES.get(key)
     if known is None:
         if len(_RULES) >= MOST_RULES:
             _RULES.clear()
-        numbers = _numbers(rule.fmt, rule.scaling, rule.margin)
-        known = _RULES[key] = rule, (0, 0, *_granule(rule.granularity, M, K), *numbers)
+        granule = _granule(rule.granularity, M, K)
+        known = _RULES[key] = rule, _asked(M, K, *granule, rule.fmt, rule.scaling, rule.margin)
     return known[1]
 
 
-def _walk(x_MK: Tensor, codes: Codes, sampled: Share, compared: Share, vector: Array | None = None) -> Counted | None:
+@lru_cache(MOST_RULES)
+def _asked(M: int, K: int, tall: int, wide: int, fmt: Format, scaling: Scaling = UNSCALED, margin: int = 0) -> Asked:
+    """What the walk is told of matrices of one shape and rule, but for how they lie and which rows it looks at."""
+    facts, limits = _numbers(fmt, scaling, margin)
+    return np.concatenate(((*_OPEN, M, K, tall, wide), facts, *_layout())), limits
+
+
+def _told(general: Array, shift: int, stride: int, at: tuple[int, int], sampled: Share, compared: Share) -> Array:
+    """The same with the rest; `at` is where codes and scales are, 0 without."""
+    asked = general.copy()
+    asked[: len(_OPEN)] = shift, stride, *at, *sampled, *compared
+    return asked
+
+
+def _walk(
+    x_MK: Tensor, asked: Asked, at: tuple[int, int], sampled: Share, compared: Share, vector: Array | None = None
+) -> Counted | None:
     x = _readable(x_MK)
     if x is None:
         return None
     M, K = x_MK.shape
     vector, columns = MOMENTS.empty() if vector is None else vector, np.zeros((2, K))
-    walk, *layout = _operand()
-    if not walk.operand(
-        x.data_ptr(), _SHIFTS[x.dtype], M, K, x.stride(0), *codes, *sampled, *compared, *layout, vector, columns
-    ):
+    told = _told(asked[0], _SHIFTS[x.dtype], x.stride(0), at, sampled, compared)
+    if not _host().operand(x.data_ptr(), 0, told, asked[1], vector, columns):
         return None
     vector[_NUMEL] = M * K
     return Counted(vector, columns)
@@ -185,6 +201,7 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Ar
 
 
 _NUMEL = MOMENTS.offsets["numel"]
+_OPEN = (0,) * 8  # what `_told` fills in
 _NEUTRAL_HEAD = MOMENTS.empty()[: MOMENTS.head_width].copy()
 
 
@@ -230,8 +247,7 @@ def _granule(granularity: Granularity, M: int, K: int) -> tuple[int, int]:
     return M, K
 
 
-@lru_cache(64)
-def _numbers(fmt: Format, scaling: Scaling = Scaling("none"), margin: int = 0) -> tuple[Array, Array]:  # noqa: B008
+def _numbers(fmt: Format, scaling: Scaling = UNSCALED, margin: int = 0) -> tuple[Array, Array]:
     """A format and a rule as the walk wants them: FACTS and LIMITS."""
     if fmt.has_negative_zero:
         nan = 0, 0x7F, fmt.max_code + 1
@@ -240,12 +256,6 @@ def _numbers(fmt: Format, scaling: Scaling = Scaling("none"), margin: int = 0) -
     facts = (fmt.mantissa_bits, fmt.bias, *nan, scaling.power_of_two, E8M0.index(scaling.e8m0), fmt.emax, margin)
     limits = (fmt.max, fmt.max * MARGIN, fmt.max * 2.0**-margin, scaling.amax_floor)
     return np.array(facts, np.int64), np.array(limits, np.float32)
-
-
-@cache
-def _operand() -> tuple[ModuleType, Array, Array]:
-    """The walks, and where an operand's numbers go."""
-    return _host(), *_layout()
 
 
 @cache

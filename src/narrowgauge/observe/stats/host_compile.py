@@ -34,15 +34,13 @@ class NotCachedError(Exception):
 def call_all(walk: ModuleType) -> None:
     """Call every entry of `host_kernel` with arguments of the types that it will get."""
     x, codes, scale = np.ones((2, 2), np.float32), np.full((2, 2), 0x38, np.uint8), np.ones(1, np.float32)
-    facts, limits = np.array((3, 7, 0, 0x7F, 0x7F, 0, 0, 8, 0)), np.array((448, 449, 448, 0), np.float32)
+    facts, limits = (3, 7, 0, 0x7F, 0x7F, 0, 0, 8, 0), np.array((448, 449, 448, 0), np.float32)
     counted = len(walk.COUNTED) + len(walk.SAMPLED) + len(walk.SCALES)
-    places, starts, vector = np.arange(counted), np.array((100, 500, 500, 700, 700, 800, 100, 500)), np.zeros(900)
-    at, ints = x.ctypes.data, (0, 2, 2, 2)
-    walk.operand(
-        at, *ints, codes.ctypes.data, scale.ctypes.data, 2, 2, facts, limits, 0, 1, 0, 1, places, starts, vector,
-        np.zeros((2, 2)),
-    )  # fmt: skip
-    walk.result(at, *ints, at, at, 4, places, places, vector)
+    places, starts, vector = np.arange(counted), (100, 500, 500, 700, 700, 800, 100, 500), np.zeros(900)
+    asked = (0, 2, codes.ctypes.data, scale.ctypes.data, 0, 1, 0, 1, 2, 2, 2, 2, *facts, *places, *starts)
+    at = x.ctypes.data
+    walk.operand(at, 0, np.array(asked), limits, vector, np.zeros((2, 2)))
+    walk.result(at, 0, 2, 2, 2, at, at, 4, places, places, vector)
     runs = np.array((at,)), np.array((at,)), np.array((4,)), 1, 0
     walk.copied(*runs, np.array((4,)))
     walk.moved(*runs)

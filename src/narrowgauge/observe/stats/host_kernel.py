@@ -45,6 +45,7 @@ from narrowgauge.observe.stats.host_moved import copied as copied
 from narrowgauge.observe.stats.host_moved import moved as moved
 from narrowgauge.observe.stats.host_rounding import (
     BEYOND,
+    FACTS,
     Steps,
     decode_row,
     round_row,
@@ -71,26 +72,38 @@ SCALES = ("scale_n", "scale_mean", "scale_m2", "scale_min", "scale_max")
 CHECKED = ("gemm_ww", "gemm_wg", "gemm_gg", "gemm_ee")
 
 
+# What is asked of an operand, in one array of int64, for each argument of a compiled function takes as long as counting
+# a hundred numbers: how x lies, where its codes and scales are, which rows are looked at; its shape and that of a
+# granule; FACTS; where in the packed vector COUNTED, SAMPLED and SCALES go; and where there the SQNR of rows,
+# exponents, ranges and the SQNR of columns begin and end.
+ASKED = (
+    *("shift", "stride", "codes_at", "scale_at", "first", "every", "first_compared", "every_compared"),
+    *("M", "K", "tall", "wide"),
+)
+_FACTS, _PLACES = len(ASKED), len(ASKED) + len(FACTS)
+_STARTS = _PLACES + len(COUNTED) + len(SAMPLED) + len(SCALES)
+
+
 @compiled
-def operand(
-    x_at: Number, shift: int, M: int, K: int, stride: int, codes_at: Number, scale_at: Number, tall: int, wide: int,
-    facts: Array, limits: Array, first: int, every: int, first_compared: int, every_compared: int, places: Array,
-    starts: Array, vector: Array, columns: Array,
-) -> bool:  # fmt: skip
+def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array, columns: Array) -> bool:
     """Everything of an operand into its packed vector; False, and nothing to be used, if not all of it is finite.
 
     Args:
-        x_at: address of float32 numbers, or of bfloat16 (shift 16); `stride` elements from row to row.
-        codes_at, scale_at: addresses of codes [M, K] and their scales, one per granule; 0 to go by the rule.
-        tall, wide: rows and columns of a granule.
-        facts, limits: FACTS and LIMITS of the format and the rule.
-        first, every: which rows are sampled.
-        first_compared, every_compared: which of them are compared with their codes, and summed along columns.
-        places: where in the vector COUNTED, SAMPLED and SCALES go.
-        starts: where in the vector the SQNR of rows, exponents, ranges and the SQNR of columns begin and end, [8].
+        x_at: address of float32 numbers, or of bfloat16 (`shift` 16); `stride` elements from row to row.
+        turn: is added to `first` and `first_compared`.
+        asked: ASKED, and what comes behind it. Codes [M, K] and scales, one per granule, are at 0 to go by the rule;
+            `tall`, `wide` are rows and columns of a granule. Every `every`-th row is sampled, and every
+            `every_compared`-th compared with its codes, and summed along columns.
+        limits: LIMITS of the format and the rule.
         vector: [width] float64, neutral; filled.
         columns: [2, K] float64, to which the sums of x^2 and e^2 along columns are added.
     """
+    shift, stride, codes_at, scale_at, M, K, tall, wide = (
+        asked[0], asked[1], asked[2], asked[3], asked[8], asked[9], asked[10], asked[11],
+    )  # fmt: skip
+    every, every_compared = asked[5], asked[7]
+    first, first_compared = (asked[4] + turn) % every, (asked[6] + turn) % every_compared
+    facts, places, starts = asked[_FACTS:_PLACES], asked[_PLACES:_STARTS], asked[_STARTS:]
     granules = -(-M // tall) * -(-K // wide)
     step = together(K, stride, granules)
     amax_of, low_of = np.zeros(granules, np.int32), np.empty(-(-M // step), np.int32)

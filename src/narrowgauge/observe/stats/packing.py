@@ -128,16 +128,20 @@ class Packer:
             if amax_ratio is not None:
                 part.note("amax_ratio", amax_ratio.detach())
             if isinstance(part, Counted):
-                first = self._counted.pop(site, None)
-                if first is None and site not in self._folded:
-                    self._counted[site] = part
-                else:
-                    self._hand_over(site, *(each for each in (first, part) if each is not None))
+                self.add_counted(site, part)
             else:
                 self._pending.setdefault(site, []).append(part)
                 self._count += 1
         if self._count >= PENDING:
             self._fold()
+
+    def add_counted(self, site: str, part: Counted) -> None:
+        """Take what was counted of one tensor on the CPU."""
+        if site not in self._counted and site not in self._folded:
+            self._counted[site] = part
+            return
+        first = self._counted.pop(site, None)
+        self._hand_over(site, *(each for each in (first, part) if each is not None))
 
     def add_packed(self, site: str, vector: Tensor) -> None:
         """Take moments [width] that someone else packed."""

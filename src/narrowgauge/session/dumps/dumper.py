@@ -70,11 +70,6 @@ class Dumper:
             self._calls.clear()
         return bool(self._open)
 
-    @property
-    def takes(self) -> bool:
-        """Whether anything may be taken in the open step."""
-        return bool(self._open)
-
     def wants(self, module: str) -> bool:
         """Whether any operand of a module may be taken in the open step."""
         return any(choice.reaches(module) for choice in self._open)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.metrics import CATALOG, COLUMNS, ROLES, finalize
+from narrowgauge.observe.stats.collector import Gate
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.selection.globs import SiteGlobs
 from narrowgauge.session.selection.seldom import Seldom
@@ -37,6 +38,7 @@ class Selection:
     Attributes:
         first: the first step that was recorded, or was to be if it did not end; None without one.
         seldom: whether the open step is one of the few that all recipes look at.
+        gate: whether tensors that lie as those before them did may go the shorter way.
     """
 
     def __init__(self, watch: Mapping[str, Any], every: int) -> None:
@@ -50,10 +52,19 @@ class Selection:
         self._turns, self._few = Turns(), Seldom()
         self.first: int | None = None
         self.seldom = False
-        self.paused = False  # an optimizer tries something: nothing is looked at
+        self.gate = Gate()
         self._found: set[str] = set()
         self._recorded = self._steps = 0
         self._stored = self._kept = False
+
+    @property
+    def paused(self) -> bool:
+        """Whether an optimizer tries something: nothing is looked at."""
+        return self.gate.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self.gate.paused = paused
 
     def due(self, step: int) -> bool:
         """Whether a step that begins is recorded."""

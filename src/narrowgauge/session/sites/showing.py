@@ -166,10 +166,8 @@ class Showing:
             made, turn = made_as(y), part.dy_rows
             shape = None if made is y or (turn is rows and same_rows(made, y)) else y.shape
 
-            def arrived(dy: Tensor) -> None:
-                unseen_by_modes(self._show_here, state, wanted, "grad_output", turn, own, dy, shape)
-
-            at_gradient(made, arrived)
+            show = partial(self._show_here, state, wanted, "grad_output", turn, own, shape=shape)
+            at_gradient(made, partial(unseen_by_modes, show))
 
     def _without_gradient(self, state: LayerState, w: Tensor) -> None:
         name = getattr(state.observer, "name", str)(state.name)
@@ -190,7 +188,7 @@ class Showing:
             short = shape is None and own is None and turn is rows
             if wanted and short:
                 known, rule = self._again.get(site), self._rules[role]
-                if known is not None and known.serves(rule.operand, own=False) and known.again(x, None):
+                if known is not None and known.operand is rule.operand and not known.own and known.again(x, None):
                     self.heard.add(site)
                     return
             came, x = x, x if shape is None else x.reshape(shape)
