@@ -75,6 +75,13 @@ class Counted:
         """Fill a slot that the walk knows nothing of."""
         self.vector[MOMENTS.offsets[slot]] = float(value)
 
+    def copied(self, vector: Array | None = None) -> Counted:
+        """The same once more, in another vector [width]: those who take one in add to it."""
+        if vector is None:
+            return Counted(self.vector.copy(), self.columns.copy())
+        vector[:] = self.vector
+        return Counted(vector, self.columns.copy())
+
     def parts(self) -> tuple[Tensor, Tensor]:
         """Vector and columns; columns are to be counted anew, when those of other parts were added."""
         self.vector[MOMENTS["col_sqnr"]] = 0.0
@@ -112,9 +119,14 @@ def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
     """
     if type(x_MK) not in _PLAIN or x_MK.dtype not in _SHIFTS or not x_MK.is_contiguous():
         return None
-    (M, K), size, itemsize = x_MK.shape, x_MK.numel(), x_MK.itemsize
-    general, limits = _by_rule(rule, M, K)
-    asked = _told(general, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1]))
+    return _walker(*x_MK.shape, x_MK.dtype, rule, strides)
+
+
+@lru_cache(MOST_RULES)
+def _walker(M: int, K: int, dtype: torch.dtype, rule: Operand, strides: Share) -> Walker:
+    """One for all that lie so: who has two tensors counted by the same one may ask whether they are one."""
+    size, itemsize, (general, limits) = M * K, dtype.itemsize, _by_rule(rule, M, K)
+    asked = _told(general, _SHIFTS[dtype], K, (0, 0), (0, strides[0]), (0, strides[1]))
     walk = _host().operand
 
     def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
