@@ -72,10 +72,10 @@ SCALES = ("scale_n", "scale_mean", "scale_m2", "scale_min", "scale_max")
 CHECKED = ("gemm_ww", "gemm_wg", "gemm_gg", "gemm_ee")
 
 
-# What is asked of an operand, in one array of int64, for each argument of a compiled function takes as long as counting
-# a hundred numbers: how x lies, where its codes and scales are, which rows are looked at; its shape and that of a
-# granule; FACTS; where in the packed vector COUNTED, SAMPLED and SCALES go; and where there the SQNR of rows,
-# exponents, ranges and the SQNR of columns begin and end.
+# What is asked of an operand, in one array of int64, because each argument of a compiled function costs at every call:
+# how x lies, where its codes and scales are, which rows are looked at; its shape and that of a granule; FACTS; where in
+# the packed vector COUNTED, SAMPLED and SCALES go; and where there the SQNR of rows, exponents, ranges and the SQNR of
+# columns begin and end.
 ASKED = (
     *("shift", "stride", "codes_at", "scale_at", "first", "every", "first_compared", "every_compared"),
     *("M", "K", "tall", "wide"),
