@@ -343,3 +343,20 @@ def test_what_was_looked_at_can_still_be_freed_by_its_owner(dtype, book):
     collector.flush()
     assert {site for _, site in book.rows} == {"m:input", "m:output"}
     x.untyped_storage().resize_(0)
+
+
+def test_what_was_counted_in_inference_mode_is_added_to_outside_of_it():
+    host.wait()
+    rows = []
+    for inference in (False, True):
+        book, generator = Notebook(), torch.Generator().manual_seed(0)
+        collector = Collector(book)
+        collector.begin_step(1)
+        with torch.inference_mode(inference):
+            for _ in range(2):
+                show(collector, torch.randn(16, 32, generator=generator))
+        show(collector, torch.randn(16, 32, generator=generator))
+        collector.flush()
+        assert not book.events
+        rows.append({name: repr(value) for name, value in book.rows[1, "m:input"].items()})
+    assert rows[0] == rows[1]

@@ -211,17 +211,17 @@ class Collector:
         x, without gaps, was just judged by the rule. Whoever calls makes sure of dtype, layout and device; where what
         is returned says False, `judge` is to be asked. None where there is none, or not yet.
         """
-        site, device = _address(module, role), x.device
+        site, once, device = _address(module, role), role == "weight", x.device
         held = self._held.get(device)
         if not self._open or held is None or not x.is_contiguous():
             return None
         if x.is_cpu:
             walk = held.walk(x, rule) if given is None else None
-            return None if walk is None else self._again_here(site, role, walk, gate)
+            return None if walk is None else self._again_here(site, once, walk, gate)
         lies = lies_as(x, rule) if held.by_kernels else None
-        return None if lies is None else partial(self._again_there, device, site, role == "weight", lies, gate)
+        return None if lies is None else partial(self._again_there, device, site, once, lies, gate)
 
-    def _again_here(self, site: str, role: str, walk: host.Walker, gate: Gate) -> Again:
+    def _again_here(self, site: str, once: bool, walk: host.Walker, gate: Gate) -> Again:
         """One function, which knows all: after a program's own, each that is called takes as long as many numbers."""
 
         def again(x: Tensor, given: Given | None) -> bool:
@@ -232,7 +232,7 @@ class Collector:
             held = self._held_on(_CPU)
             began = time.perf_counter()
             try:
-                return held.again(site, role, x, walk)
+                return held.again(site, once, x, walk)
             except Exception as error:
                 self._failed(site, error)
                 return True

@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,15 +39,6 @@ Lies = tuple[tuple[Any, ...], tuple[int, ...]]  # what a look is asked for, and 
 Timed = Callable[[str, torch.device, "Held"], AbstractContextManager[object]]
 
 
-class _Input(NamedTuple):
-    """The latest input that was counted on the CPU, as it was then."""
-
-    x: ref[Tensor]
-    version: int
-    walk: host.Walker
-    counted: host.Counted
-
-
 class Held:
     """Of one device and one step.
 
@@ -67,7 +57,6 @@ class Held:
         self._weights: set[str] = set()
         self._turn, self._looks = turn, looks
         self._room: Looks | None = None
-        self._latest: _Input | None = None
         self._met = turn  # so that in every step others are timed
         self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
 
@@ -150,15 +139,11 @@ class Held:
         """What counts tensors on the CPU that lie as x [M, K] does, if something quick can."""
         return host.again(x, rule, strides(x.shape[0], x.shape[1])) if host.ready() else None
 
-    def again(self, site: str, role: str, x: Tensor, walk: host.Walker) -> bool:
+    def again(self, site: str, once: bool, x: Tensor, walk: host.Walker) -> bool:
         """`judge` of what came before, and lies as it did; False where that has to be asked."""
-        once = role == "weight"
         if once and site in self._weights:
             return True
-        if role == "input":
-            counted = self._of_input(x, walk)
-        else:
-            counted = walk(x, self._turn, self._operands.room())
+        counted = walk(x, self._turn, self._operands.room())
         if counted is None:
             return False
         with self._lock:
@@ -166,19 +151,6 @@ class Held:
         if once:
             self._weights.add(site)
         return True
-
-    def _of_input(self, x: Tensor, walk: host.Walker) -> host.Counted | None:
-        """Of query, key and value one input is counted for all three: the same tensor, which nobody wrote to since.
-
-        Writes that a tensor's version does not tell of (by `.data`, by an address) are the exception.
-        """
-        latest = self._latest
-        if latest is not None and latest.walk is walk and latest.x() is x and latest.version == x._version:
-            return latest.counted.copied(self._operands.room())
-        counted = walk(x, self._turn, self._operands.room())
-        if counted is not None and not x.is_inference():  # these have no version
-            self._latest = _Input(ref(x), x._version, walk, counted.copied())
-        return counted
 
     def again_there(self, site: str, once: bool, x: Tensor, lies: Lies, given: Given | None, timed: Timed) -> bool:
         """`judge_there` of what came before, and lies as it did; False where that has to be asked.

@@ -31,7 +31,7 @@ from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait, w
 
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
-Asked = tuple[Array, Array]  # what the walk is told: ASKED, FACTS and the layout; LIMITS
+Told = tuple[Array, Array, int, int]  # room for ASKED with what comes behind it; LIMITS; rows and columns of a granule
 Walker = Callable[[Tensor, int, Array], "Counted | None"]  # of a tensor, a turn and neutral moments
 
 __all__ = [
@@ -56,7 +56,7 @@ UNSCALED = Scaling("none")
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16}
-_RULES: dict[tuple[int, int, int], tuple[Operand, Asked]] = {}  # holds the rule, lest its id become another's
+_RULES: dict[tuple[int, int, int], tuple[Operand, Told]] = {}  # holds the rule, lest its id become another's
 
 
 @dataclass(eq=False, slots=True)
@@ -74,13 +74,6 @@ class Counted:
     def note(self, slot: str, value: Tensor) -> None:
         """Fill a slot that the walk knows nothing of."""
         self.vector[MOMENTS.offsets[slot]] = float(value)
-
-    def copied(self, vector: Array | None = None) -> Counted:
-        """The same once more, in another vector [width]: those who take one in add to it."""
-        if vector is None:
-            return Counted(self.vector.copy(), self.columns.copy())
-        vector[:] = self.vector
-        return Counted(vector, self.columns.copy())
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Vector and columns; columns are to be counted anew, when those of other parts were added."""
@@ -100,8 +93,8 @@ def count(x_MK: Tensor, q: QTensor, sampled: Share, compared: Share, vector: Arr
             of use.
     """
     codes, scale = q.codes.contiguous(), q.scale.contiguous()
-    asked = _asked(*x_MK.shape, *_granule(q.granularity, *x_MK.shape), q.fmt)
-    return _walk(x_MK, asked, (codes.data_ptr(), scale.data_ptr()), sampled, compared, vector)
+    told = *_behind(q.fmt), *_granule(q.granularity, *x_MK.shape)
+    return _walk(x_MK, told, (codes.data_ptr(), scale.data_ptr()), sampled, compared, vector)
 
 
 def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: Array | None = None) -> Counted | None:
@@ -119,14 +112,8 @@ def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
     """
     if type(x_MK) not in _PLAIN or x_MK.dtype not in _SHIFTS or not x_MK.is_contiguous():
         return None
-    return _walker(*x_MK.shape, x_MK.dtype, rule, strides)
-
-
-@lru_cache(MOST_RULES)
-def _walker(M: int, K: int, dtype: torch.dtype, rule: Operand, strides: Share) -> Walker:
-    """One for all that lie so: who has two tensors counted by the same one may ask whether they are one."""
-    size, itemsize, (general, limits) = M * K, dtype.itemsize, _by_rule(rule, M, K)
-    asked = _told(general, _SHIFTS[dtype], K, (0, 0), (0, strides[0]), (0, strides[1]))
+    (M, K), size, itemsize, told = x_MK.shape, x_MK.numel(), x_MK.itemsize, _by_rule(rule, *x_MK.shape)
+    asked, limits = _asked(told, M, K, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1])), told[1]
     walk = _host().operand
 
     def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
@@ -142,42 +129,45 @@ def _walker(M: int, K: int, dtype: torch.dtype, rule: Operand, strides: Share) -
     return again
 
 
-def _by_rule(rule: Operand, M: int, K: int) -> Asked:
+def _by_rule(rule: Operand, M: int, K: int) -> Told:
     """What the walk is told of a rule. To find it by what the rule says would take longer than to find all else."""
     key = id(rule), M, K
     known = _RULES.get(key)
     if known is None:
         if len(_RULES) >= MOST_RULES:
             _RULES.clear()
-        granule = _granule(rule.granularity, M, K)
-        known = _RULES[key] = rule, _asked(M, K, *granule, rule.fmt, rule.scaling, rule.margin)
+        behind = _behind(rule.fmt, rule.scaling, rule.margin)
+        known = _RULES[key] = rule, (*behind, *_granule(rule.granularity, M, K))
     return known[1]
 
 
-@lru_cache(MOST_RULES)
-def _asked(M: int, K: int, tall: int, wide: int, fmt: Format, scaling: Scaling = UNSCALED, margin: int = 0) -> Asked:
-    """What the walk is told of matrices of one shape and rule, but for how they lie and which rows it looks at."""
+@lru_cache(64)
+def _behind(fmt: Format, scaling: Scaling = UNSCALED, margin: int = 0) -> tuple[Array, Array]:
+    """Room for ASKED with what comes behind it, and LIMITS."""
     facts, limits = _numbers(fmt, scaling, margin)
-    return np.concatenate(((*_OPEN, M, K, tall, wide), facts, *_layout())), limits
+    return np.concatenate((np.zeros(len(_host().ASKED), np.int64), facts, *_layout())), limits
 
 
-def _told(general: Array, shift: int, stride: int, at: tuple[int, int], sampled: Share, compared: Share) -> Array:
-    """The same with the rest; `at` is where codes and scales are, 0 without."""
-    asked = general.copy()
-    asked[: len(_OPEN)] = shift, stride, *at, *sampled, *compared
+def _asked(
+    told: Told, M: int, K: int, shift: int, stride: int, at: tuple[int, int], sampled: Share, compared: Share
+) -> Array:
+    """All that is asked of a matrix; `at` is where codes and scales are, 0 without."""
+    behind, _, tall, wide = told
+    asked = behind.copy()
+    asked[:_OPEN] = shift, stride, *at, *sampled, *compared, M, K, tall, wide
     return asked
 
 
 def _walk(
-    x_MK: Tensor, asked: Asked, at: tuple[int, int], sampled: Share, compared: Share, vector: Array | None = None
+    x_MK: Tensor, told: Told, at: tuple[int, int], sampled: Share, compared: Share, vector: Array | None = None
 ) -> Counted | None:
     x = _readable(x_MK)
     if x is None:
         return None
     M, K = x_MK.shape
     vector, columns = MOMENTS.empty() if vector is None else vector, np.zeros((2, K))
-    told = _told(asked[0], _SHIFTS[x.dtype], x.stride(0), at, sampled, compared)
-    if not _host().operand(x.data_ptr(), 0, told, asked[1], vector, columns):
+    asked = _asked(told, M, K, _SHIFTS[x.dtype], x.stride(0), at, sampled, compared)
+    if not _host().operand(x.data_ptr(), 0, asked, told[1], vector, columns):
         return None
     vector[_NUMEL] = M * K
     return Counted(vector, columns)
@@ -213,7 +203,7 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Ar
 
 
 _NUMEL = MOMENTS.offsets["numel"]
-_OPEN = (0,) * 8  # what `_told` fills in
+_OPEN = 12  # numbers of ASKED
 _NEUTRAL_HEAD = MOMENTS.empty()[: MOMENTS.head_width].copy()
 
 

@@ -218,7 +218,7 @@ class Packer:
         """Add a part's column sums [2, K]; a part of another width has other columns."""
         key = (site, columns.shape[1])
         if key in self._columns:
-            self._columns[key] += columns
+            self._columns[key] = self._columns[key] + columns  # in inference mode they were made for good
         else:
             self._columns[key] = columns
 
