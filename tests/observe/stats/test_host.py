@@ -174,3 +174,14 @@ def test_the_cache_sees_that_a_part_has_changed():
     folder = Path(host_kernel.__file__).parent
     parts = b"".join((folder / f"host_{name}.py").read_bytes() for name in ("bits", "rounding", "sample", "scales"))
     assert zlib.crc32(parts) == host_kernel.PARTS, f"write PARTS = {zlib.crc32(parts)}"
+
+
+def test_what_is_asked_of_the_walk_has_room():
+    told = host._by_rule(Operand(E4M3FN, PerTensor(), CURRENT), 4, 6)
+    asked = host._asked(told, 4, 6, 16, 8, (1, 2), (3, 13), (5, 7))
+    assert dict(zip(host_kernel.ASKED, asked.tolist(), strict=False)) == {
+        **{"shift": 16, "stride": 8, "codes_at": 1, "scale_at": 2, "first": 3, "every": 13},
+        **{"first_compared": 5, "every_compared": 7, "M": 4, "K": 6, "tall": 4, "wide": 6},
+    }
+    assert asked[host._OPEN :].tolist() == told[0][len(host_kernel.ASKED) :].tolist()
+    assert not told[0][: host._OPEN].any()  # what is told of a rule serves other matrices as well
