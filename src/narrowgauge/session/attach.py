@@ -27,7 +27,7 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, updating
+from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, swapping, updating
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.leaving import leave_models_clean
@@ -139,6 +139,7 @@ class Session:
         self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
+        swapping.follow(self.seams)
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
             *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers, pipelining.follow),

@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +40,7 @@ from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.tensors.fingerprint import weights_hash
 from narrowgauge.session.tensors.sharded import copied_by, shape_of
+from narrowgauge.session.tensors.weakly import Weak, weakly
 
 MOST_NAMED = 8  # layers that a model got, in one sentence
 MOST_CHANGES = 256  # of a model, that are followed: some make a part of it anew in every step
@@ -56,7 +56,7 @@ class Roots:
         self._roots: dict[int, Root] = {}
         self._models: list[Model] = []  # those that live
         self._taken = self._parameters = 0  # how many there were, and how many elements they have
-        self._unmade: list[ref[Tensor]] = []  # parameters that lazy modules had still to make
+        self._unmade: list[Weak] = []  # parameters that lazy modules had still to make
         self._device = ""
         self._hashes: list[str] = []
         self.notes: list[str] = []
@@ -212,7 +212,7 @@ class Roots:
         elements = sum(math.prod(shape_of(p)) for p in own)
         self._parameters += elements - model.elements
         model.elements = elements
-        self._unmade += [ref(p) for p in own if is_lazy(p)]
+        self._unmade += [weakly(p) for p in own if is_lazy(p)]
 
     def _parameters_seen(self) -> set[int]:
         return {at for known in self._models for at in known.parameters()}

@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.session.tensors.masters import copies_of
 from narrowgauge.session.tensors.sharded import is_distributed, lowest, mesh_size, shape_of
 from narrowgauge.session.tensors.shares import group_of
+from narrowgauge.session.tensors.weakly import Weak, weakly
 
 
 class Trained:
@@ -32,9 +33,9 @@ class Trained:
 
     def __init__(self) -> None:
         self._known: dict[int, ReferenceType[Optimizer]] = {}  # by id, as what follows
-        self._made: dict[int, dict[int, ReferenceType[Tensor]]] = {}
+        self._made: dict[int, dict[int, Weak]] = {}
         self._elements: dict[int, int] = {}  # of what it was made with
-        self._copied: dict[int, ReferenceType[Tensor]] = {}  # parameters of models whose copies are trained
+        self._copied: dict[int, Weak] = {}  # parameters of models whose copies are trained
         self._asked: WeakSet[nn.Module] = WeakSet()  # modules that are no such models
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -42,8 +43,8 @@ class Trained:
         return known is not None and known() is optimizer
 
     def __iter__(self) -> Iterator[Optimizer]:
-        held = [known() for known in list(self._known.values())]
-        return (optimizer for optimizer in held if optimizer is not None)
+        living = [known() for known in list(self._known.values())]
+        return (optimizer for optimizer in living if optimizer is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -57,7 +58,7 @@ class Trained:
             if self._known.get(number) is known:
                 del self._known[number], self._made[number], self._elements[number]
 
-        self._made[number] = {id(p): ref(p) for p in made}
+        self._made[number] = {id(p): weakly(p) for p in made}
         self._elements[number] = sum(math.prod(shape_of(p)) for p in made)
         self._known[number] = ref(optimizer, gone)
         self.changed()
@@ -74,8 +75,8 @@ class Trained:
         """The ids of all parameters that optimizers hold, or held when they were made, and that have numbers."""
         found = {id(p) for p in self.parameters()}
         known = [self._copied, *self._made.values()]
-        held = ((at, p()) for made in known for at, p in made.items())
-        return found | {at for at, p in held if p is not None and not p.is_meta}
+        before = ((at, p()) for made in known for at, p in made.items())
+        return found | {at for at, p in before if p is not None and not p.is_meta}
 
     def owns(self, module: nn.Module) -> bool:
         """Whether any of the module's parameters is trained, itself or by a copy; the copies are looked for once."""
@@ -88,7 +89,7 @@ class Trained:
             return False
         self._asked.add(module)
         copied = copies_of(module, (p for optimizer in self for p in parameters(optimizer)))
-        self._copied.update((id(p), ref(p)) for p in copied)
+        self._copied.update((id(p), weakly(p)) for p in copied)
         return bool(copied)
 
     def mesh(self) -> int | None:

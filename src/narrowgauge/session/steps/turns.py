@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from itertools import count
 from weakref import ReferenceType, ref
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.trained import parameters
+from narrowgauge.session.tensors.weakly import Weak, weakly
 
 MOST = 16  # programs that make their optimizers anew, of new parameters, have ever more
 
@@ -32,7 +32,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._trainers: dict[int, tuple[ReferenceType[Optimizer], int]] = {}  # by the optimizer's id
-        self._of: dict[frozenset[int], tuple[ReferenceType[Tensor], int]] = {}  # by its parameters' ids: one of them
+        self._of: dict[frozenset[int], tuple[Weak, int]] = {}  # by its parameters' ids: one of them
         self._count, self._room = count(), 64
         self._seen: dict[frozenset[int], int] = {}
 
@@ -48,7 +48,7 @@ class Turns:
         self._forget()
         self._trainers[id(optimizer)] = ref(optimizer), number
         if trained:
-            self._of[ids] = ref(trained[0]), number
+            self._of[ids] = weakly(trained[0]), number
         return number
 
     def _forget(self) -> None:

@@ -1,0 +1,68 @@
+"""Tensors of the program's, held weakly, and so that it may swap them all the same.
+
+    torch.utils.swap_tensors(p, q)    two objects get each other's class, attributes and memory, and stay who they are;
+                                      refused if anybody holds one of them weakly
+    called by                         load_state_dict and Module.to where torch.__future__ says so, and by itself where
+                                      parameters are of a tensor subclass: `.double()` of what FSDP2 has sharded
+
+So references of ours are let go of while tensors are swapped, and taken again: `doors/swapping.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+from torch import Tensor
+
+
+class Weak:
+    """A tensor for as long as somebody else holds it; `weakly(x)` makes one."""
+
+    __slots__ = ("__weakref__", "_known")
+
+    def __init__(self, x: Tensor) -> None:
+        self._known: ReferenceType[Tensor] | None = ref(x)
+
+    def __call__(self) -> Tensor | None:
+        """The tensor; None once it is gone, and while it is swapped."""
+        return None if self._known is None else self._known()
+
+    def let_go(self) -> None:
+        """Hold nothing."""
+        self._known = None
+
+    def take(self, x: Tensor) -> None:
+        """Hold x."""
+        self._known = ref(x)
+
+
+_HELD: WeakValueDictionary[int, Weak] = WeakValueDictionary()  # by the ids of tensors, one for all who hold them
+
+
+def weakly(x: Tensor) -> Weak:
+    """x, held weakly."""
+    known = _HELD.get(id(x))
+    if known is None or known() is not x:  # another tensor had its id
+        known = _HELD[id(x)] = Weak(x)
+    return known
+
+
+@contextmanager
+def let_go(*tensors: Tensor) -> Iterator[None]:
+    """Meanwhile nobody here holds these."""
+    known = [(x, one) for x in tensors if (one := _HELD.get(id(x))) is not None and one() is x]
+    for _, one in known:
+        one.let_go()
+    try:
+        yield
+    finally:
+        for x, one in known:
+            one.take(x)
+
+
+def let_go_of_all() -> None:
+    """Hold none of them any more."""
+    for one in list(_HELD.values()):
+        one.let_go()
