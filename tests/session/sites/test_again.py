@@ -212,6 +212,89 @@ def test_a_layer_s_own_rule_is_not_that_of_another_in_its_place(tmp_path, monkey
     assert_the_same_by_either_way(rows, tmp_path, monkeypatch)
 
 
+class Quantizer:
+    """As a layer of TransformerEngine holds them: it says of what format it makes codes, and how."""
+
+    with_amax_reduction, force_pow_2_scales, amax_epsilon = False, False, 0.0
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+
+Quantizer.__name__ = "Float8CurrentScalingQuantizer"
+
+
+class Own(type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})):
+    """A linear layer that has its own rules, and casts to `activation_dtype` what comes."""
+
+    def __init__(self):
+        super().__init__(64, 32)
+        self.fp8, self.activation_dtype, self.weight_names = True, torch.float32, ["weight"]
+        self.tp_group = self.parallel_mode = None
+        self.sequence_parallel, self.fp8_meta = False, {}
+        self.quantizers = {
+            "scaling_fwd": [Quantizer("kFloat8E4M3") for _ in range(3)],
+            "scaling_bwd": [Quantizer("kFloat8E5M2") for _ in range(2)],
+        }
+
+
+def nothing_changes(layer, step):
+    """Every step is as the one before."""
+
+
+def casts_otherwise(layer, step):
+    """In some steps its input is cast before it is multiplied."""
+    layer.activation_dtype = torch.bfloat16 if step in (3, 4, 6) else torch.float32
+
+
+def quantizes_otherwise(layer, step):
+    """From a step on it makes codes of another format, then scales that are powers of two."""
+    layer.quantizers["scaling_fwd"][0].dtype = "kFloat8E5M2" if step > 2 else "kFloat8E4M3"
+    layer.quantizers["scaling_bwd"][0].force_pow_2_scales = step > 4
+
+
+def is_replaced(layer, step):
+    """From a step on it holds other quantizers, one of them none that casts."""
+    if step == 4:
+        layer.quantizers["scaling_fwd"] = [Quantizer("kFloat8E5M2"), None, None]
+
+
+def is_switched(layer, step):
+    """Off for some steps."""
+    layer.fp8 = step not in (3, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nothing_changes, casts_otherwise, quantizes_otherwise, is_replaced, is_switched],
+    ids=lambda f: f.__name__,
+)
+def test_a_layer_s_own_rule_is_asked_for_on_the_shorter_way_too(change, tmp_path, monkeypatch):
+    asked = []
+    judge = Collector.judge
+    monkeypatch.setattr(Collector, "judge", lambda *args: asked.append(args[1:3]) or judge(*args))
+
+    def rows(folder):
+        asked.clear()
+        torch.manual_seed(1)
+        model = nn.Sequential(layer := Own())
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        with ng.watch(model, out=folder, every=1):
+            for step in range(8):
+                change(layer, step)
+                model(torch.randn(3, 8, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ways.append(len(asked))
+        return told(folder)
+
+    ways = []
+    assert_the_same_by_either_way(rows, tmp_path, monkeypatch)
+    short, long = ways
+    assert long >= 8 * 3 - 4  # but for what is left in high precision
+    assert short == 6 if change is nothing_changes else 6 < short < long  # in the first steps there is no other
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_a_sparse_tensor_where_others_came_is_told_as_ever(tmp_path):
     host.wait()

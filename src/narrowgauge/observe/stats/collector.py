@@ -219,7 +219,7 @@ class Collector:
             walk = held.walk(x, rule) if given is None else None
             return None if walk is None else self._again_here(site, once, walk, gate)
         lies = lies_as(x, rule) if held.by_kernels else None
-        return None if lies is None else partial(self._again_there, device, site, once, lies, gate)
+        return None if lies is None else self._again_there(device, site, once, lies, gate)
 
     def _again_here(self, site: str, once: bool, walk: host.Walker, gate: Gate) -> Again:
         """One function, which knows all: after a program's own, each that is called takes as long as many numbers."""
@@ -242,19 +242,20 @@ class Collector:
 
         return again
 
-    def _again_there(
-        self, device: torch.device, site: str, once: bool, lies: Lies, gate: Gate, x: Tensor, given: Given | None
-    ) -> bool:
-        if gate.paused:
-            return True
-        held = self._held.get(device)
-        if gate.asked or held is None or not self._open or device.index != torch._C._cuda_getDevice():
-            return False
-        try:
-            return held.again_there(site, once, x, lies, given, self._timed)
-        except Exception as error:
-            self._failed(site, error)
-            return True
+    def _again_there(self, device: torch.device, site: str, once: bool, lies: Lies, gate: Gate) -> Again:
+        def again(x: Tensor, given: Given | None) -> bool:
+            if gate.paused:
+                return True
+            held = self._held.get(device)
+            if gate.asked or held is None or not self._open or device.index != torch._C._cuda_getDevice():
+                return False
+            try:
+                return held.again_there(site, once, x, lies, given, self._timed)
+            except Exception as error:
+                self._failed(site, error)
+                return True
+
+        return again
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""

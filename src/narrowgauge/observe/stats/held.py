@@ -29,7 +29,7 @@ from narrowgauge.observe.stats.results import result_head
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
-    from narrowgauge.compute.kernels.fused.watched.looks import Look, Looks
+    from narrowgauge.compute.kernels.fused.watched.looks import Looks
     from narrowgauge.compute.nn import GemmSample
     from narrowgauge.compute.recipes import Operand
 
@@ -166,11 +166,16 @@ class Held:
             look = None if room is None else room.open_again(site, asked, strides, place, given, self._turn)
         if look is None:
             return False
+        again = look.again
+        assert again is not None  # or it were none of those
+        look.failed = True  # until it is filled: who times it may keep an error for himself
         if self.is_timed():
             with timed(site, x.device, self):
-                _fill(look, x, place)
+                again(x, place, look.numbers)
+                look.failed = False
         else:
-            _fill(look, x, place)
+            again(x, place, look.numbers)
+            look.failed = False
         if once and not look.failed:
             self._weights.add(site)
         return True
@@ -213,12 +218,3 @@ def lies_as(x: Tensor, rule: Operand) -> Lies:
     from narrowgauge.compute.kernels.fused.watched.looks import asked_of  # triton is slow to import
 
     return asked_of(x, rule, False), x.stride()
-
-
-def _fill(look: Look, x: Tensor, place: int) -> None:
-    assert look.again is not None
-    try:
-        look.again(x, place, look.numbers)
-    except Exception:
-        look.failed = True
-        raise

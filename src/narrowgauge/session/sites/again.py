@@ -6,41 +6,29 @@ program shows the same ones in each of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from narrowgauge.compute.kernels import Given
-from narrowgauge.compute.recipes import Operand
 from narrowgauge.observe.stats.collector import Again
+from narrowgauge.session.sites.part import Rule
+
+CountedAgain = Callable[[Tensor, Rule], bool]  # counts one; False where it has to go the whole way
 
 
-class Known(NamedTuple):
-    """What is known of a site.
+def counted_again(x: Tensor, rule: Rule, counts: Again) -> CountedAgain:
+    """For the site of x, without gaps, that was counted by the rule; `counts` takes others that lie as it does.
 
-    Args:
-        operand: the rule that its tensors are judged by.
-        own: whether that is the layer's own.
-        again: counts the next one, by a given scale if it had one; False where it has to go the whole way.
+    Operands are told apart as objects: a layer's own is never the recipe's.
     """
+    operand, kind, shape, dtype, device = rule.operand, type(x), x.shape, x.dtype, x.device
 
-    operand: Operand
-    own: bool
-    again: Again
+    def again(x: Tensor, rule: Rule) -> bool:
+        if rule.operand is not operand or type(x) is not kind or x.dtype is not dtype:
+            return False
+        if x.layout is not torch.strided or x.is_nested or x.shape != shape or x.device != device:
+            return False
+        return x.is_contiguous() and counts(x, rule.given)
 
-    @classmethod
-    def of(cls, x: Tensor, operand: Operand, own: bool, counts: Again) -> Known:
-        """A site whose tensor x, without gaps, was counted; `counts` takes others that lie as it does."""
-        kind, shape, dtype, device = type(x), x.shape, x.dtype, x.device
-
-        def again(x: Tensor, given: Given | None) -> bool:
-            if type(x) is not kind or x.dtype is not dtype or x.layout is not torch.strided or x.is_nested:
-                return False
-            return x.shape == shape and x.device == device and x.is_contiguous() and counts(x, given)
-
-        return cls(operand, own, again)
-
-    def serves(self, operand: Operand, own: bool) -> bool:
-        """Whether it is for what is judged so."""
-        return self.operand is operand and self.own == own
+    return again

@@ -43,7 +43,7 @@ def operand(fmt: Format, granularity: Granularity, scaling: Scaling, margin: int
     return Operand(fmt, granularity, scaling, margin)
 
 
-# A role and its matrix, to how the layer quantizes it; or the reason why it does not.
+# A role and its tensor, as a matrix or not, to how the layer quantizes it; or the reason why it does not.
 Own = Callable[[OperandRole, Tensor], Rule | str]
 
 
@@ -111,18 +111,24 @@ class Kind(Protocol):
 
 def is_a(module: nn.Module, package: str, *names: str) -> bool:
     """Whether the module's class or one of its bases has one of these names and comes from `package`."""
+    return base_of(module, package, *names) is not None
+
+
+def base_of(module: nn.Module, package: str, *names: str) -> str | None:
+    """Which of these names the module's class, or the first of its bases that comes from `package`, has; else None."""
     cls: Any = type(module)
     try:
-        return _is_class(cls, package, names)
+        return _base_of(cls, package, names)
     except TypeError:  # a metaclass that says when classes are equal, and not how they are hashed
-        return _is_class.__wrapped__(cls, package, names)
+        return _base_of.__wrapped__(cls, package, names)
 
 
 @lru_cache(512)
-def _is_class(cls: Any, package: str, names: tuple[str, ...]) -> bool:
-    return any(
-        c.__name__ in names and (c.__module__ == package or c.__module__.startswith(f"{package}.")) for c in cls.__mro__
-    )
+def _base_of(cls: Any, package: str, names: tuple[str, ...]) -> str | None:
+    for base in cls.__mro__:
+        if base.__name__ in names and (base.__module__ == package or base.__module__.startswith(f"{package}.")):
+            return str(base.__name__)
+    return None
 
 
 def weight_of(module: nn.Module) -> Tensor | None:

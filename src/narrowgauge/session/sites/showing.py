@@ -20,7 +20,7 @@ from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import ROLES, Recipe
-from narrowgauge.session.sites.again import Known
+from narrowgauge.session.sites.again import CountedAgain, counted_again
 from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
@@ -71,7 +71,7 @@ class Showing:
         self.dtype = ""
         self.ungraded = Ungraded()
         self.said = Said(told)
-        self._again: dict[tuple[int, str, str], Known] = {}  # by observer, name and role
+        self._again: dict[tuple[int, str, str], CountedAgain] = {}  # by observer, name and role
         self._some = False  # operands were taken in earlier steps
 
     def begin(self) -> None:
@@ -153,20 +153,19 @@ class Showing:
             torch._C._set_grad_enabled(False)  # for views of the program's tensors; a context takes as long as the rest
             try:
                 if x is not None:
-                    self._show_here(state, wanted, "input", part.x_rows, own, x)
+                    self._show_here(state, wanted, "input", part.x_rows, own, None, x)
                 seen = id(state.observer), state.name
                 if w is not None and seen not in self._weights:
                     self._weights.add(seen)
                     if wanted and not learns and _plain(part):
                         self._without_gradient(state, w)
-                    self._show_here(state, wanted, "weight", part.w_rows, own, w)
+                    self._show_here(state, wanted, "weight", part.w_rows, own, None, w)
             finally:
                 torch._C._set_grad_enabled(with_gradients)
         if y is not None and y.requires_grad:
             made, turn = made_as(y), part.dy_rows
             shape = None if made is y or (turn is rows and same_rows(made, y)) else y.shape
-
-            show = partial(self._show_here, state, wanted, "grad_output", turn, own, shape=shape)
+            show = partial(self._show_here, state, wanted, "grad_output", turn, own, shape)
             at_gradient(made, partial(unseen_by_modes, show))
 
     def _without_gradient(self, state: LayerState, w: Tensor) -> None:
@@ -180,15 +179,16 @@ class Showing:
         role: OperandRole,
         turn: Turn,
         own: Own | None,
+        shape: torch.Size | None,
         x: Tensor,
-        shape: torch.Size | None = None,
     ) -> None:
+        """`shape`: that of the product's result, where x is the gradient of what it is a view of."""
         try:
             site = id(state.observer), state.name, role
-            short = shape is None and own is None and turn is rows
-            if wanted and short:
-                known, rule = self._again.get(site), self._rules[role]
-                if known is not None and known.operand is rule.operand and not known.own and known.again(x, None):
+            short = shape is None and turn is rows
+            if wanted and short and (again := self._again.get(site)) is not None:
+                rule = self._rules[role] if own is None else own(role, x)
+                if type(rule) is Rule and again(x, rule):
                     self.heard.add(site)
                     return
             came, x = x, x if shape is None else x.reshape(shape)
@@ -216,8 +216,7 @@ class Showing:
         if isinstance(rule, str):
             self.said.say(rule)
             return
-        serves = known is not None and came is None and known.serves(rule.operand, own is not None)
-        if serves and known is not None and known.again(x, rule.given):
+        if known is not None and came is None and known(x, rule):
             return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
         if product is None or not product(name, role, x, rule.operand, rule.given, own=own is not None):
@@ -227,7 +226,7 @@ class Showing:
         counts = again and again(name, role, x, rule.operand, rule.given, own=own is not None)
         seen = x if came is None else came
         if counts is not None and seen.is_contiguous():
-            self._again[site] = Known.of(seen, rule.operand, own is not None, counts)
+            self._again[site] = counted_again(seen, rule, counts)
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""

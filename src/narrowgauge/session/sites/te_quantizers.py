@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -33,6 +34,7 @@ class _Known(NamedTuple):
     """A quantizer's rule, for as long as what is read of it says the same. Finding it takes as long as counting."""
 
     quantizer: ref[Any]
+    read: attrgetter[Any]  # of those names of `_READ` that it has
     facts: tuple[Any, ...]
     rule: Rule
 
@@ -46,22 +48,27 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     A scale is read where it lies, when it is used: TransformerEngine writes the next one over it.
     """
     known = _KNOWN.get(id(quantizer))
-    if known is not None and known.quantizer() is quantizer and known.facts == _facts(quantizer, margin):
+    if known is not None and known.quantizer() is quantizer and known.facts == _facts(quantizer, margin, known.read):
         return known.rule
     rule = _rule_of(quantizer, role, margin)
     if isinstance(rule, Rule) and type(quantizer).__name__ in _LEAVES:
-        facts = _facts(quantizer, margin)
+        read = attrgetter("__class__", *[name for name in _READ if hasattr(quantizer, name)])
+        facts = _facts(quantizer, margin, read)
         if rule.given is None or rule.given.inv_scale.data_ptr() == facts[0]:  # else it is a copy
             gone = partial(_forget, id(quantizer))
-            _KNOWN[id(quantizer)] = _Known(ref(quantizer, gone), facts, rule)
+            _KNOWN[id(quantizer)] = _Known(ref(quantizer, gone), read, facts, rule)
     return rule
 
 
-def _facts(quantizer: Any, margin: int) -> tuple[Any, ...]:
-    """Where its scale lies (no other comes to lie there while a rule holds it), and all else that a rule says."""
-    scale = getattr(quantizer, "scale", None)
+def _facts(quantizer: Any, margin: int, read: attrgetter[Any]) -> tuple[Any, ...]:
+    """Where its scale lies (no other comes to lie there while a rule holds it), and all else that a rule says.
+
+    It may get an attribute that it had not, and then has another number of them.
+    """
+    held = vars(quantizer)
+    scale = held.get("scale")
     at = (0, None) if scale is None else (scale.data_ptr(), scale.dtype)
-    return (*at, margin, *[getattr(quantizer, name, None) for name in _READ])
+    return (*at, margin, len(held), read(quantizer))
 
 
 def _forget(quantizer: int, gone: Any) -> None:

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.compute.nn.operands import OperandRole
-from narrowgauge.session.sites.part import Part, Rule, Turn, first_tensor, is_a, output_of, rows
+from narrowgauge.session.sites.part import Part, Rule, Turn, base_of, first_tensor, is_a, output_of, rows
 from narrowgauge.session.sites.te_quantizers import left_high, rule_of
 from narrowgauge.session.sites.tensor_parallel import NONE, Copies, copied
 
 PACKAGE = "transformer_engine.pytorch.module"
+NAMES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 _INSIDE = "The input of fc2 and the gradient of fc1 never leave TransformerEngine's LayerNormMLP, and are not recorded."
 _ON_DEVICE = (
     "TransformerEngine's GroupedLinear is not recorded where its tokens per expert are counted on the GPU, for which "
@@ -47,34 +48,36 @@ class TransformerEngine:
 
     def knows(self, module: nn.Module) -> bool:
         """Known by name; Megatron-Core's TE layers are derived from these."""
-        return is_a(module, PACKAGE, "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+        return is_a(module, PACKAGE, *NAMES)
 
     def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """One product, two, or one per expert."""
         layer: Any = module
         x, y = first_tensor(args, kwargs, "inp"), output_of(output)
+        kind = base_of(module, PACKAGE, *NAMES)
         own = partial(_rule, layer) if layer.fp8 else partial(_high, layer) if module in KEPT_HIGH else None
-        if is_a(module, PACKAGE, "GroupedLinear"):
+        if kind == "GroupedLinear":
             splits = args[1] if len(args) > 1 else kwargs.get("m_splits")
             return list(_experts(layer, x, y, splits, own))
-        if is_a(module, PACKAGE, "LayerNormMLP"):
+        if kind == "LayerNormMLP":
             fc1, fc2 = (module._parameters[name] for name in ("fc1_weight", "fc2_weight"))
-            x_rows, copies = partial(_normed, layer), _copies(layer, "input", "grad_output")
+            normed_rows, copies = partial(_normed, layer), _copies(layer, "input", "grad_output")
             return (
-                Part(x, fc1, None, x_rows, own=_of(own, 0), suffix=".fc1", holds=("fc1_weight",), copies=copies),
+                Part(x, fc1, None, normed_rows, own=_of(own, 0), suffix=".fc1", holds=("fc1_weight",), copies=copies),
                 Part(
                     None, fc2, y, own=_of(own, 1), suffix=".fc2", holds=("fc2_weight",), hidden=_INSIDE, copies=copies
                 ),
             )
-        normed = is_a(module, PACKAGE, "LayerNormLinear")
-        x_rows = partial(_normed, layer) if normed else partial(_cast, dtype=layer.activation_dtype)
-        copies = _copies(layer, "input" if getattr(layer, "parallel_mode", "") == "column" else "grad_output")
+        normed = kind == "LayerNormLinear"
+        x_rows: Turn = partial(_normed, layer) if normed else _cast_to(layer.activation_dtype, x)
+        copies = _copies(layer, "input" if vars(layer).get("parallel_mode") == "column" else "grad_output")
         return (Part(x, _weight(layer), y, x_rows, own=_of(own, 0), holds=tuple(layer.weight_names), copies=copies),)
 
 
 def _copies(layer: Any, *whole: OperandRole) -> Copies:
     """What is whole if the layer is tensor parallel, and so alike on the ranks of its group."""
-    parallel = getattr(layer, "parallel_mode", None) or getattr(layer, "set_parallel_mode", False)
+    has = vars(layer)  # torch takes as long as all else here to say what a module has not
+    parallel = has.get("parallel_mode") or has.get("set_parallel_mode")
     return copied(layer.tp_group, *whole) if parallel and not layer.sequence_parallel else NONE
 
 
@@ -99,8 +102,12 @@ def _weight(module: Any) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat([w.detach() for w in weights])
 
 
+def _cast_to(dtype: torch.dtype, x: Tensor | None) -> Turn:
+    return rows if x is None or x.dtype == dtype else partial(_cast, dtype=dtype)
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows(x) if x.dtype == dtype else rows(x).to(dtype)
+    return rows(x).to(dtype)
 
 
 def _normed(module: Any, x: Tensor) -> Tensor:

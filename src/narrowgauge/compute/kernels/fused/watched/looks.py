@@ -133,8 +133,11 @@ class Looks:
         """The next look with launches that fill it, if it was `asked` for the same by what lay so; else None."""
         order = len(self._open)
         look = self._known[order] if order < len(self._known) else None
-        if look is None or look.again is None or look.asked != asked or not look.repeats(strides, place, given):
+        if look is None or look.again is None or not (look.asked is asked or look.asked == asked):
             return None
+        if not look.repeats(strides, place, given):
+            return None
+        look.asked = asked  # from now on the same object
         self._take_up(look, site, turn)
         return look
 
