@@ -1,6 +1,7 @@
 """Without a GPU, Triton's kernels run in its interpreter, which must be said before they are imported."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()
+
+
+def pytest_collection_modifyitems(items):
+    """`pytest -m gpu` is what runs on a GPU: a test that is only skipped elsewhere would never run."""
+    needs = [item for item in items for mark in item.iter_markers("skipif") if _is_of_gpus(mark)]
+    unmarked = sorted({item.nodeid for item in needs if item.get_closest_marker("gpu") is None})
+    if unmarked:
+        raise pytest.UsageError(f"these need a GPU, and are not marked `gpu`: {', '.join(unmarked)}")
+
+
+def _is_of_gpus(mark):
+    return bool(re.search("GPU|CUDA", mark.kwargs.get("reason", "")))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,6 @@
 """Rules of the house that a machine can check: sizes, names, asserts, pickles, docstrings."""
 
 import ast
-import re
 import statistics
 from pathlib import Path
 
@@ -95,11 +94,3 @@ def test_the_checks_see_what_they_look_for(check, code):
 
 def test_an_assert_may_narrow_a_type():
     assert asserts(ast.parse("assert state.table is not None and row is not None")) == []
-
-
-def test_what_needs_a_gpu_is_marked_so():
-    """`pytest -m gpu` is what runs on one: a test that is only skipped elsewhere would never run."""
-    tests = Path(__file__).parents[1]
-    skipped = [p for p in sorted(tests.rglob("*.py")) if re.search(r'reason="needs [^"]*(GPU|CUDA)', p.read_text())]
-    assert len(skipped) > 10
-    assert [str(p.relative_to(tests)) for p in skipped if "pytest.mark.gpu" not in p.read_text()] == []

@@ -164,8 +164,9 @@ class Recorder:
             return not dumped
         if not self.collector.judge(module, role, x, rule, given):
             return False
-        if self.what_if is not None and not (own and self.what_if.seldom):
-            self.what_if.operand(module, role, x)
+        what_if = self._asks(own)
+        if what_if is not None:
+            what_if.operand(module, role, x)
         return True
 
     def again(
@@ -176,12 +177,10 @@ class Recorder:
         As `Collector.again` has it: where what is returned says False, `product` is to be asked.
         """
         module = self._names.get(module) or self.name(module)
-        asks = self.what_if is not None and not (own and self.what_if.seldom)
-        if (
-            self.selection.gate.paused
-            or not self.selection.sites.selects(module, role)
-            or (asks and self.what_if is not None and not self.what_if.knows(module, role, x))
-        ):
+        if self.selection.gate.paused or not self.selection.sites.selects(module, role):
+            return None
+        what_if = self._asks(own)
+        if what_if is not None and not what_if.knows(module, role, x):
             return None
         return self.collector.again(module, role, x, rule, given, self.selection.gate)
 
@@ -214,6 +213,10 @@ class Recorder:
         module = self.name(module)
         if self._records(module, role):
             self.collector.result(module, role, y, check)
+
+    def _asks(self, own: bool) -> WhatIf | None:
+        """Who asks what a tensor would be by other recipes, if anybody does; seldom not of one with its layer's own."""
+        return None if self.what_if is None or (own and self.what_if.seldom) else self.what_if
 
     def _ask(self, module: str, role: str, x: Tensor, *, seldom: bool) -> None:
         if self.what_if is not None and self.what_if.seldom == seldom:
