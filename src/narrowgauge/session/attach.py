@@ -248,6 +248,7 @@ class Session:
 
     def abandon(self) -> None:
         """Hear nothing of the program any more, and leave no hook in it: it ended, or this is a forked child."""
+        self.roots.settle()
         self.seams.close()
         if self._compiled is not None:
             self._compiled.close()

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import narrowgauge as ng
 from narrowgauge.compute.nn import Fp8Linear
-from narrowgauge.session.tensors.weakly import weakly
+from narrowgauge.session.tensors.weakly import let_go, weakly
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -130,6 +130,39 @@ def test_one_session_that_ends_leaves_another_what_it_holds(tmp_path):
         assert optimizer in outer.optimizers
         assert all(weakref.getweakrefs(p) for p in model.parameters())
     assert not any(weakref.getweakrefs(p) for p in model.parameters())
+
+
+def test_what_a_session_counts_is_counted_before_it_lets_go(tmp_path):
+    with ng.watch(model := nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(4)), out=tmp_path / "run", every=1):
+        train(model, optimizer_of(model))
+    assert ng.open_run(tmp_path / "run").meta["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_who_asks_for_a_tensor_while_it_is_swapped_gets_what_all_have():
+    x, y = torch.zeros(2), torch.ones(2)
+    held = weakly(x)
+    with let_go(x, y):
+        assert held() is None
+        assert weakly(x) is held
+        new = weakly(y)  # another thread makes an optimizer
+        with let_go(y):  # of another session's
+            assert not weakref.getweakrefs(x)
+            assert not weakref.getweakrefs(y)
+        assert not weakref.getweakrefs(y)
+    assert held() is x
+    assert new() is y
+    with let_go(x, y):
+        torch.utils.swap_tensors(x, y)
+    assert (x.tolist(), y.tolist()) == ([1, 1], [0, 0])
+
+
+def test_a_watch_that_ends_while_tensors_are_swapped_holds_none(tmp_path):
+    x = torch.zeros(2)
+    held = weakly(x)
+    with let_go(x), followed(tmp_path, judge="current", every=1):
+        pass
+    assert held() is None
+    assert not weakref.getweakrefs(x)
 
 
 def test_a_tensor_is_held_by_one_for_all_and_no_other_that_gets_its_id():

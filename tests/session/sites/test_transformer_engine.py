@@ -356,6 +356,28 @@ def test_a_quantizer_is_asked_once_for_as_long_as_nothing_in_it_is_another(monke
     assert len(te_quantizers._KNOWN) == held - 1
 
 
+class Slots:
+    __slots__ = ("__weakref__", "amax_epsilon", "dtype", "force_pow_2_scales")
+
+
+def test_a_quantizer_may_get_and_lose_what_is_read_of_it():
+    def quantizer(base):
+        made = type("Float8CurrentScalingQuantizer", (base,), {})()
+        made.dtype, made.force_pow_2_scales = DType.kFloat8E4M3, False
+        return made
+
+    for base in (Slots, SimpleNamespace):
+        one = quantizer(base)
+        before = rule_of(one, "input", 0)
+        assert rule_of(one, "input", 0) is before
+        one.amax_epsilon = 0.5
+        assert rule_of(one, "input", 0).operand.scaling.amax_floor == 0.5
+        del one.amax_epsilon
+        assert rule_of(one, "input", 0) == before
+        type(one).with_amax_reduction = True
+        assert "reduced over ranks" in rule_of(one, "input", 0)
+
+
 def test_what_cannot_be_known_is_named():
     fp4 = type("NVFP4Quantizer", (), {"dtype": DType.kFloat4E2M1})()
     assert rule_of(fp4, "input", 0) == (

@@ -214,6 +214,10 @@ class Roots:
         model.elements = elements
         self._unmade += [weakly(p) for p in own if is_lazy(p)]
 
+    def _all_parameters(self) -> int:
+        late = [known() for known in self._unmade]
+        return self._parameters + sum(math.prod(shape_of(p)) for p in late if p is not None)
+
     def _parameters_seen(self) -> set[int]:
         return {at for known in self._models for at in known.parameters()}
 
@@ -234,6 +238,10 @@ class Roots:
                 prefix = f"{new.kind}{number}."
             new.prefix = prefix
         return new.prefix
+
+    def settle(self) -> None:
+        """No lazy module makes a parameter any more: count those that are made, while they are known."""
+        self._parameters, self._unmade = self._all_parameters(), []
 
     def leave(self) -> None:
         """Nothing of ours hears the models any more.
@@ -285,10 +293,9 @@ class Roots:
 
     def facts(self) -> dict[str, Any]:
         """What is known about the models, for the run's metadata."""
-        late = [p() for p in self._unmade]
         return {
             "models": self._taken,
-            "parameters": self._parameters + sum(math.prod(shape_of(p)) for p in late if p is not None),
+            "parameters": self._all_parameters(),
             "device": self._device,
             "baseline_dtype": self._plain.shown.dtype or self._linear_dtype or "no nn.Linear ran",
             "weights_hash": " ".join(self._hashes),

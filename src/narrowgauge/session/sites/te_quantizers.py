@@ -15,6 +15,7 @@ Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -30,11 +31,24 @@ _READ = ("dtype", "force_pow_2_scales", "amax_epsilon", "block_len", "block_scal
 _LEAVES = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
 
 
+class _Read(NamedTuple):
+    """How a quantizer is read: the names of `_READ` that it had, all at once, and one by one those that it may get."""
+
+    has: attrgetter[Any]
+    lacks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, quantizer: Any) -> _Read:
+        """For what it has now."""
+        lacks = tuple(name for name in _READ if not hasattr(quantizer, name))
+        return cls(attrgetter("__class__", *[name for name in _READ if name not in lacks]), lacks)
+
+
 class _Known(NamedTuple):
     """A quantizer's rule, for as long as what is read of it says the same. Finding it takes as long as counting."""
 
     quantizer: ref[Any]
-    read: attrgetter[Any]  # of those names of `_READ` that it has
+    read: _Read
     facts: tuple[Any, ...]
     rule: Rule
 
@@ -48,11 +62,13 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     A scale is read where it lies, when it is used: TransformerEngine writes the next one over it.
     """
     known = _KNOWN.get(id(quantizer))
-    if known is not None and known.quantizer() is quantizer and known.facts == _facts(quantizer, margin, known.read):
-        return known.rule
+    if known is not None and known.quantizer() is quantizer:
+        with suppress(AttributeError):  # of one that it has no more
+            if known.facts == _facts(quantizer, margin, known.read):
+                return known.rule
     rule = _rule_of(quantizer, role, margin)
     if isinstance(rule, Rule) and type(quantizer).__name__ in _LEAVES:
-        read = attrgetter("__class__", *[name for name in _READ if hasattr(quantizer, name)])
+        read = _Read.of(quantizer)
         facts = _facts(quantizer, margin, read)
         if rule.given is None or rule.given.inv_scale.data_ptr() == facts[0]:  # else it is a copy
             gone = partial(_forget, id(quantizer))
@@ -60,15 +76,11 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     return rule
 
 
-def _facts(quantizer: Any, margin: int, read: attrgetter[Any]) -> tuple[Any, ...]:
-    """Where its scale lies (no other comes to lie there while a rule holds it), and all else that a rule says.
-
-    It may get an attribute that it had not, and then has another number of them.
-    """
-    held = vars(quantizer)
-    scale = held.get("scale")
+def _facts(quantizer: Any, margin: int, read: _Read) -> tuple[Any, ...]:
+    """Where its scale lies (no other comes to lie there while a rule holds it), and all else that a rule says."""
+    scale = getattr(quantizer, "scale", None)
     at = (0, None) if scale is None else (scale.data_ptr(), scale.dtype)
-    return (*at, margin, len(held), read(quantizer))
+    return (*at, margin, read.has(quantizer), *[getattr(quantizer, name, None) for name in read.lacks])
 
 
 def _forget(quantizer: int, gone: Any) -> None:

@@ -61,7 +61,8 @@ class TransformerEngine:
             return list(_experts(layer, x, y, splits, own))
         if kind == "LayerNormMLP":
             fc1, fc2 = (module._parameters[name] for name in ("fc1_weight", "fc2_weight"))
-            normed_rows, copies = partial(_normed, layer), _copies(layer, "input", "grad_output")
+            normed_rows = partial(_normed, layer)
+            copies = _copies(layer, getattr(layer, "set_parallel_mode", False), "input", "grad_output")
             return (
                 Part(x, fc1, None, normed_rows, own=_of(own, 0), suffix=".fc1", holds=("fc1_weight",), copies=copies),
                 Part(
@@ -70,14 +71,13 @@ class TransformerEngine:
             )
         normed = kind == "LayerNormLinear"
         x_rows: Turn = partial(_normed, layer) if normed else _cast_to(layer.activation_dtype, x)
-        copies = _copies(layer, "input" if vars(layer).get("parallel_mode") == "column" else "grad_output")
+        mode = getattr(layer, "parallel_mode", None)
+        copies = _copies(layer, mode, "input" if mode == "column" else "grad_output")
         return (Part(x, _weight(layer), y, x_rows, own=_of(own, 0), holds=tuple(layer.weight_names), copies=copies),)
 
 
-def _copies(layer: Any, *whole: OperandRole) -> Copies:
-    """What is whole if the layer is tensor parallel, and so alike on the ranks of its group."""
-    has = vars(layer)  # torch takes as long as all else here to say what a module has not
-    parallel = has.get("parallel_mode") or has.get("set_parallel_mode")
+def _copies(layer: Any, parallel: Any, *whole: OperandRole) -> Copies:
+    """What is whole if the layer is tensor `parallel`, and so alike on the ranks of its group."""
     return copied(layer.tp_group, *whole) if parallel and not layer.sequence_parallel else NONE
 
 

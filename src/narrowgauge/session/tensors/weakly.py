@@ -22,8 +22,8 @@ class Weak:
 
     __slots__ = ("__weakref__", "_known")
 
-    def __init__(self, x: Tensor) -> None:
-        self._known: ReferenceType[Tensor] | None = ref(x)
+    def __init__(self) -> None:
+        self._known: ReferenceType[Tensor] | None = None
 
     def __call__(self) -> Tensor | None:
         """The tensor; None once it is gone, and while it is swapped."""
@@ -39,30 +39,42 @@ class Weak:
 
 
 _HELD: WeakValueDictionary[int, Weak] = WeakValueDictionary()  # by the ids of tensors, one for all who hold them
+_SWAPPED: dict[int, Weak] = {}  # of those that are swapped just now
 
 
 def weakly(x: Tensor) -> Weak:
     """x, held weakly."""
+    known = _SWAPPED.get(id(x))
+    if known is not None:  # another thread swaps it, and takes it afterwards
+        return known
     known = _HELD.get(id(x))
     if known is None or known() is not x:  # another tensor had its id
-        known = _HELD[id(x)] = Weak(x)
+        known = _HELD[id(x)] = Weak()
+        known.take(x)
     return known
 
 
 @contextmanager
 def let_go(*tensors: Tensor) -> Iterator[None]:
     """Meanwhile nobody here holds these."""
-    known = [(x, one) for x in tensors if (one := _HELD.get(id(x))) is not None and one() is x]
-    for _, one in known:
-        one.let_go()
+    swapped: list[tuple[Tensor, Weak]] = []
+    for x in tensors:
+        if id(x) not in _SWAPPED:
+            one = _HELD.get(id(x))
+            one = _SWAPPED[id(x)] = Weak() if one is None or one() is not x else one
+            one.let_go()
+            swapped.append((x, one))
     try:
         yield
     finally:
-        for x, one in known:
-            one.take(x)
+        for x, one in swapped:
+            if _SWAPPED.pop(id(x), None) is one:  # else all were let go of meanwhile
+                _HELD[id(x)] = one
+                one.take(x)
 
 
 def let_go_of_all() -> None:
     """Hold none of them any more."""
+    _SWAPPED.clear()
     for one in list(_HELD.values()):
         one.let_go()
