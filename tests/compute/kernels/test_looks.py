@@ -439,6 +439,24 @@ def test_one_layout_and_any_strides(wanted):
         assert_packed(packed, moments(x, QTensor(codes, scale, E4M3FN, PerTensor())))
 
 
+@pytest.mark.parametrize("recipe", [CURRENT_RECIPE, ROWWISE_RECIPE, BLOCKWISE], ids=["tensor", "rows", "blocks"])
+def test_a_view_whose_numbers_are_negated(recipe):
+    rule, _ = recipe.uses("input")
+    x = torch.randn(40, 256, device=DEVICE) + 1
+    negated, want = torch._neg_view(x), (-x).contiguous()
+    codes = [quantize.quantize_both(y, rule, None, shared=False)[0].codes.float() for y in (negated, want)]
+    assert torch.equal(*codes)
+    room = looks.Looks(DEVICE)
+    for turn in range(4):  # in the last ones by launches that are made again
+        for site, y in (("seen", negated), ("wanted", want)):
+            look = room.open(f"{site}:input", y, rule, turn, turned=False)
+            quantize.count(y, rule, look)
+        _, packed = room.pack()
+        room.clear()
+        assert torch.equal(packed[0].nan_to_num(), packed[1].nan_to_num())
+        assert packed[0, MOMENTS["mean"]].item() < 0
+
+
 def test_a_step_has_many_looks_and_the_next_one_the_same_addresses():
     x, rule = hard("normal", 20, 40), RULES[0]
     room = looks.Looks(DEVICE)

@@ -27,7 +27,7 @@ def counted_again(x: Tensor, rule: Rule, counts: Again) -> CountedAgain:
     def again(x: Tensor, rule: Rule) -> bool:
         if rule.operand is not operand or type(x) is not kind or x.dtype is not dtype:
             return False
-        if x.layout is not torch.strided or x.is_nested or x.shape != shape or x.device != device:
+        if x.layout is not torch.strided or x.is_nested or x.shape != shape or x.device != device or x.is_neg():
             return False
         return x.is_contiguous() and counts(x, rule.given)
 

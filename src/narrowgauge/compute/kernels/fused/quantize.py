@@ -79,6 +79,8 @@ def quantize_both(
     look: Look | None = None,
 ) -> Both:
     """Quantize x_MK by one rule or two; everything as for the reference's `quantize_both`. Fills `look`, if given."""
+    if x_MK.is_neg():  # what lies in memory is the opposite of its numbers
+        x_MK = x_MK.resolve_neg()
     slot, plan = None if given is None else given.slot is not None, None if look is None else look.plan
     key = (x_MK.shape, x_MK.stride(), x_MK.dtype, x_MK.data_ptr() & 15, id(plain), id(turned), slot, id(plan))
     known = _PREPARED.get(key)
@@ -116,6 +118,8 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     A look that was filled twice by the same rule and scale, from tensors that lay as x_MK does, is filled by the same
     launches again.
     """
+    if x_MK.is_neg():
+        x_MK = x_MK.resolve_neg()
     place = x_MK.data_ptr()
     lies = x_MK.stride(), place & 15
     as_before = look.lay == lies and (look.given is None if given is None else look.given and look.given() is given)
