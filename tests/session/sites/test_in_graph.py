@@ -25,7 +25,9 @@ from tests.session.sites.compiled_programs import (
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.observe.stats import Collector
 from narrowgauge.session.doors import recorded_graphs
+from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.sites import in_graph
 from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.layer import Layer
@@ -150,6 +152,25 @@ def test_torchaos_layers_show_their_own_casts(tmp_path):
     run, times = both(tmp_path, net, "module")
     assert times == 2
     assert len(run.sites) == 15
+
+
+def test_what_lies_as_before_takes_the_shorter_way_in_graphs_too(tmp_path, monkeypatch):
+    asked = []
+    judge = Collector.judge
+    monkeypatch.setattr(Collector, "judge", lambda *args: asked.append(args[1:3]) or judge(*args))
+    net = Net()
+    config = tmp_path / "narrowgauge.toml"
+    config.write_text('[watch]\nevery = 2\ncompiled = "graphs"\nwhat_if = ["current"]\n')
+    ways = []
+    for way in ("short", "long"):
+        with ng.watch(net, out=tmp_path / way, config=config):
+            train(net, compiled(net, "module", "aot_eager"))
+        ways.append(asked.copy())
+        asked.clear()
+        monkeypatch.setattr(Recorder, "again", lambda *args, **own: None)
+    short, long = ways
+    assert len(long) == 15 * RECORDED
+    assert len(short) == 15 + 5  # the first step's, and in graphs gradients lie otherwise
 
 
 def test_an_evaluation_uses_the_graphs_of_other_steps(tmp_path):

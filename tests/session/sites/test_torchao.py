@@ -13,6 +13,7 @@ import narrowgauge as ng
 from narrowgauge.compute.quant import PerRow, PerTensor, QTensor, quantize
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.session.sites.torchao import _rule
+from narrowgauge.session.sites.torchao_casts import Casts
 
 pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -121,6 +122,28 @@ def test_microbatches_under_a_checkpoint_count_once():
     np.testing.assert_allclose(
         [found["0:input"]["scale_min"], found["0:input"]["scale_max"]], sorted(scales), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nobody_is_asked_for_casts_of_plain_tensors(recipe, monkeypatch):
+    """They take the shortest way there is."""
+    asked = []
+    monkeypatch.setattr(Casts, "show", lambda *args: asked.append(args) or False)
+    model = converted(recipe, nn.Linear(64, 32))
+    found, notes = recorded(model, lambda: model(torch.randn(2, 48, 64)).square().mean().backward())
+    assert (sorted(found), notes) == ([f"0:{role}" for role in ("grad_output", "input", "weight")], "")
+    assert not asked
+
+
+def test_a_configuration_that_can_change_is_asked_again():
+    config = converted("tensorwise", nn.Linear(64, 32))[0].config
+    other = converted("pow2", nn.Linear(64, 32))[0].config
+    x = torch.ones(2, 2)
+    assert _rule(config, "input", x) is _rule(config, "input", x)
+    changing = SimpleNamespace(**vars(config))
+    before = _rule(changing, "input", x)
+    changing.round_scales_to_power_of_2 = other.round_scales_to_power_of_2
+    assert _rule(changing, "input", x) == _rule(other, "input", x) != before
 
 
 def test_an_operand_that_stays_high_is_named():

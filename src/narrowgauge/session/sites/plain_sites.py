@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -280,9 +279,11 @@ class PlainSites:
         try:
             (part,) = layer.kind.parts(module, (x,), {}, None)
             if not inside_backward():
-                rules = replace(part, x=None, w=None)  # an input that is held would be memory until the next such step
-                layer.latest = (rules, layer.observer.wants(layer.name)) if self._mine() else None
-            self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
+                layer.latest = (part, layer.observer.wants(layer.name)) if self._mine() else None
+            try:
+                self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
+            finally:
+                part.x = part.w = None  # an input that is held would be memory until the next such step
         except Exception as error:
             self.shown.said.failed(f"a call of {layer.name} in a graph", error)
 

@@ -108,7 +108,7 @@ class Showing:
         some = x if x is not None else w if w is not None else y
         if self.recipe is None or some is None or not self._mine():
             return
-        here = kept is None and part.by_cast is None and part.copies is NONE and usual(x, w, y)
+        here = kept is None and part.copies is NONE and usual(x, w, y)
         if not here and some.is_meta:
             return
         state = self._states.get((id(observer), name)) or self._state(name, observer, self.recipe, some, part)
@@ -230,8 +230,13 @@ class Showing:
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
-        if self.recipe is not None:
-            state, same = self._state(name, observer, self.recipe, dy, part), part.copies.of("grad_output")
+        if self.recipe is None:
+            return
+        state = self._states.get((id(observer), name)) or self._state(name, observer, self.recipe, dy, part)
+        if part.copies is NONE and usual(dy, None, None):
+            self._show_here(state, wanted, "grad_output", part.dy_rows, part.own, None, dy)
+        else:
+            same = part.copies.of("grad_output")
             self._show(state, wanted, "grad_output", part.dy_rows, same, local_of(dy), part.own)
 
     def _bring(

@@ -30,6 +30,8 @@ CASTS = {  # the configuration's words for the operands of each product
 }
 _SECOND = {"input": "grad_weight", "weight": "grad_input", "grad_output": "grad_weight"}
 _GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise": PerRow()}
+MOST = 1024  # rules remembered: a program mostly has one configuration, and could make one for each layer
+_KNOWN: dict[tuple[int, str], tuple[Any, Rule]] = {}  # by the ids of configurations, each with its own
 
 
 class TorchAO:
@@ -53,6 +55,26 @@ class TorchAO:
 
 
 def _rule(config: Any, role: OperandRole, x_MK: Tensor) -> Rule | str:
+    """Found once: asking a configuration takes longer than what is counted by its answer, which cannot change."""
+    known = _KNOWN.get((id(config), role))
+    if known is not None and known[0] is config:
+        return known[1]
+    rule = _rule_of(config, role)
+    if isinstance(rule, Rule) and _is_frozen(config):
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[id(config), role] = config, rule
+    return rule
+
+
+def _is_frozen(config: Any) -> bool:
+    return all(
+        getattr(getattr(type(of), "__dataclass_params__", None), "frozen", False)
+        for of in (config, *(getattr(config, name, None) for pair in CASTS.values() for name in pair))
+    )
+
+
+def _rule_of(config: Any, role: OperandRole) -> Rule | str:
     cast = getattr(config, f"cast_config_{role}")
     if cast.scaling_type.value == "disabled":
         cast = getattr(config, f"cast_config_{role}_for_{_SECOND[role]}")
