@@ -164,7 +164,7 @@ class Recorder:
             return not dumped
         if not self.collector.judge(module, role, x, rule, given):
             return False
-        what_if = self._asks(own)
+        what_if = self._asking(own)
         if what_if is not None:
             what_if.operand(module, role, x)
         return True
@@ -179,7 +179,7 @@ class Recorder:
         module = self._names.get(module) or self.name(module)
         if self.selection.gate.paused or not self.selection.sites.selects(module, role):
             return None
-        what_if = self._asks(own)
+        what_if = self._asking(own)
         if what_if is not None and not what_if.knows(module, role, x):
             return None
         return self.collector.again(module, role, x, rule, given, self.selection.gate)
@@ -214,7 +214,7 @@ class Recorder:
         if self._records(module, role):
             self.collector.result(module, role, y, check)
 
-    def _asks(self, own: bool) -> WhatIf | None:
+    def _asking(self, own: bool) -> WhatIf | None:
         """Who asks what a tensor would be by other recipes, if anybody does; seldom not of one with its layer's own."""
         return None if self.what_if is None or (own and self.what_if.seldom) else self.what_if
 

@@ -15,7 +15,6 @@ Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -63,9 +62,11 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     """
     known = _KNOWN.get(id(quantizer))
     if known is not None and known.quantizer() is quantizer:
-        with suppress(AttributeError):  # of one that it has no more
+        try:
             if known.facts == _facts(quantizer, margin, known.read):
                 return known.rule
+        except AttributeError:  # of one that it has no more
+            pass
     rule = _rule_of(quantizer, role, margin)
     if isinstance(rule, Rule) and type(quantizer).__name__ in _LEAVES:
         read = _Read.of(quantizer)
