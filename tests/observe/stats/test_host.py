@@ -25,7 +25,7 @@ from narrowgauge.compute.quant.dtypes import torch_dtype
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import MOMENTS, finalize
-from narrowgauge.observe.stats import host, host_kernel, host_rounding, measure
+from narrowgauge.observe.stats import host, host_kernel, host_rounding, measure, team
 from narrowgauge.observe.stats.packing import Packer
 
 SCALINGS = [CURRENT, CURRENT_POW2, ROWWISE, ROWWISE_POW2, E8M0_UP, E8M0_OCP]
@@ -172,7 +172,9 @@ def test_what_is_no_plain_memory_is_given_back():
 def test_the_cache_sees_that_a_part_has_changed():
     # numba asks the file of the function alone whether what it compiled is still true.
     folder = Path(host_kernel.__file__).parent
-    parts = b"".join((folder / f"host_{name}.py").read_bytes() for name in ("bits", "rounding", "sample", "scales"))
+    parts = b"".join(
+        (folder / f"host_{name}.py").read_bytes() for name in ("bits", "rounding", "sample", "scales", "team")
+    )
     assert zlib.crc32(parts) == host_kernel.PARTS, f"write PARTS = {zlib.crc32(parts)}"
 
 
@@ -181,7 +183,7 @@ def test_what_is_asked_of_the_walk_has_room():
     asked = host._asked(told, 4, 6, 16, 8, (1, 2), (3, 13), (5, 7))
     assert dict(zip(host_kernel.ASKED, asked.tolist(), strict=False)) == {
         **{"shift": 16, "stride": 8, "codes_at": 1, "scale_at": 2, "first": 3, "every": 13},
-        **{"first_compared": 5, "every_compared": 7, "M": 4, "K": 6, "tall": 4, "wide": 6},
+        **{"first_compared": 5, "every_compared": 7, "M": 4, "K": 6, "tall": 4, "wide": 6, "team_at": team.address()},
     }
     assert asked[host._OPEN :].tolist() == told[0][len(host_kernel.ASKED) :].tolist()
     assert not told[0][: host._OPEN].any()  # what is told of a rule serves other matrices as well

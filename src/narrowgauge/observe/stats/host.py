@@ -27,6 +27,7 @@ from narrowgauge.compute.recipes import Operand
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import Format
 from narrowgauge.metrics import MOMENTS
+from narrowgauge.observe.stats import team
 from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait, why_not
 
 Array = npt.NDArray[Any]
@@ -154,7 +155,7 @@ def _asked(
     """All that is asked of a matrix; `at` is where codes and scales are, 0 without."""
     behind, _, tall, wide = told
     asked = behind.copy()
-    asked[:_OPEN] = shift, stride, *at, *sampled, *compared, M, K, tall, wide
+    asked[:_OPEN] = shift, stride, *at, *sampled, *compared, M, K, tall, wide, team.address()
     return asked
 
 
@@ -203,7 +204,7 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Ar
 
 
 _NUMEL = MOMENTS.offsets["numel"]
-_OPEN = 12  # numbers of ASKED
+_OPEN = 13  # numbers of ASKED
 _NEUTRAL_HEAD = MOMENTS.empty()[: MOMENTS.head_width].copy()
 
 

@@ -37,12 +37,12 @@ def call_all(walk: ModuleType) -> None:
     facts, limits = (3, 7, 0, 0x7F, 0x7F, 0, 0, 8, 0), np.array((448, 449, 448, 0), np.float32)
     counted = len(walk.COUNTED) + len(walk.SAMPLED) + len(walk.SCALES)
     places, starts, vector = np.arange(counted), (100, 500, 500, 700, 700, 800, 100, 500), np.zeros(900)
-    asked = (0, 2, codes.ctypes.data, scale.ctypes.data, 0, 1, 0, 1, 2, 2, 2, 2, *facts, *places, *starts)
+    asked = (0, 2, codes.ctypes.data, scale.ctypes.data, 0, 1, 0, 1, 2, 2, 2, 2, 0, *facts, *places, *starts)
     at = x.ctypes.data
     walk.operand(at, 0, np.array(asked), limits, vector, np.zeros((2, 2)))
     walk.result(at, 0, 2, 2, 2, at, at, 4, places, places, vector)
     runs = np.array((at,)), np.array((at,)), np.array((4,)), 1, 0
-    walk.copied(*runs, np.array((4,)))
+    walk.copied(*runs, np.array((4,)), 0)
     walk.moved(*runs)
     walk.digest(at, 12)
 

@@ -57,7 +57,7 @@ from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
 from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 2342887043
+PARTS = 273554114
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -73,12 +73,12 @@ CHECKED = ("gemm_ww", "gemm_wg", "gemm_gg", "gemm_ee")
 
 
 # What is asked of an operand, in one array of int64, because each argument of a compiled function costs at every call:
-# how x lies, where its codes and scales are, which rows are looked at; its shape and that of a granule; FACTS; where in
-# the packed vector COUNTED, SAMPLED and SCALES go; and where there the SQNR of rows, exponents, ranges and the SQNR of
-# columns begin and end.
+# how x lies, where its codes and scales are, which rows are looked at; its shape and that of a granule; who shares the
+# work; FACTS; where in the packed vector COUNTED, SAMPLED and SCALES go; and where there the SQNR of rows, exponents,
+# ranges and the SQNR of columns begin and end.
 ASKED = (
     *("shift", "stride", "codes_at", "scale_at", "first", "every", "first_compared", "every_compared"),
-    *("M", "K", "tall", "wide"),
+    *("M", "K", "tall", "wide", "team_at"),
 )
 _FACTS, _PLACES = len(ASKED), len(ASKED) + len(FACTS)
 _STARTS = _PLACES + len(COUNTED) + len(SAMPLED) + len(SCALES)
@@ -92,8 +92,8 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
         x_at: address of float32 numbers, or of bfloat16 (`shift` 16); `stride` elements from row to row.
         turn: is added to `first` and `first_compared`.
         asked: ASKED, and what comes behind it. Codes [M, K] and scales, one per granule, are at 0 to go by the rule;
-            `tall`, `wide` are rows and columns of a granule. Every `every`-th row is sampled, and every
-            `every_compared`-th compared with its codes, and summed along columns.
+            `tall`, `wide` are rows and columns of a granule, `team_at` the address of a TEAM or 0. Every `every`-th row
+            is sampled, and every `every_compared`-th compared with its codes, and summed along columns.
         limits: LIMITS of the format and the rule.
         vector: [width] float64, neutral; filled.
         columns: [2, K] float64, to which the sums of x^2 and e^2 along columns are added.
@@ -107,7 +107,7 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
     granules = -(-M // tall) * -(-K // wide)
     step = together(K, stride, granules)
     amax_of, low_of = np.zeros(granules, np.int32), np.empty(-(-M // step), np.int32)
-    largest, smallest, mean, m2 = survey(x_at, shift, M, K, stride, step, tall, wide, low_of, amax_of)
+    largest, smallest, mean, m2 = survey(x_at, shift, M, K, stride, step, tall, wide, low_of, amax_of, asked[12])
     if largest >= INFINITY:
         return False
     scale, inv, back = np.empty(granules, np.float32), np.empty(granules, np.float32), np.empty(granules, np.float32)

@@ -19,11 +19,14 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from narrowgauge.observe.stats.host_bits import Array, Number, compiled, pointer
+from narrowgauge.observe.stats.host_team import by_all, mine, whom
 
 LINE = 16  # elements
 BYTES = 4  # of one
 FEW = 8  # lines
 ROOM = 128 * LINE  # elements that are gathered before they are compared
+PIECE = 1 << 14  # elements that are squared by one thread
+TOLD = 6  # numbers that say what is squared: arguments of `copied`, and where what is found is left
 
 
 def _copy_line(typing: Any, to: Any, at: Any) -> Any:
@@ -73,17 +76,46 @@ def _lines(size: int, stride: int, turn: int) -> tuple[int, int, int]:
 
 
 @compiled
-def copied(x_ats: Array, copy_ats: Array, sizes: Array, stride: int, turn: int, held: Array) -> float:
-    """Copy lines of runs of float32 numbers, and say in `held` how many numbers of each; the sum of squares of all."""
-    squares = 0.0
+def copied(x_ats: Array, copy_ats: Array, sizes: Array, stride: int, turn: int, held: Array, team_at: Number) -> float:
+    """Copy lines of runs of float32 numbers, and say in `held` how many numbers of each; the sum of squares of all.
+
+    To the last bit the same, however many threads of the TEAM at `team_at` share the squares; 0 for none.
+    """
+    pieces, size = 0, 0
     for i in range(sizes.size):
-        x, total = _run(x_ats[i], sizes[i]), 0.0
-        for j in range(sizes[i]):
-            total += np.float64(x[j]) * np.float64(x[j])
-        squares += total
+        pieces += -(-sizes[i] // PIECE)
+        size += sizes[i]
         first, count, distance = _lines(sizes[i], stride, turn)
         held[i] = _gather(x_ats[i], sizes[i], first, count, distance, copy_ats[i])
+    told, sums = np.empty(TOLD, np.int64), np.empty(pieces)
+    run, threads = whom(team_at, size)
+    told[0], told[1], told[2], told[3] = team_at if run else 0, sizes.size, pieces, np.int64(sums.ctypes.data)
+    told[4], told[5] = np.int64(x_ats.ctypes.data), np.int64(sizes.ctypes.data)
+    _by_all(run, np.int64(told.ctypes.data), threads)
+    squares = 0.0
+    for piece in range(told[2]):
+        squares += sums[piece]
     return squares
+
+
+@compiled
+def _squares(told_at: Number) -> None:
+    """The sum of squares of each of the calling thread's pieces."""
+    told = carray(pointer(told_at), (TOLD,), np.int64)
+    x_ats, sizes = carray(pointer(told[4]), (told[1],), np.int64), carray(pointer(told[5]), (told[1],), np.int64)
+    sums, before = carray(pointer(told[3]), (told[2],), np.float64), 0
+    first, last = mine(told[0], told[2])
+    for i in range(told[1]):
+        pieces = -(-sizes[i] // PIECE)
+        for piece in range(max(first - before, 0), min(last - before, pieces)):
+            x, total = _run(x_ats[i] + BYTES * PIECE * piece, min(PIECE, sizes[i] - PIECE * piece)), 0.0
+            for j in range(x.size):
+                total += np.float64(x[j]) * np.float64(x[j])
+            sums[before + piece] = total
+        before += pieces
+
+
+_by_all: Any = by_all(_squares)
 
 
 @compiled

@@ -8,7 +8,10 @@ Legend: M = rows, K = columns, R, C = rows and columns of granules; a granule is
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numba.np.numpy_support import carray
 
 from narrowgauge.observe.stats.host_bits import (
     INFINITY,
@@ -20,17 +23,23 @@ from narrowgauge.observe.stats.host_bits import (
     compiled,
     extremes,
     mean_of,
+    pointer,
     scan,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_rounding import BEYOND, MOST, Steps, flushed_up_to, inv_scale_of, inverse
+from narrowgauge.observe.stats.host_team import by_all, mine, whom
+
+TOLD = 16  # numbers that say what is surveyed: arguments of `survey`, and where what it finds is left
 
 
 @compiled
 def survey(
     x_at: Number, shift: int, M: int, K: int, stride: int, step: int, tall: int, wide: int, low_of: Array,
-    amax_of: Array,
+    amax_of: Array, team_at: Number,
 ) -> tuple[Number, Number, float, float]:  # fmt: skip
     """Of all of x: bits of the largest and the smallest magnitude, mean and M2.
+
+    To the last bit the same, however many threads share the runs.
 
     Args:
         x_at, shift, stride: as for `host_kernel.operand`.
@@ -38,31 +47,66 @@ def survey(
         tall, wide: rows and columns of a granule.
         low_of: int32 out, bits of the smallest magnitude of every run; infinity's without one.
         amax_of: [R * C] int32 in and out, bits of every granule's largest magnitude; zero before.
+        team_at: address of a TEAM, 0 without one.
     """
-    C = -(-K // wide)
-    room = np.empty(step * K, np.int32)
+    runs, unit = low_of.size, step if amax_of.size == 1 else tall  # what one thread takes: no granule is of two
+    about, high_of, sums = np.empty(1), np.empty(runs, np.int32), np.empty((2, runs))
+    about[0] = mean_of(x_at, shift, min(step, M) * K, np.empty(step * K, np.int32))
+    told = np.empty(TOLD, np.int64)
+    told[0], told[1], told[2], told[3], told[4], told[5] = x_at, shift, M, K, stride, step
+    told[6], told[7], told[8], told[9] = tall, wide, unit, amax_of.size
+    told[11], told[12] = np.int64(low_of.ctypes.data), np.int64(high_of.ctypes.data)
+    told[13], told[14] = np.int64(sums.ctypes.data), np.int64(about.ctypes.data)
+    told[15] = np.int64(amax_of.ctypes.data)
+    run, threads = whom(team_at, M * K if unit < M else 0)
+    told[10] = team_at if run else 0
+    _by_all(run, np.int64(told.ctypes.data), threads)
     largest, smallest, total, energy = np.int32(0), INFINITY, 0.0, 0.0
-    about = mean_of(x_at, shift, min(step, M) * K, room)
-    for i in range(0, M, step):
-        start, size = i * stride, min(step, M - i) * K
-        high, low, s, ss = scan(x_at, shift, start, size, about)
-        largest, smallest = max(largest, high), min(smallest, low)
-        low_of[i // step] = low
-        total += s
-        energy += ss
-        first = i // tall * C
+    for i in range(runs):
+        largest, smallest = max(largest, high_of[i]), min(smallest, low_of[i])
+        total += sums[0, i]
+        energy += sums[1, i]
+    if amax_of.size == 1:
+        amax_of[0] = largest
+    n = np.float64(told[2]) * told[3]
+    return largest, smallest, about[0] + total / n, max(0.0, energy - total * total / n)
+
+
+@compiled
+def _mine(told_at: Number) -> None:
+    told = carray(pointer(told_at), (TOLD,), np.int64)
+    first, last = mine(told[10], -(-told[2] // told[8]))
+    _runs(told, first * told[8], min(told[2], last * told[8]))
+
+
+_by_all: Any = by_all(_mine)
+
+
+@compiled
+def _runs(told: Array, first: int, last: int) -> None:
+    """The runs of these rows: what is found of each is left at its place, granules' amaxes at theirs."""
+    x_at, shift, M, K, stride, step = told[0], told[1], told[2], told[3], told[4], told[5]
+    tall, wide, granules, runs = told[6], told[7], told[9], -(-M // step)
+    C, about = -(-K // wide), carray(pointer(told[14]), (1,), np.float64)[0]
+    low_of, high_of = (carray(pointer(told[11]), (runs,), np.int32), carray(pointer(told[12]), (runs,), np.int32))
+    sums = carray(pointer(told[13]), (2, runs), np.float64)
+    amax_of = carray(pointer(told[15]), (granules,), np.int32)
+    room = np.empty(K if wide == 1 and C > 1 else 0, np.int32)
+    for i in range(first, last, step):
+        run, start, size = i // step, i * stride, min(step, M - i) * K
+        high, low, total, energy = scan(x_at, shift, start, size, about)
+        high_of[run], low_of[run], sums[0, run], sums[1, run] = high, low, total, energy
+        at = i // tall * C
         if wide == 1 and C > 1:
             bits = bits_of(x_at, shift, start, size, room)
             for j in range(K):
-                amax_of[first + j] = max(amax_of[first + j], np.int32(bits[j] & MAGNITUDE))
+                amax_of[at + j] = max(amax_of[at + j], np.int32(bits[j] & MAGNITUDE))
         elif C > 1:
             for c in range(C):
                 part, _ = extremes(x_at, shift, start + c * wide, min(wide, K - c * wide))
-                amax_of[first + c] = max(amax_of[first + c], part)
-        else:
-            amax_of[first] = max(amax_of[first], high)
-    n = np.float64(M) * K
-    return largest, smallest, about + total / n, max(0.0, energy - total * total / n)
+                amax_of[at + c] = max(amax_of[at + c], part)
+        elif granules > 1:
+            amax_of[at] = max(amax_of[at], high)
 
 
 @compiled

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.metrics.primes import stride_over
-from narrowgauge.observe.stats import device, host
+from narrowgauge.observe.stats import device, host, team
 from narrowgauge.session.tensors.memory import Array, Runs, runs
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Walked(NamedTuple):
 
     def copy(self, turn: int) -> tuple[Tensor, None]:
         """Copy them: the sum of squares of all elements, [] float64, and copies that are not kept here."""
-        whole = self.whole
-        return _scalar(self.walk.copied(whole.ats, self.starts, whole.sizes, self.stride, turn, self.held)), None
+        whole, at = self.whole, team.address()
+        return _scalar(self.walk.copied(whole.ats, self.starts, whole.sizes, self.stride, turn, self.held, at)), None
 
     def moved(self, now: Runs, turn: int, copies: None) -> Tensor:
         """The sum of squares of what they have moved by, [] float64."""

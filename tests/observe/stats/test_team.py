@@ -1,0 +1,168 @@
+"""The walk's passes are shared out among torch's threads: the same numbers, by all of them, and never in a fork."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from numba.np.numpy_support import carray
+
+from narrowgauge.compute.quant import CURRENT, Block, PerColumn, PerRow, PerTensor
+from narrowgauge.compute.recipes import Operand
+from narrowgauge.formats import E4M3FN
+from narrowgauge.observe.stats import host, host_team, team
+from narrowgauge.observe.stats.host_bits import pointer
+
+SHARED = sys.platform == "linux" and torch.backends.openmp.is_available()
+needs_a_team = pytest.mark.skipif(not SHARED, reason="torch has no OpenMP here whose threads could be asked")
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads torch computes with."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@njit
+def _note(data):
+    told = carray(pointer(data), (66,), np.int64)
+    team_at = told[0]
+    here = carray(pointer(team_at), (4,), np.int64)
+    number = host_team.ask(here[1])
+    told[1] = host_team.ask(here[2])
+    told[2 + number] += 1
+
+
+_by_all = host_team.by_all(_note)
+
+
+@njit
+def _everybody(team_at, told, size):
+    run, threads = host_team.whom(team_at, size)
+    if run:
+        _by_all(run, np.int64(told.ctypes.data), threads)
+    return threads
+
+
+@needs_a_team
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_every_thread_of_torchs_has_a_part_and_small_work_none(count, threads):
+    threads(count)
+    told = np.zeros(66, np.int64)
+    told[0] = team.address()
+    assert _everybody(team.address(), told, host_team.GRAIN) == count
+    assert told[1:].tolist() == [count, *[1] * count, *[0] * (64 - count)]
+    told[1:] = 0
+    for size, most in ((host_team.GRAIN - 1, count), (host_team.GRAIN, 1)):
+        threads(most)
+        assert _everybody(team.address(), told, size) == 1
+    assert not told[1:].any()
+
+
+def counted(x, rule, given=None):
+    moments = host.judge(x, rule, (0, 3), (1, 2))
+    return None if moments is None else (moments.vector.tobytes(), moments.columns.tobytes())
+
+
+@needs_a_team
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerColumn(), Block(1, 128), Block(128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(513, 257), (1, 40_000), (40_000, 1), (200, 1000)])
+def test_the_numbers_are_the_same_to_the_last_bit(shape, dtype, granularity, threads):
+    host.wait()
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
+    rule = Operand(E4M3FN, granularity, CURRENT)
+    found = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        found.append(counted(x, rule))
+    assert found[0] is not None
+    assert found == [found[0]] * 4
+    x[-1, -1] = torch.nan  # seen by the last thread
+    assert counted(x, rule) is None
+    x[-1, -1], x[0, 0] = 1, torch.inf
+    assert counted(x, rule) is None
+
+
+@needs_a_team
+def test_the_norm_of_weights_is_the_same_to_the_last_bit_and_right(threads):
+    host.wait()
+    torch.manual_seed(0)
+    weights = [torch.randn(size) for size in (7, 70_001, 16_384, 1, 100_000)]
+    ats = np.array([w.data_ptr() for w in weights])
+    sizes = np.array([w.numel() for w in weights])
+    copies, held = np.zeros(sizes.sum(), np.float32), np.zeros(5, np.int64)
+    starts = copies.ctypes.data + 4 * (np.cumsum(sizes) - sizes)
+    found = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        found.append(host.kernel().copied(ats, starts, sizes, 1, 0, held, team.address()))
+    assert found == [found[0]] * 4
+    everything = torch.cat(weights).double()
+    assert found[0] == pytest.approx(everything.square().sum().item(), rel=1e-12)
+    assert torch.equal(torch.from_numpy(copies).double(), everything)
+
+
+@needs_a_team
+def test_threads_of_a_program_have_teams_of_their_own(threads):
+    host.wait()
+    threads(3)
+    x, rule = torch.randn(300, 300), Operand(E4M3FN, PerTensor(), CURRENT)
+    want, found = counted(x, rule), []
+
+    def count():
+        torch.set_num_threads(2)
+        found.extend(counted(x, rule) for _ in range(50))
+
+    beside = [threading.Thread(target=count) for _ in range(3)]
+    for thread in beside:
+        thread.start()
+    for thread in beside:
+        thread.join(60)
+    assert found == [want] * 150
+
+
+@needs_a_team
+def test_a_fork_counts_alone():
+    program = """
+        import os, torch
+        from narrowgauge.compute.recipes import by_name
+        from narrowgauge.observe.stats import host, team
+        host.wait()
+        torch.set_num_threads(3)
+        x, rule = torch.randn(512, 512), by_name("current").uses("input")[0]
+        found = lambda: host.judge(x, rule, (0, 3), (1, 2)).vector.tobytes()
+        assert team._team().all()
+        before = found()
+        child = os.fork()
+        if not child:
+            os._exit(7 if found() == before and not team._team().any() else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found() == before)
+    """
+    made = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100)
+    assert made.stdout.split() == ["7", "True"], made.stderr[-2000:]
+
+
+def refuse(name):
+    raise TypeError("as Windows says of the whole process")
+
+
+@pytest.mark.parametrize("lacks", ["OpenMP", "a function", "the door"])
+def test_without_what_it_takes_nothing_is_shared(lacks, monkeypatch):
+    if lacks == "OpenMP":
+        monkeypatch.setattr(torch.backends.openmp, "is_available", lambda: False)
+    if lacks == "a function":
+        monkeypatch.setattr(team, "FUNCTIONS", (*team.FUNCTIONS[:3], "omp_get_no_such_thing"))
+    if lacks == "the door":
+        monkeypatch.setattr(team.ctypes, "CDLL", refuse)
+    assert team._found() == [0] * 4
+    nobody = np.zeros(4, np.int64)
+    assert _everybody(nobody.ctypes.data, np.zeros(66, np.int64), host_team.GRAIN) == 1
+    assert _everybody(0, np.zeros(66, np.int64), host_team.GRAIN) == 1
