@@ -1,5 +1,6 @@
 """The walk's passes are shared out among torch's threads: the same numbers, by all of them, and never in a fork."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -129,25 +130,73 @@ def test_threads_of_a_program_have_teams_of_their_own(threads):
     assert found == [want] * 150
 
 
-@needs_a_team
-def test_a_fork_counts_alone():
-    program = """
-        import os, torch
+FORKS = """
+    import os, sys, time, torch
+    {before}
+    torch.set_num_threads(3)
+    torch.randn(1000, 1000).exp().sum()  # torch's threads are there
+    def found():
         from narrowgauge.compute.recipes import by_name
         from narrowgauge.observe.stats import host, team
         host.wait()
-        torch.set_num_threads(3)
-        x, rule = torch.randn(512, 512), by_name("current").uses("input")[0]
-        found = lambda: host.judge(x, rule, (0, 3), (1, 2)).vector.tobytes()
-        assert team._team().all()
-        before = found()
-        child = os.fork()
-        if not child:
-            os._exit(7 if found() == before and not team._team().any() else 1)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found() == before)
-    """
+        torch.manual_seed(0)
+        x, rule = torch.zeros(512, 64), by_name("current").uses("input")[0]
+        x[0] = torch.arange(64)
+        return host.judge(x, rule, (0, 3), (1, 2)).vector.tobytes(), bool(team._TEAM.any())
+    {first}
+    child = os.fork()
+    if not child:
+        moments, shared = found()
+        os._exit(7 if not shared else 1)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        sys.exit("the child hangs")
+    print(os.waitstatus_to_exitcode(status), found()[1])
+"""
+
+
+@needs_a_team
+@pytest.mark.parametrize("counted_before", [False, True])
+@pytest.mark.parametrize("loaded", ["", "from narrowgauge.observe.stats import team"])
+def test_a_fork_counts_alone(loaded, counted_before):
+    """Also one that loads us, or counts, before its parent does."""
+    program = FORKS.format(before=loaded, first="found()" if counted_before else "")
     made = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100)
     assert made.stdout.split() == ["7", "True"], made.stderr[-2000:]
+
+
+@needs_a_team
+def test_the_team_is_as_large_as_torch_has_it_also_in_a_thread_that_never_asked():
+    program = """
+        import os, threading, torch
+        from narrowgauge.compute.recipes import by_name
+        from narrowgauge.observe.stats import host
+        host.wait()
+        torch.set_num_threads(1)
+        x, rule = torch.zeros(512, 512), by_name("current").uses("input")[0]
+        walk = host.again(x, rule, (3, 2))
+        before = len(os.listdir("/proc/self/task"))
+        def count():
+            for _ in range(3):
+                host.judge(x, rule, (0, 3), (0, 2))
+        def count_again():
+            walk(x, 1, host.MOMENTS.empty())
+        for work in (count, count_again):
+            beside = threading.Thread(target=work)
+            beside.start()
+            beside.join()
+        print(len(os.listdir("/proc/self/task")) - before)
+    """
+    made = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        **{"capture_output": True, "text": True, "timeout": 100, "env": os.environ | {"OMP_NUM_THREADS": "5"}},
+    )
+    assert made.stdout.split() == ["0"], made.stderr[-2000:]
 
 
 def refuse(name):

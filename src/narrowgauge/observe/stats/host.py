@@ -115,13 +115,15 @@ def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
         return None
     (M, K), size, itemsize, told = x_MK.shape, x_MK.numel(), x_MK.itemsize, _by_rule(rule, *x_MK.shape)
     asked, limits = _asked(told, M, K, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1])), told[1]
-    walk = _host().operand
+    walk, shared = _host().operand, size >= _host().GRAIN
 
     def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
         place = x.data_ptr()
         if not place or x.is_neg() or x.untyped_storage().nbytes() < (x.storage_offset() + size) * itemsize:
             return None
         columns = np.zeros((2, K))
+        if shared:
+            team.settle()
         if not walk(place, turn, asked, limits, vector, columns):
             return None
         vector[_NUMEL] = size

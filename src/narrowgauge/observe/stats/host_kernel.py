@@ -55,9 +55,10 @@ from narrowgauge.observe.stats.host_rounding import (
 )  # fmt: skip
 from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
 from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
+from narrowgauge.observe.stats.host_team import GRAIN as GRAIN
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 273554114
+PARTS = 4220811818
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (

@@ -29,7 +29,7 @@ from narrowgauge.observe.stats.host_bits import (
 from narrowgauge.observe.stats.host_rounding import BEYOND, MOST, Steps, flushed_up_to, inv_scale_of, inverse
 from narrowgauge.observe.stats.host_team import by_all, mine, whom
 
-TOLD = 16  # numbers that say what is surveyed: arguments of `survey`, and where what it finds is left
+TOLD = 17  # numbers that say what is surveyed: arguments of `survey`, and where what it finds is left
 
 
 @compiled
@@ -50,14 +50,19 @@ def survey(
         team_at: address of a TEAM, 0 without one.
     """
     runs, unit = low_of.size, step if amax_of.size == 1 else tall  # what one thread takes: no granule is of two
-    about, high_of, sums = np.empty(1), np.empty(runs, np.int32), np.empty((2, runs))
-    about[0] = mean_of(x_at, shift, min(step, M) * K, np.empty(step * K, np.int32))
+    about, high_of, sums, room = (
+        np.empty(1),
+        np.empty(runs, np.int32),
+        np.empty((2, runs)),
+        np.empty(step * K, np.int32),
+    )
+    about[0] = mean_of(x_at, shift, min(step, M) * K, room)
     told = np.empty(TOLD, np.int64)
     told[0], told[1], told[2], told[3], told[4], told[5] = x_at, shift, M, K, stride, step
     told[6], told[7], told[8], told[9] = tall, wide, unit, amax_of.size
     told[11], told[12] = np.int64(low_of.ctypes.data), np.int64(high_of.ctypes.data)
     told[13], told[14] = np.int64(sums.ctypes.data), np.int64(about.ctypes.data)
-    told[15] = np.int64(amax_of.ctypes.data)
+    told[15], told[16] = np.int64(amax_of.ctypes.data), np.int64(room.ctypes.data)
     run, threads = whom(team_at, M * K if unit < M else 0)
     told[10] = team_at if run else 0
     _by_all(run, np.int64(told.ctypes.data), threads)
@@ -68,7 +73,7 @@ def survey(
         energy += sums[1, i]
     if amax_of.size == 1:
         amax_of[0] = largest
-    n = np.float64(told[2]) * told[3]
+    n = np.float64(told[2]) * told[3] if room.size else 0.0  # both are held until here: threads have their addresses
     return largest, smallest, about[0] + total / n, max(0.0, energy - total * total / n)
 
 
@@ -91,7 +96,7 @@ def _runs(told: Array, first: int, last: int) -> None:
     low_of, high_of = (carray(pointer(told[11]), (runs,), np.int32), carray(pointer(told[12]), (runs,), np.int32))
     sums = carray(pointer(told[13]), (2, runs), np.float64)
     amax_of = carray(pointer(told[15]), (granules,), np.int32)
-    room = np.empty(K if wide == 1 and C > 1 else 0, np.int32)
+    room = carray(pointer(told[16]), (step * K,), np.int32)  # for columns, whose runs are not shared
     for i in range(first, last, step):
         run, start, size = i // step, i * stride, min(step, M - i) * K
         high, low, total, energy = scan(x_at, shift, start, size, about)

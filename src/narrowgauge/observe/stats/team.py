@@ -9,36 +9,62 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
 # In the order of host_team.TEAM.
 FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
+_TEAM = np.zeros(len(FUNCTIONS), np.int64)
+_FORKS: list[int] = []  # this process, if it is a fork, and those between it and the one that loaded this
 
 
-@cache
 def address() -> int:
     """Where the walk reads of the team whom to ask; the same for as long as the process lives."""
-    return int(_team().ctypes.data)
+    settle()
+    _find()
+    return int(_TEAM.ctypes.data)
+
+
+def settle() -> None:
+    """Have OpenMP know how many threads torch computes with on this one: torch tells it when it is first asked."""
+    torch.get_num_threads()
 
 
 @cache
-def _team() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    team = np.array(_found(), np.int64)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: team.fill(0))
-    return team
+def _find() -> None:
+    _TEAM[:] = _found()
 
 
 def _found() -> list[int]:
     """Addresses of the functions; zeros where one is missing."""
     nothing = [0] * len(FUNCTIONS)
-    if not torch.backends.openmp.is_available():
+    if not torch.backends.openmp.is_available() or _FORKS or is_fork():
         return nothing
     try:
         process = ctypes.CDLL(None)
         return [ctypes.cast(getattr(process, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS]
     except (AttributeError, OSError, TypeError):  # no such function, or no such door in this system
         return nothing
+
+
+def is_fork() -> bool:
+    """Whether the parent, if it is there, runs what it and this process were both started with.
+
+    What the kernel gave a program as it started is at addresses drawn at random, and a fork has its parent's.
+    """
+    with suppress(OSError):
+        return Path("/proc/self/auxv").read_bytes() == Path(f"/proc/{os.getppid()}/auxv").read_bytes()
+    return False
+
+
+def _after_fork() -> None:
+    _FORKS.append(os.getpid())
+    _TEAM.fill(0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
