@@ -4,8 +4,8 @@
     any other       would have to be started, and would take the cores from torch's
 
 What has them run a function is OpenMP's own (`GOMP_parallel`), of the library that torch uses; it comes as an address,
-as does what a thread asks for its number. The team is as large as torch's: of another size, torch's next operation on
-512 x 512 numbers took 0.7 ms instead of 0.02, since threads were sent away or made.
+as does what a thread asks for its number. The team is as large as torch's: after one of another size, torch's next
+operation waits for threads that were sent away, or are not made yet.
 
 As torch does, a thread of the program that computes has a team of its own.
 """
