@@ -66,7 +66,7 @@ def test_every_thread_of_torchs_has_a_part_and_small_work_none(count, threads):
     assert not told[1:].any()
 
 
-def counted(x, rule, given=None):
+def counted(x, rule):
     moments = host.judge(x, rule, (0, 3), (1, 2))
     return None if moments is None else (moments.vector.tobytes(), moments.columns.tobytes())
 
