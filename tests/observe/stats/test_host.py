@@ -1,6 +1,7 @@
 """The compiled walk is a twin of the quantizer: what it says of codes that nobody made is said of those codes."""
 
 import itertools
+import re
 import zlib
 from pathlib import Path
 
@@ -25,7 +26,14 @@ from narrowgauge.compute.quant.dtypes import torch_dtype
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import MOMENTS, finalize
-from narrowgauge.observe.stats import host, host_kernel, host_rounding, measure, team
+from narrowgauge.observe.stats import (
+    host,
+    host_kernel,
+    host_moved,
+    host_rounding,
+    measure,
+    team,
+)
 from narrowgauge.observe.stats.packing import Packer
 
 SCALINGS = [CURRENT, CURRENT_POW2, ROWWISE, ROWWISE_POW2, E8M0_UP, E8M0_OCP]
@@ -169,13 +177,23 @@ def test_what_is_no_plain_memory_is_given_back():
     assert host.judge(torch.nn.Parameter(x), rule, *ALL) is not None
 
 
-def test_the_cache_sees_that_a_part_has_changed():
+MADE_OF = {
+    host_kernel: ("bits", "compare", "part", "rounding", "sample", "scales", "team"),
+    host_moved: ("bits", "team"),
+}
+
+
+@pytest.mark.parametrize("walk", MADE_OF, ids=lambda walk: walk.__name__)
+def test_the_cache_sees_that_a_part_has_changed(walk):
     # numba asks the file of the function alone whether what it compiled is still true.
-    folder = Path(host_kernel.__file__).parent
-    parts = b"".join(
-        (folder / f"host_{name}.py").read_bytes() for name in ("bits", "rounding", "sample", "scales", "team")
+    folder = Path(walk.__file__).parent
+    names = MADE_OF[walk]
+    mentioned = set(
+        re.findall(r"stats\.host_(\w+) import", "".join((folder / f"host_{n}.py").read_text() for n in names))
     )
-    assert zlib.crc32(parts) == host_kernel.PARTS, f"write PARTS = {zlib.crc32(parts)}"
+    assert mentioned <= {*names}
+    parts = b"".join((folder / f"host_{name}.py").read_bytes() for name in names)
+    assert zlib.crc32(parts) == walk.PARTS, f"write PARTS = {zlib.crc32(parts)}"
 
 
 def test_what_is_asked_of_the_walk_has_room():

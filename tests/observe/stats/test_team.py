@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from numba.np.numpy_support import carray
 
-from narrowgauge.compute.quant import CURRENT, Block, PerColumn, PerRow, PerTensor
+from narrowgauge.compute.quant import CURRENT, Block, PerColumn, PerRow, PerTensor, quantize
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.formats import E4M3FN
 from narrowgauge.observe.stats import host, host_team, team
@@ -66,27 +66,33 @@ def test_every_thread_of_torchs_has_a_part_and_small_work_none(count, threads):
     assert not told[1:].any()
 
 
-def counted(x, rule):
-    moments = host.judge(x, rule, (0, 3), (1, 2))
+def counted(x, rule, codes=None):
+    shares = (0, 3), (1, 2)
+    moments = host.judge(x, rule, *shares) if codes is None else host.count(x, codes, *shares)
     return None if moments is None else (moments.vector.tobytes(), moments.columns.tobytes())
 
 
 @needs_a_team
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerColumn(), Block(1, 128), Block(128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(513, 257), (1, 40_000), (40_000, 1), (200, 1000)])
+@pytest.mark.parametrize("shape", [(513, 257), (1, 40_000), (40_000, 1), (200, 1000), (130, 128), (40, 9000)])
 def test_the_numbers_are_the_same_to_the_last_bit(shape, dtype, granularity, threads):
+    """Of rules and of codes; of a matrix that only the second half is shared of, and one whose columns are."""
     host.wait()
     torch.manual_seed(0)
     x = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
     rule = Operand(E4M3FN, granularity, CURRENT)
-    found = []
-    for count in (1, 2, 3, 7):
-        threads(count)
-        found.append(counted(x, rule))
-    assert found[0] is not None
-    assert found == [found[0]] * 4
-    x[-1, -1] = torch.nan  # seen by the last thread
+    codes = quantize(x.float(), E4M3FN, granularity, scaling=CURRENT)
+    for made in (None, codes):
+        found = []
+        for count in (1, 2, 3, 7, 17):
+            threads(count)
+            found.append(counted(x, rule, made))
+        assert found[0] is not None
+        assert found == [found[0]] * 5
+    codes.codes.view(torch.uint8)[-1, -1] = 0x7F  # no number, seen by the last thread
+    assert counted(x, rule, codes) is None
+    x[-1, -1] = torch.nan
     assert counted(x, rule) is None
     x[-1, -1], x[0, 0] = 1, torch.inf
     assert counted(x, rule) is None

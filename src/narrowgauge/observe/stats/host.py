@@ -115,7 +115,7 @@ def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
         return None
     (M, K), size, itemsize, told = x_MK.shape, x_MK.numel(), x_MK.itemsize, _by_rule(rule, *x_MK.shape)
     asked, limits = _asked(told, M, K, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1])), told[1]
-    walk, shared = _host().operand, size >= _host().GRAIN
+    walk, shared = _host().operand, size >= _host().SHARED
 
     def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
         place = x.data_ptr()

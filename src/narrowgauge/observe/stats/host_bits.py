@@ -9,7 +9,7 @@ numba makes an int64 of what it computes of two int32: half as many to an instru
 result is made an int32 again, also where it could be nothing else.
 
 numba keeps compiled code by the file of the function that was called from Python, and does not see that another file
-which that one is made of has changed. `host_kernel.PARTS` makes it see.
+which that one is made of has changed. Its PARTS make it see.
 """
 
 from __future__ import annotations

@@ -25,40 +25,28 @@ from numba.np.numpy_support import carray
 
 from narrowgauge.observe.stats.host_bits import (
     INFINITY,
-    MAGNITUDE,
-    NONE,
-    ONE,
     Array,
     Number,
     as_float,
-    bits_of,
     compiled,
     mean_of,
     pointer,
     scan,
     together,
 )  # fmt: skip
+from narrowgauge.observe.stats.host_compare import SHARED as SHARED
+from narrowgauge.observe.stats.host_compare import compare
 from narrowgauge.observe.stats.host_digest import digest as digest
 from narrowgauge.observe.stats.host_moved import FEW as FEW
 from narrowgauge.observe.stats.host_moved import LINE as LINE
 from narrowgauge.observe.stats.host_moved import copied as copied
 from narrowgauge.observe.stats.host_moved import moved as moved
-from narrowgauge.observe.stats.host_rounding import (
-    BEYOND,
-    FACTS,
-    Steps,
-    decode_row,
-    round_row,
-    spread,
-    steps_of,
-    zero_codes,
-)  # fmt: skip
-from narrowgauge.observe.stats.host_sample import sample, sqnr_bin
+from narrowgauge.observe.stats.host_part import AMAX, GRANULE, INV, OF_SAMPLE, SCALE, SUMS
+from narrowgauge.observe.stats.host_rounding import FACTS, steps_of
 from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
-from narrowgauge.observe.stats.host_team import GRAIN as GRAIN
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 3608372026
+PARTS = 349779056
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -107,144 +95,41 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
     facts, places, starts = asked[_FACTS:_PLACES], asked[_PLACES:_STARTS], asked[_STARTS:]
     granules = -(-M // tall) * -(-K // wide)
     step = together(K, stride, granules)
-    amax_of, low_of = np.zeros(granules, np.int32), np.empty(-(-M // step), np.int32)
+    of_granules, low_of = np.zeros((len(GRANULE), granules), np.int32), np.empty(-(-M // step), np.int32)
+    amax_of = of_granules[AMAX]
     largest, smallest, mean, m2 = survey(x_at, shift, M, K, stride, step, tall, wide, low_of, amax_of, asked[12])
     if largest >= INFINITY:
         return False
-    scale, inv, back = np.empty(granules, np.float32), np.empty(granules, np.float32), np.empty(granules, np.float32)
+    scale, inv = of_granules[SCALE].view(np.float32), of_granules[INV].view(np.float32)
     if scale_at:
         given = carray(pointer(scale_at), (granules,), np.float32)
         for g in range(granules):
             scale[g] = given[g]
     else:
         make_scales(amax_of, facts, limits, scale, inv)
-    flushed, saturates, scales = np.empty(granules, np.int32), np.empty(granules, np.int8), np.empty(len(SCALES))
-    steps = steps_of(facts, limits)
-    if not survey_scales(amax_of, scale, inv, not codes_at, steps, limits, back, flushed, saturates, scales):
+    scales = np.empty(len(SCALES))
+    if not survey_scales(of_granules, not codes_at, steps_of(facts, limits), limits, scales):
         return False
-    counted, sampled = np.zeros(len(COUNTED)), np.empty(len(SAMPLED))
-    if not _count_lost(
-        x_at, shift, M, K, stride, step, codes_at, tall, wide, facts, limits[BEYOND], low_of, flushed, back, saturates,
-        counted,
+    counted, lost, sums = np.empty(len(COUNTED)), np.empty(2), np.empty(len(SUMS))
+    if not compare(
+        x_at, asked, first, first_compared, step, facts, limits, of_granules, low_of, smallest, asked[12], lost, sums,
+        columns, vector[starts[0] : starts[1]], vector[starts[6] : starts[7]], vector[starts[2] : starts[3]],
+        vector[starts[4] : starts[5]],
     ):  # fmt: skip
         return False
-    _compare(
-        x_at, shift, M, K, stride, step, codes_at, tall, wide, facts, steps, scale, inv, low_of, flushed,
-        first_compared, every_compared, counted, vector[starts[0] : starts[1]], columns,
-    )  # fmt: skip
-    counted[_AMAX], counted[_AMIN], counted[_MEAN], counted[_M2] = as_float(largest), as_float(smallest), mean, m2
+    share = np.float64(M) / -(-(M - first_compared) // every_compared)
+    for i in range(OF_SAMPLE):
+        sums[i] *= share
+    counted[_NAN], counted[_INF], counted[_AMAX], counted[_AMIN] = 0.0, 0.0, as_float(largest), as_float(smallest)
     counted[_N] = counted[_SCALED] = counted[_COMPARED] = np.float64(M) * K
-    exponents, ranges = vector[starts[2] : starts[3]], vector[starts[4] : starts[5]]
-    sample(x_at, shift, M, K, stride, first, every, sampled, exponents, ranges)
-    count_columns(columns, vector[starts[6] : starts[7]])
+    counted[_MEAN], counted[_M2], counted[_FLUSHED], counted[_SATURATED] = mean, m2, lost[0], lost[1]
+    counted[_SCALED_XX], counted[_FLUSHED_XX], counted[_XX], counted[_XD] = sums[0], sums[4], sums[0], sums[1]
+    counted[_DD], counted[_EE] = sums[2], sums[3]
+    sampled = sums[OF_SAMPLE:]
     for values, ahead in ((counted, 0), (sampled, len(COUNTED)), (scales, len(COUNTED) + len(SAMPLED))):
         for i in range(values.size):
             vector[places[ahead + i]] = values[i]
     return True
-
-
-@compiled
-def _count_lost(
-    x_at: Number, shift: int, M: int, K: int, stride: int, step: int, codes_at: Number, tall: int, wide: int,
-    facts: Array, beyond: Number, low_of: Array, flushed: Array, back: Array, saturates: Array, sums: Array,
-) -> bool:  # fmt: skip
-    """Count flushed and saturated elements, with or without codes; False if a code is no number."""
-    C, at = -(-K // wide), -1
-    room, line, width = np.empty(step * K, np.int32), np.empty(step * K, np.float32), step * K if C == 1 else wide
-    limit = np.empty(step * K, np.int32)
-    for i in range(0, M, step):
-        start, size, g = i * stride, min(step, M - i) * K, i // tall * C
-        some, all_above = False, True
-        for c in range(C):
-            some = some or saturates[g + c] != 0
-            all_above = all_above and low_of[i // step] > flushed[g + c]
-        if codes_at or not all_above:
-            bits = bits_of(x_at, shift, start, size, room)
-            if codes_at:
-                zeros = zero_codes(bits, carray(pointer(codes_at + i * K), (size,), np.uint8), facts)
-                if zeros < NONE:
-                    return False
-            else:
-                if g != at:
-                    at = g
-                    spread(flushed, g, C, width, limit)
-                zeros = NONE
-                for j in range(size):
-                    gone = np.uint32((bits[j] & MAGNITUDE) - np.int32(1)) < np.uint32(limit[j])
-                    zeros += ONE if gone else NONE
-            sums[_FLUSHED] += zeros
-        if some:
-            x = bits_of(x_at, shift, start, size, room).view(np.float32)
-            spread(back, g, C, width, line)
-            above = NONE
-            for j in range(size):
-                above += ONE if abs(x[j]) * line[j] > beyond else NONE
-            sums[_SATURATED] += above
-    return True
-
-
-@compiled
-def _compare(
-    x_at: Number, shift: int, M: int, K: int, stride: int, step: int, codes_at: Number, tall: int, wide: int,
-    facts: Array, steps: Steps, scale: Array, inv: Array, low_of: Array, flushed: Array, first: int, every: int,
-    sums: Array, row_bins: Array, columns: Array,
-) -> None:  # fmt: skip
-    """Sum the errors of some rows, scaled up to all of them, along each of them, and along columns."""
-    C, at, rows, most = -(-K // wide), -1, 0, np.int32(0)
-    # What is found of a row waits here: to look for its bin at once would hold up the next row's sums.
-    signals, errors = np.empty((M - first + every - 1) // every), np.empty((M - first + every - 1) // every)
-    room, limit = np.empty(K, np.int32), np.empty(K, np.int32)
-    d, scale_of, inv_of = np.empty(K, np.float32), np.empty(K, np.float32), np.empty(K, np.float32)
-    lost, signal, error = 0.0, columns[0], columns[1]
-    for i in range(first, M, every):
-        if i // tall != at:
-            at = i // tall
-            spread(scale, at * C, C, wide, scale_of)
-            if not codes_at:
-                spread(inv, at * C, C, wide, inv_of)
-                spread(flushed, at * C, C, wide, limit)
-                most = np.int32(0)
-                for c in range(C):
-                    most = max(most, flushed[at * C + c])
-        bits = bits_of(x_at, shift, i * stride, K, room)
-        x = bits.view(np.float32)
-        if codes_at:
-            codes = carray(pointer(codes_at + i * K), (K,), np.uint8)
-            decode_row(codes, facts, scale_of, d)
-            if sums[_FLUSHED]:
-                for j in range(K):
-                    v = np.float64(x[j])
-                    lost += v * v if (codes[j] & 0x7F) == 0 else 0.0
-        else:
-            round_row(x, inv_of, scale_of, steps, d)
-            if low_of[i // step] <= most:  # else nothing of this run of rows was flushed
-                for j in range(K):
-                    v = np.float64(x[j])
-                    lost += v * v if np.int32(bits[j] & MAGNITUDE) <= limit[j] else 0.0
-        xx = xd = dd = ee = 0.0
-        for j in range(K):
-            v, w = np.float64(x[j]), np.float64(d[j])
-            e = v - w
-            xx += v * v
-            xd += v * w
-            dd += w * w
-            ee += e * e
-            signal[j] += v * v
-            error[j] += e * e
-        sums[_XX] += xx
-        sums[_XD] += xd
-        sums[_DD] += dd
-        sums[_EE] += ee
-        signals[rows], errors[rows] = xx, ee
-        rows += 1
-    for i in range(rows):
-        place = sqnr_bin(signals[i], errors[i])
-        if place >= 0:
-            row_bins[place] += 1
-    sums[_FLUSHED_XX], sums[_SCALED_XX] = lost, sums[_XX]
-    share = np.float64(M) / rows
-    for slot in (_SCALED_XX, _FLUSHED_XX, _XX, _XD, _DD, _EE):
-        sums[slot] *= share
 
 
 @compiled
@@ -287,12 +172,3 @@ def _check(got: Array, want: Array, places: Array, head: Array) -> None:
             gg += g * g
             ee += (w - g) * (w - g)
     head[places[0]], head[places[1]], head[places[2]], head[places[3]] = ww, wg, gg, ee
-
-
-@compiled
-def count_columns(columns: Array, bins: Array) -> None:
-    """Add a histogram of the SQNR of columns, whose sums of x^2 and e^2 are given, [2, K]."""
-    for j in range(columns.shape[1]):
-        place = sqnr_bin(columns[0, j], columns[1, j])
-        if place >= 0:
-            bins[place] += 1

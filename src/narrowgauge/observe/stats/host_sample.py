@@ -31,7 +31,8 @@ from narrowgauge.observe.stats.host_bits import (
     compiled,
 )
 
-WAYS = 4
+WAYS = 4  # counters for every bin: one that was just written is not there to be read again at once
+TALLIES = WAYS * (EXPONENT_BINS + RANGE_BINS + 1)
 
 # Where the bins of SQNR begin, as ratios; and for each sixteenth of a binade of ratios, how many begin at or below its
 # start. Inside of one, a quarter of a decibel wide, at most one more begins.
@@ -44,30 +45,27 @@ NEAR[0] = 0  # what lies below it is looked for here, too
 
 @compiled
 def sample(
-    x_at: Number, shift: int, M: int, K: int, stride: int, first: int, every: int, central: Array, exponents: Array,
-    ranges: Array,
+    x_at: Number, shift: int, K: int, stride: int, first: int, every: int, count: int, room: Array, tallies: Array,
+    central: Array,
 ) -> None:  # fmt: skip
-    """What is taken from every `every`-th row of finite numbers: central moments, exponents and block ranges.
+    """What is taken from `count` rows of finite numbers: central moments, exponents and block ranges.
 
     Args:
-        x_at, shift, M, K, stride: as for `operand`.
+        x_at, shift, K, stride: as for `host_kernel.operand`.
         first, every: which rows.
+        room: [3, K] int32, to be used.
+        tallies: [TALLIES] int32 in and out, counts as in `metrics.bins`, to be added to.
         central: [5] float64 out: n, mean and the sums of (x - mean)^p for p = 2, 3, 4.
-        exponents, ranges: float64 in and out, counts as in `metrics.bins`, to be added to.
     """
-    room, magnitude, places = np.empty(K, np.int32), np.empty(K, np.int32), np.empty(K, np.int32)
-    n = total = 0.0
-    for i in range(first, M, every):
-        x = bits_of(x_at, shift, i * stride, K, room).view(np.float32)
-        n += K
+    magnitude, places, total, n = room[1, :K], room[2, :K], 0.0, np.float64(count) * K
+    for i in range(first, first + count * every, every):
+        x = bits_of(x_at, shift, i * stride, K, room[0]).view(np.float32)
         for j in range(K):
             total += np.float64(x[j])
-    mean = total / n if n else 0.0
+    mean = total / n if count else 0.0
     m2 = m3 = m4 = 0.0
-    # Several counters for every bin: one that was just written is not there to be read again at once.
-    tallies, range_tallies = np.zeros(WAYS * EXPONENT_BINS, np.int32), np.zeros(WAYS * (RANGE_BINS + 1), np.int32)
-    for i in range(first, M, every):
-        bits = bits_of(x_at, shift, i * stride, K, room)
+    for i in range(first, first + count * every, every):
+        bits = bits_of(x_at, shift, i * stride, K, room[0])
         x = bits.view(np.float32)
         for j in range(K):
             p = np.float64(x[j]) - mean
@@ -83,14 +81,44 @@ def sample(
         for start in range(0, K, RANGE_BLOCK):
             end = min(start + RANGE_BLOCK, K)
             _place_ranges(magnitude[start:end], places[start:end])
-        _count_places(places, RANGE_BINS + 1, range_tallies)
-    for way in range(WAYS):
-        here, ranges_here = tallies[way * EXPONENT_BINS :], range_tallies[way * (RANGE_BINS + 1) :]
-        for j in range(EXPONENT_BINS):
-            exponents[j] += here[j]
-        for j in range(RANGE_BINS):
-            ranges[j] += ranges_here[j]
+        _count_places(places, RANGE_BINS + 1, tallies[WAYS * EXPONENT_BINS :])
     central[0], central[1], central[2], central[3], central[4] = n, mean, m2, m3, m4
+
+
+@compiled
+def fold(tallies: Array) -> None:
+    """Add what the other ways counted, [TALLIES], to the first."""
+    exponents, ranges = tallies[: WAYS * EXPONENT_BINS], tallies[WAYS * EXPONENT_BINS :]
+    for way in range(1, WAYS):
+        for bins, size in ((exponents, EXPONENT_BINS), (ranges, RANGE_BINS + 1)):
+            here = bins[way * size :]
+            for j in range(size):
+                bins[j] += here[j]
+
+
+@compiled
+def add_tallies(tallies: Array, exponents: Array, ranges: Array) -> None:
+    """Add what was counted and folded to histograms."""
+    for j in range(EXPONENT_BINS):
+        exponents[j] += tallies[j]
+    ranges_here = tallies[WAYS * EXPONENT_BINS :]
+    for j in range(RANGE_BINS):
+        ranges[j] += ranges_here[j]
+
+
+@compiled
+def merge_central(a: Array, b: Array) -> None:
+    """Central moments of two sets, n, mean and three sums, into the first: as `metrics` merges them."""
+    if not b[0]:
+        return
+    na, nb = a[0], b[0]
+    n, by = na + nb, b[1] - a[1]
+    m2, m3, m4 = a[2] + b[2], a[3] + b[3], a[4] + b[4]
+    m4 += by * (4.0 * (na * b[3] - nb * a[3]) + 6.0 * by * (na * na * b[2] + nb * nb * a[2]) / n) / n
+    m4 += by**4 * na * nb * (na * na - na * nb + nb * nb) / n**3
+    m3 += by * (3.0 * (na * b[2] - nb * a[2]) + by * by * na * nb * (na - nb) / n) / n
+    m2 += by * by * na * nb / n
+    a[0], a[1], a[2], a[3], a[4] = n, a[1] + by * nb / n, m2, m3, m4
 
 
 @compiled

@@ -123,20 +123,16 @@ def make_scales(amax_of: Array, facts: Array, limits: Array, scale: Array, inv: 
 
 
 @compiled
-def survey_scales(
-    amax_of: Array, scale: Array, inv: Array, judged: bool, steps: Steps, limits: Array, back: Array, flushed: Array,
-    saturates: Array, moments: Array,
-) -> bool:  # fmt: skip
+def survey_scales(of_granules: Array, judged: bool, steps: Steps, limits: Array, moments: Array) -> bool:
     """What counting needs of every granule; False if one of them could stand for something that is not finite.
 
     Args:
-        amax_of, scale, inv: [R * C] bits, float32, float32.
-        judged: whether `inv` rounds x; else there are codes.
-        back: [R * C] out, what saturation is judged by.
-        flushed: [R * C] int32 out, bits of the largest number that becomes zero.
-        saturates: [R * C] int8 out, whether anything of a granule lies beyond the format's range.
+        of_granules: [6, R * C] int32: bits of the amax, of the scale and of what rounds x; out, bits of what saturation
+            is judged by, and of the largest number that becomes zero, and whether anything lies beyond the format.
+        judged: whether x is rounded; else there are codes.
         moments: [5] out: n, mean, M2, minimum and maximum of the scales.
     """
+    scale, inv, back = of_granules[1].view(np.float32), of_granules[2].view(np.float32), of_granules[3].view(np.float32)
     total, m2, least, most = 0.0, 0.0, np.inf, -np.inf
     for g in range(scale.size):
         value = np.float64(scale[g])
@@ -146,9 +142,9 @@ def survey_scales(
         least, most = min(least, value), max(most, value)
         back[g] = inverse(scale[g])
         # Rounding is monotone: where the largest is not beyond the limit, none is.
-        saturates[g] = as_float(amax_of[g]) * back[g] > limits[BEYOND]
+        of_granules[5, g] = as_float(of_granules[0, g]) * back[g] > limits[BEYOND]
         if judged:
-            flushed[g] = flushed_up_to(inv[g], steps)
+            of_granules[4, g] = flushed_up_to(inv[g], steps)
     mean = total / scale.size
     for g in range(scale.size):
         m2 += (np.float64(scale[g]) - mean) ** 2

@@ -90,10 +90,16 @@ def whom(team_at: Number, size: int) -> tuple[int, int]:
 
 
 @compiled
+def who(team_at: Number) -> tuple[int, int]:
+    """The calling thread's number and how many there are; 0, 1 without a team."""
+    if not team_at:
+        return 0, 1
+    team = carray(pointer(team_at), (len(TEAM),), np.int64)
+    return ask(team[1]), ask(team[2])
+
+
+@compiled
 def mine(team_at: Number, units: int) -> tuple[int, int]:
     """Which units are the calling thread's, from the first up to the last; all, without a team."""
-    if not team_at:
-        return 0, units
-    team = carray(pointer(team_at), (len(TEAM),), np.int64)
-    number, threads = ask(team[1]), ask(team[2])
+    number, threads = who(team_at)
     return units * number // threads, units * (number + 1) // threads
