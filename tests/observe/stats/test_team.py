@@ -1,6 +1,7 @@
 """The walk's passes are shared out among torch's threads: the same numbers, by all of them, and never in a fork."""
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -203,6 +204,43 @@ def test_the_team_is_as_large_as_torch_has_it_also_in_a_thread_that_never_asked(
         **{"capture_output": True, "text": True, "timeout": 100, "env": os.environ | {"OMP_NUM_THREADS": "5"}},
     )
     assert made.stdout.split() == ["0"], made.stderr[-2000:]
+
+
+HELD = """
+    import os, zlib
+    import numpy as np, torch
+    from narrowgauge.compute.quant import CURRENT, Block, PerTensor, quantize
+    from narrowgauge.compute.recipes import Operand
+    from narrowgauge.formats import E4M3FN
+    from narrowgauge.observe.stats import host, team
+    host.wait()
+    for granularity in (PerTensor(), Block(1, 128)):
+        for shape in ((300, 300), (40, 9000), (20, 20)):
+            torch.manual_seed(0)
+            x, rule = torch.randn(shape), Operand(E4M3FN, granularity, CURRENT)
+            x[0, 0] = 1e6  # some are flushed
+            codes = quantize(x, E4M3FN, granularity, scaling=CURRENT)
+            for found in (host.judge(x, rule, (0, 3), (1, 2)), host.count(x, codes, (0, 3), (1, 2))):
+                print(zlib.crc32(found.vector.tobytes() + found.columns.tobytes()))
+    at, held, copies = np.array([x.data_ptr()]), np.zeros(1, np.int64), np.zeros(400, np.float32)
+    print(host.kernel().copied(at, np.array([copies.ctypes.data]), np.array([400]), 1, 0, held, team.address()))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc fills what is freed")
+def test_what_threads_have_addresses_of_is_held():
+    # An array is freed behind its last use, and an address is none. What is freed is filled, and the large is gone.
+    found = []
+    watched = {"MALLOC_PERTURB_": "165", "MALLOC_MMAP_THRESHOLD_": "2048"}
+    for settings in ({}, watched | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}):
+        made = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(HELD)],
+            **{"capture_output": True, "text": True, "timeout": 100, "env": os.environ | settings},
+        )
+        assert made.returncode == 0, made.stderr[-2000:]
+        found.append(made.stdout.split())
+    assert found[0] == found[1]
+    assert len(found[0]) == 13
 
 
 def refuse(name):
