@@ -119,6 +119,11 @@ class Census:
         """What this parameter of the module was when the step began; None where none of a program's is distributed."""
         return self._kept.get((id(module), name))
 
+    @property
+    def spread(self) -> bool:
+        """Whether some parameter is another between its uses."""
+        return bool(self._kept)
+
     def owner(self, parameter: Tensor) -> Owner | None:
         """Whose it is; None if it is no model's."""
         if id(parameter) not in self._owners:
