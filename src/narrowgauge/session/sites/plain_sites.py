@@ -280,16 +280,16 @@ class PlainSites:
         self, layer: Layer, before: Before, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> bool:
         """The same of what was called before: False where it is not as simple. Of replicas, others have the weight."""
-        if _modes() or _function_modes() or _transforms() or _tracing() or self._census.spread:
-            return False
         x = args[0] if args else None
         if type(x) is not Tensor or type(output) is not Tensor or module is not layer.module:
+            return False
+        if _modes() or _function_modes() or _transforms() or _tracing() or self._census.spread:
             return False
         try:
             product = before.product(module, x)
             if product is None or (self.uncompiled and not (layer.kind.in_graph and type(product[0]) is nn.Parameter)):
                 return False
-            return self.shown.use_again(before.state, x, output, *product)
+            return self.shown.use_again(before.state, x, output, *product) is not None
         except Exception as error:
             self.shown.said.failed(f"a call of {layer.name or type(module).__name__}", error)
             return True
@@ -300,15 +300,28 @@ class PlainSites:
         if module is None or not self._listening:
             return
         try:
+            if layer.before is not None and self._input_again(layer, layer.before, module, x):
+                return
             (part,) = layer.kind.parts(module, (x,), {}, None)
             if not inside_backward():
                 layer.latest = self._at_gradient(layer, part) if self._mine() else None
             try:
                 self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
+                if layer.before is None:
+                    layer.before = self._before(layer, module, part)
             finally:
                 part.x = part.w = None  # an input that is held would be memory until the next such step
         except Exception as error:
             self.shown.said.failed(f"a call of {layer.name} in a graph", error)
+
+    def _input_again(self, layer: Layer, before: Before, module: nn.Module, x: Tensor) -> bool:
+        """The same of what was called before, as in `_called_again`."""
+        product = None if self._census.spread or inside_backward() else before.product(module, x)
+        wanted = None if product is None else self.shown.use_again(before.state, x, None, *product)
+        if product is None or wanted is None:
+            return False
+        layer.latest = partial(self.shown.gradient_again, before.state, wanted, product[1])
+        return True
 
     def gradient_in_graph(self, layer: Layer, dy: Tensor) -> None:
         """Show it."""

@@ -18,7 +18,6 @@ from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
-from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import ROLES, Recipe
 from narrowgauge.session.sites.again import CountedAgain, counted_again
 from narrowgauge.session.sites.convolution import of_images
@@ -144,15 +143,16 @@ class Showing:
                 dy = dy if shape is None else dy.reshape(shape)
                 self._bring(show, by_cast, own, dy)
 
-            at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
+            at_gradient(made, arrived)
 
-    def use_again(self, state: LayerState, x: Tensor, y: Tensor | None, w: Tensor, own: Own | None) -> bool:
-        """`use` of a layer's whole product that was used before; False where the whole way has to be gone."""
+    def use_again(self, state: LayerState, x: Tensor, y: Tensor | None, w: Tensor, own: Own | None) -> bool | None:
+        """`use` of what was used before: whether it is wanted; None where the whole way has to be gone."""
         if state.observer is None or not usual(x, w, y) or not self._mine():
-            return False
+            return None
+        wanted = state.observer.wants(state.name)
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
-        self._use_here(state, state.observer.wants(state.name), learns, x, w, y, own, own is None)
-        return True
+        self._use_here(state, wanted, learns, x, w, y, own, own is None)
+        return wanted
 
     def state_of(self, name: str, observer: Observer) -> LayerState | None:
         """Of a layer that was used; None if it was not."""
@@ -191,7 +191,7 @@ class Showing:
             made = made_as(y)
             shape = None if made is y or (dy_rows is rows and same_rows(made, y)) else y.shape
             show = partial(self._show_here, state, wanted, "grad_output", dy_rows, own, shape)
-            at_gradient(made, partial(unseen_by_modes, show))
+            at_gradient(made, show)
 
     def _without_gradient(self, state: LayerState, w: Tensor) -> None:
         name = getattr(state.observer, "name", str)(state.name)
@@ -263,6 +263,13 @@ class Showing:
         else:
             same = part.copies.of("grad_output")
             self._show(state, wanted, "grad_output", part.dy_rows, same, local_of(dy), part.own)
+
+    def gradient_again(self, state: LayerState, wanted: bool, own: Own | None, dy: Tensor) -> None:
+        """The same where the input came by `use_again`."""
+        if usual(dy, None, None):
+            self._show_here(state, wanted, "grad_output", rows, own, None, dy)
+        else:
+            self._show(state, wanted, "grad_output", rows, None, local_of(dy), own)
 
     def _bring(
         self, show: ByHeld, by_cast: ByCast | None, own: Own | None, x: Tensor, kept: Tensor | None = None
