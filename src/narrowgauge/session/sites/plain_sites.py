@@ -281,7 +281,7 @@ class PlainSites:
     ) -> bool:
         """The same of what was called before: False where it is not as simple. Of replicas, others have the weight."""
         x = args[0] if args else None
-        if type(x) is not Tensor or type(output) is not Tensor or module is not layer.module:
+        if type(x) is not Tensor or module is not layer.module:
             return False
         if _modes() or _function_modes() or _transforms() or _tracing() or self._census.spread:
             return False
