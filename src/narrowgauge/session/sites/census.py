@@ -69,7 +69,10 @@ def plain_name(name: str) -> str:
 
 
 class Census:
-    """The models' parameters."""
+    """The models' parameters.
+
+    `spread`: in the open step, some are distributed between their uses.
+    """
 
     def __init__(self) -> None:
         self._models: list[tuple[ref[nn.Module], Observer]] = []
@@ -77,6 +80,7 @@ class Census:
         self._seen: set[tuple[int, str]] = set()  # by the ids of modules
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self.spread = False
         self._late = False  # a lazy module had still to make a parameter when it was noted
 
     def add(self, model: nn.Module, observer: Observer) -> None:
@@ -101,7 +105,8 @@ class Census:
         self._owners.clear()
         self._note_late()
         self._kept = {}
-        if some_are_distributed():  # only of these it is not what they are when they are used
+        self.spread = some_are_distributed()
+        if self.spread:  # only of these it is not what they are when they are used
             self._kept = {(id(m), name): p for model, _ in self._living() for m, name, p in _parameters(model)}
 
     def _note_late(self) -> None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.tensors.sharded import Held, holders, is_distributed
 
 
 def at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
-    """Have `arrived` called with the gradient of y that the product is given.
+    """Have `arrived` called with the gradient of y that the product is given, unseen by modes.
 
     Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it.
     """
     node, number = y.grad_fn, y.output_nr
     if node is None:
-        y.register_hook(arrived)
-        return
+        y.register_hook(lambda dy: unseen_by_modes(arrived, dy))
+    else:
+        node.register_prehook(partial(_arrive, number, arrived))
 
-    def before(gradients: Sequence[Tensor | None]) -> None:
-        dy = gradients[number]
-        if dy is not None:
-            arrived(dy)
 
-    node.register_prehook(before)
+def _arrive(number: int, arrived: Callable[[Tensor], None], gradients: Sequence[Tensor | None]) -> None:
+    dy = gradients[number]
+    if dy is not None:
+        unseen_by_modes(arrived, dy)
 
 
 def made_as(y: Tensor) -> Tensor:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.session.doors.leaving import SEAT
 from narrowgauge.session.sites import in_graph
-from narrowgauge.session.sites.part import Kind, Part
+from narrowgauge.session.sites.part import Kind, Product
 
 IN_GRAPH = (
     -1
 )  # the number of the hook that is traced: guards know hooks by their numbers, and so it is the same for all
+
+
+class Before(NamedTuple):
+    """What is known of a call from one before: its kind's `product`, and the state of that."""
+
+    product: Callable[[nn.Module, Tensor], Product | None]
+    state: LayerState
 
 
 class HearsLayers(Protocol):
@@ -53,7 +62,8 @@ class Layer:
         hears: told of its calls while it is hooked.
 
     Attributes:
-        latest: of its latest call in a graph, the product without its tensors, and whether it was to be looked at.
+        before: what is known of its call, once one was shown that was one `Product`.
+        latest: shows the gradient of its latest call in a graph.
     """
 
     _numbers = itertools.count(2)
@@ -64,7 +74,8 @@ class Layer:
         self._begins, self._ended = partial(hears.begins, self), partial(hears.ended, self)
         self._number = -next(Layer._numbers)  # torch's own hooks have none below zero
         self._seat: in_graph.Seat | None = None
-        self.latest: tuple[Part, bool] | None = None
+        self.before: Before | None = None
+        self.latest: Callable[[Tensor], None] | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -79,7 +90,7 @@ class Layer:
 
     def becomes(self, kind: Kind, of: type[nn.Module]) -> None:
         """The module is `of` another class by now, and perhaps of another kind."""
-        self.kind, self._class = kind, of
+        self.kind, self._class, self.before = kind, of, None
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It was called outside of graphs, in a step that has graphs of its own."""

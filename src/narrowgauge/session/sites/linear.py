@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.linear import Fp8Linear
-from narrowgauge.session.sites.part import Part, first_tensor, output_of, weight_of
+from narrowgauge.session.sites.part import Part, Product, first_tensor, output_of, weight_of
 
 
 class Plain:
@@ -39,6 +39,11 @@ class Plain:
     def parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Sequence[Part]:
         """One product."""
         return (Part(first_tensor(args, kwargs, "input"), _weight(module), output_of(output)),)
+
+    def product(self, module: nn.Module, x: Tensor) -> Product | None:
+        """The shorter way of `parts`."""
+        w = module._parameters.get("weight")
+        return None if w is None else (w, None)
 
 
 class Derived(Plain):

@@ -47,6 +47,9 @@ def operand(fmt: Format, granularity: Granularity, scaling: Scaling, margin: int
 Own = Callable[[OperandRole, Tensor], Rule | str]
 
 
+# The weight of a call that is one product, of its first argument and this as they are, and how the layer quantizes.
+Product = tuple[Tensor, Own | None]
+
 # What this rank has of a tensor, and how that is quantized.
 ByHeld = Callable[[Held, Own | None], None]
 
@@ -88,7 +91,10 @@ def is_plain(part: Part) -> bool:
 
 
 class Kind(Protocol):
-    """An adapter: one kind of layer, known by its class."""
+    """An adapter: one kind of layer, known by its class.
+
+    It may have `product(module, x)` too, the shorter way of `parts` where these are one `Product`, else None.
+    """
 
     @property
     def whole(self) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.sites.census import Census, plain_name
 from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.known import kind_of, weight_shape
-from narrowgauge.session.sites.layer import Layer
+from narrowgauge.session.sites.layer import Before, Layer
 from narrowgauge.session.sites.part import Part, is_plain
 from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.running import Running
 from narrowgauge.session.sites.showing import Showing
 
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 _CLOSED = (
     "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after ng.watch to "
     "see its layers."
@@ -253,7 +256,9 @@ class PlainSites:
         if torch.compiler.is_dynamo_compiling():
             return
         running = self._running.ended(layer)
-        if running is not None and output is not None and not running.heard:
+        if running is None or output is None or running.heard:
+            return
+        if layer.before is None or not self._called_again(layer, layer.before, module, args, output):
             self.called(layer, module, args, kwargs, output)
 
     def left(self) -> None:
@@ -271,27 +276,61 @@ class PlainSites:
         except Exception as error:
             self.shown.said.failed(f"a call of {layer.name or type(module).__name__}", error)
 
+    def _called_again(
+        self, layer: Layer, before: Before, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> bool:
+        """The same of what was called before: False where it is not as simple. Of replicas, others have the weight."""
+        x = args[0] if args else None
+        if type(x) is not Tensor or module is not layer.module:
+            return False
+        if _modes() or _function_modes() or _transforms() or _tracing() or self._census.spread:
+            return False
+        try:
+            product = before.product(module, x)
+            if product is None or (self.uncompiled and not (layer.kind.in_graph and type(product[0]) is nn.Parameter)):
+                return False
+            return self.shown.use_again(before.state, x, output, *product) is not None
+        except Exception as error:
+            self.shown.said.failed(f"a call of {layer.name or type(module).__name__}", error)
+            return True
+
     def input_in_graph(self, layer: Layer, x: Tensor) -> None:
         """Show it, and the layer's weight."""
         module = layer.module
         if module is None or not self._listening:
             return
         try:
+            if layer.before is not None and self._input_again(layer, layer.before, module, x):
+                return
             (part,) = layer.kind.parts(module, (x,), {}, None)
             if not inside_backward():
-                layer.latest = (part, layer.observer.wants(layer.name)) if self._mine() else None
+                layer.latest = self._at_gradient(layer, part) if self._mine() else None
             try:
                 self.shown.use(layer.name, layer.observer, part, self._held_by(module, part))
+                if layer.before is None:
+                    layer.before = self._before(layer, module, part)
             finally:
                 part.x = part.w = None  # an input that is held would be memory until the next such step
         except Exception as error:
             self.shown.said.failed(f"a call of {layer.name} in a graph", error)
 
+    def _input_again(self, layer: Layer, before: Before, module: nn.Module, x: Tensor) -> bool:
+        """The same of what was called before, as in `_called_again`."""
+        product = None if self._census.spread or inside_backward() else before.product(module, x)
+        wanted = None if product is None else self.shown.use_again(before.state, x, None, *product)
+        if product is None or wanted is None:
+            return False
+        layer.latest = partial(self.shown.gradient_again, before.state, wanted, product[1])
+        return True
+
     def gradient_in_graph(self, layer: Layer, dy: Tensor) -> None:
         """Show it."""
         if layer.latest is not None:
-            part, wanted = layer.latest
-            self.shown.gradient(layer.name, layer.observer, part, wanted, dy)
+            layer.latest(dy)
+
+    def _at_gradient(self, layer: Layer, part: Part) -> Callable[[Tensor], None]:
+        wanted = layer.observer.wants(layer.name)
+        return partial(self.shown.gradient, layer.name, layer.observer, part, wanted)
 
     def _show(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -302,9 +341,19 @@ class PlainSites:
         for part in parts:
             known = layer.module or module  # of which `module` may be a replica
             self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
+        if layer.before is None and len(parts) == 1:
+            layer.before = self._before(layer, module, parts[0])
         if parts and not layer.kind.whole:
             kind = type(module).__name__
             self.shown.said.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
+
+    def _before(self, layer: Layer, module: nn.Module, part: Part) -> Before | None:
+        """What the next call need not find out, if this was a simple one."""
+        product, state = getattr(layer.kind, "product", None), self.shown.state_of(layer.name, layer.observer)
+        if product is None or state is None or part.x is None or module is not layer.module:
+            return None
+        now = product(module, part.x)
+        return Before(product, state) if now is not None and now[0] is part.w else None
 
     def _held_by(self, module: nn.Module, part: Part) -> Tensor | None:
         """Count a part's weight as seen; what it is between its uses."""

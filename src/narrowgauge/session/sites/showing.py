@@ -18,7 +18,6 @@ from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
-from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.recipes import ROLES, Recipe
 from narrowgauge.session.sites.again import CountedAgain, counted_again
 from narrowgauge.session.sites.convolution import of_images
@@ -111,13 +110,14 @@ class Showing:
         here = kept is None and part.copies is NONE and usual(x, w, y)
         if not here and some.is_meta:
             return
-        state = self._states.get((id(observer), name)) or self._state(name, observer, self.recipe, some, part)
+        state = self.state_of(name, observer) or self._state(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         wanted = observer.wants(name)
         if here:
-            self._use_here(state, wanted, learns, part)
+            turns = part.x_rows, part.w_rows, part.dy_rows
+            self._use_here(state, wanted, learns, x, w, y, own, _plain(part), *turns)
             return
         held = Held(None) if x is None else local_of(x)
         if own is not None and part.by_cast is None and any(is_distributed(t) for t in (x, w, y)):
@@ -143,30 +143,55 @@ class Showing:
                 dy = dy if shape is None else dy.reshape(shape)
                 self._bring(show, by_cast, own, dy)
 
-            at_gradient(made, lambda dy: unseen_by_modes(arrived, dy))
+            at_gradient(made, arrived)
 
-    def _use_here(self, state: LayerState, wanted: bool, learns: bool, part: Part) -> None:
+    def use_again(self, state: LayerState, x: Tensor, y: Tensor | None, w: Tensor, own: Own | None) -> bool | None:
+        """`use` of what was used before: whether it is wanted; None where the whole way has to be gone."""
+        if state.observer is None or not usual(x, w, y) or not self._mine():
+            return None
+        wanted = state.observer.wants(state.name)
+        learns = y is not None and y.requires_grad and torch.is_grad_enabled()
+        self._use_here(state, wanted, learns, x, w, y, own, own is None)
+        return wanted
+
+    def state_of(self, name: str, observer: Observer) -> LayerState | None:
+        """Of a layer that was used; None if it was not."""
+        return self._states.get((id(observer), name))
+
+    def _use_here(
+        self,
+        state: LayerState,
+        wanted: bool,
+        learns: bool,
+        x: Tensor | None,
+        w: Tensor | None,
+        y: Tensor | None,
+        own: Own | None,
+        plain: bool,
+        x_rows: Turn = rows,
+        w_rows: Turn = rows,
+        dy_rows: Turn = rows,
+    ) -> None:
         """The same of plain tensors, of which nobody has to be asked anything else: the shortest way."""
-        x, w, y, own = part.x, part.w, part.y, part.own
         if not inside_backward() and (learns or self._training()):
             with_gradients = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)  # for views of the program's tensors; a context takes as long as the rest
             try:
                 if x is not None:
-                    self._show_here(state, wanted, "input", part.x_rows, own, None, x)
+                    self._show_here(state, wanted, "input", x_rows, own, None, x)
                 seen = id(state.observer), state.name
                 if w is not None and seen not in self._weights:
                     self._weights.add(seen)
-                    if wanted and not learns and _plain(part):
+                    if wanted and not learns and plain:
                         self._without_gradient(state, w)
-                    self._show_here(state, wanted, "weight", part.w_rows, own, None, w)
+                    self._show_here(state, wanted, "weight", w_rows, own, None, w)
             finally:
                 torch._C._set_grad_enabled(with_gradients)
         if y is not None and y.requires_grad:
-            made, turn = made_as(y), part.dy_rows
-            shape = None if made is y or (turn is rows and same_rows(made, y)) else y.shape
-            show = partial(self._show_here, state, wanted, "grad_output", turn, own, shape)
-            at_gradient(made, partial(unseen_by_modes, show))
+            made = made_as(y)
+            shape = None if made is y or (dy_rows is rows and same_rows(made, y)) else y.shape
+            show = partial(self._show_here, state, wanted, "grad_output", dy_rows, own, shape)
+            at_gradient(made, show)
 
     def _without_gradient(self, state: LayerState, w: Tensor) -> None:
         name = getattr(state.observer, "name", str)(state.name)
@@ -238,6 +263,13 @@ class Showing:
         else:
             same = part.copies.of("grad_output")
             self._show(state, wanted, "grad_output", part.dy_rows, same, local_of(dy), part.own)
+
+    def gradient_again(self, state: LayerState, wanted: bool, own: Own | None, dy: Tensor) -> None:
+        """The same where the input came by `use_again`."""
+        if usual(dy, None, None):
+            self._show_here(state, wanted, "grad_output", rows, own, None, dy)
+        else:
+            self._show(state, wanted, "grad_output", rows, None, local_of(dy), own)
 
     def _bring(
         self, show: ByHeld, by_cast: ByCast | None, own: Own | None, x: Tensor, kept: Tensor | None = None

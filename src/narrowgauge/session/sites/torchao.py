@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.quant import ROWWISE, ROWWISE_POW2, Granularity, PerRow, PerTensor
 from narrowgauge.compute.quant.dtypes import format_of
-from narrowgauge.session.sites.part import Part, Rule, first_tensor, is_a, operand, output_of
+from narrowgauge.session.sites.part import Part, Product, Rule, first_tensor, is_a, operand, output_of
 from narrowgauge.session.sites.torchao_casts import OVER_RANKS
 
 CASTS = {  # the configuration's words for the operands of each product
@@ -52,6 +52,11 @@ class TorchAO:
             x = x.detach().to(torch.get_autocast_dtype("cuda"))
         own = partial(_rule, module.config)
         return (Part(x, module._parameters.get("weight"), output_of(output), own=own, by_cast=OVER_RANKS.show),)
+
+    def product(self, module: nn.Module, x: Tensor) -> Product | None:
+        """The shorter way of `parts`."""
+        w = module._parameters.get("weight")
+        return None if w is None or torch.is_autocast_enabled("cuda") else (w, partial(_rule, module.config))
 
 
 def _rule(config: Any, role: OperandRole, x_MK: Tensor) -> Rule | str:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.compute.nn.operands import OperandRole
-from narrowgauge.session.sites.part import Part, Rule, Turn, base_of, first_tensor, is_a, output_of, rows
+from narrowgauge.session.sites.part import Part, Product, Rule, Turn, base_of, first_tensor, is_a, output_of, rows
 from narrowgauge.session.sites.te_quantizers import left_high, rule_of
 from narrowgauge.session.sites.tensor_parallel import NONE, Copies, copied
 
@@ -74,6 +74,15 @@ class TransformerEngine:
         mode = getattr(layer, "parallel_mode", None)
         copies = _copies(layer, mode, "input" if mode == "column" else "grad_output")
         return (Part(x, _weight(layer), y, x_rows, own=_of(own, 0), holds=tuple(layer.weight_names), copies=copies),)
+
+    def product(self, module: nn.Module, x: Tensor) -> Product | None:
+        """The shorter way of `parts`, of a Linear in FP8 that no group shares."""
+        layer: Any = module
+        w = module._parameters.get("weight")
+        if w is None or not layer.fp8 or layer.activation_dtype != x.dtype or getattr(layer, "parallel_mode", None):
+            return None
+        alone = base_of(module, PACKAGE, *NAMES) == "Linear" and len(layer.weight_names) == 1
+        return (w, partial(_rule, layer, 0)) if alone else None
 
 
 def _copies(layer: Any, parallel: Any, *whole: OperandRole) -> Copies:

@@ -28,7 +28,7 @@ class Ungraded:
 
     def multiplied(self, key: tuple[int, str], name: str, w: Tensor) -> None:
         """A product of a training forward, without gradients."""
-        if w.requires_grad and _in_a_function():
+        if key not in self._without and w.requires_grad and _in_a_function():
             self._without.setdefault(key, name)
 
     def arrived(self, heard: Iterable[tuple[int, str, str]]) -> None:

@@ -78,11 +78,6 @@ class Look:
     given: ref[Any] | None = None
     failed: bool = False  # whoever was to fill it could not
 
-    def repeats(self, strides: tuple[int, ...], place: int, given: Any) -> bool:
-        """Whether the launches that filled it last would fill it from what lies so, at `place`."""
-        same = self.given is None if given is None else self.given is not None and self.given() is given
-        return same and self.lay == (strides, place & 15)
-
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Where the kernel writes."""
@@ -135,10 +130,13 @@ class Looks:
         look = self._known[order] if order < len(self._known) else None
         if look is None or look.again is None or not (look.asked is asked or look.asked == asked):
             return None
-        if not look.repeats(strides, place, given):
-            return None
-        look.asked = asked  # from now on the same object
-        self._take_up(look, site, turn)
+        had = None if look.given is None else look.given()
+        if had is not given or (given is None and look.given is not None) or look.lay != (strides, place & 15):
+            return None  # the launches that filled it last would fill it from elsewhere
+        numbers = self._in_turn.get(id(look.plan)) if turn == self._turn else None
+        look.numbers = self._numbers_of(look.plan, turn) if numbers is None else numbers
+        look.asked, look.site, look.failed = asked, site, False  # from now on asked for by the same object
+        self._open.append(look)
         return look
 
     def _take_up(self, look: Look, site: str, turn: int) -> None:
