@@ -76,7 +76,7 @@ def counted(x, rule, codes=None):
 @needs_a_team
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerColumn(), Block(1, 128), Block(128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(513, 257), (1, 40_000), (40_000, 1), (200, 1000), (130, 128), (40, 9000)])
+@pytest.mark.parametrize("shape", [(513, 257), (1, 40_000), (40_000, 1), (200, 1000), (130, 128), (70, 9000)])
 def test_the_numbers_are_the_same_to_the_last_bit(shape, dtype, granularity, threads):
     """Of rules and of codes; of a matrix that only the second half is shared of, and one whose columns are."""
     host.wait()
@@ -215,7 +215,7 @@ HELD = """
     from narrowgauge.observe.stats import host, team
     host.wait()
     for granularity in (PerTensor(), Block(1, 128)):
-        for shape in ((300, 300), (40, 9000), (20, 20)):
+        for shape in ((300, 300), (70, 9000), (20, 20)):
             torch.manual_seed(0)
             x, rule = torch.randn(shape), Operand(E4M3FN, granularity, CURRENT)
             x[0, 0] = 1e6  # some are flushed

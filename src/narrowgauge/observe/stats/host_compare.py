@@ -30,7 +30,8 @@ from narrowgauge.observe.stats.host_part import (
 from narrowgauge.observe.stats.host_sample import TALLIES, add_tallies, merge_central, sqnr_bin
 from narrowgauge.observe.stats.host_team import GRAIN, by_all, whom
 
-CHUNKS, ROWS = 16, 4  # as many at most, of so many compared rows at least
+CHUNKS, ROWS = 16, 8  # as many at most, of so many compared rows at least
+FEW = 64  # rows that are not shared: the room of many threads could be larger than they are
 HEAVIER = 2  # times what an element costs that is only surveyed
 SHARED = GRAIN // HEAVIER  # elements from which on anything of a walk is shared
 
@@ -63,7 +64,7 @@ def compare(
     M, K, tall, wide = matrix[8], matrix[9], matrix[10], matrix[11]
     rows = -(-(M - first_compared) // every_compared)
     chunks, longest = max(1, min(CHUNKS, rows // ROWS)), max(step * K, K)
-    run, threads = whom(team_at, HEAVIER * M * K)
+    run, threads = whom(team_at, 0 if M < FEW else HEAVIER * M * K)
     by_thread, by_chunk = np.zeros((threads, len(FOUND))), np.empty((chunks, len(SUMS)))
     signals, errors, parts = np.empty(rows), np.empty(rows), np.empty((chunks, 2, K))
     room, tallies = np.empty((threads, ROOM, longest), np.int32), np.empty((threads, TALLIES), np.int32)
