@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numba import literal_unroll
 
-from narrowgauge.metrics.bins import SQNR_BINS
 from narrowgauge.observe.stats.host_bits import Array, Number, compiled
 from narrowgauge.observe.stats.host_part import (
     FOUND,
@@ -22,9 +21,7 @@ from narrowgauge.observe.stats.host_part import (
     OF_SAMPLE,
     ROOM,
     SUMS,
-    TEAM_AT,
     TOLD,
-    add_columns,
     walk_part,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_sample import TALLIES, add_tallies, merge_central, sqnr_bin
@@ -36,7 +33,6 @@ HEAVIER = 2  # times what an element costs that is only surveyed
 SHARED = GRAIN // HEAVIER  # elements from which on anything of a walk is shared
 
 _walk_by_all: Any = by_all(walk_part)
-_columns_by_all: Any = by_all(add_columns)
 
 
 @compiled
@@ -68,8 +64,7 @@ def compare(
     by_thread, by_chunk = np.zeros((threads, len(FOUND))), np.empty((chunks, len(SUMS)))
     signals, errors, parts = np.empty(rows), np.empty(rows), np.empty((chunks, 2, K))
     room, tallies = np.empty((threads, ROOM, longest), np.int32), np.empty((threads, TALLIES), np.int32)
-    adding, adders = whom(team_at, 2 * parts.size if run else 0)
-    bins, told = np.zeros((adders, SQNR_BINS), np.int64), np.empty(TOLD, np.int64)
+    told = np.empty(TOLD, np.int64)
     numbers = (
         x_at, shift, M, K, stride, step, codes_at, tall, wide, first, every,
         first_compared, every_compared, of_granules.shape[1], chunks, longest, np.int64(smallest),
@@ -78,7 +73,7 @@ def compare(
     for i, number in enumerate(numbers):
         told[i] = number
     i, held = len(NUMBERS), (
-        facts, limits, of_granules, low_of, by_thread, by_chunk, signals, errors, parts, columns, room, tallies, bins,
+        facts, limits, of_granules, low_of, by_thread, by_chunk, signals, errors, parts, room, tallies,
     )  # fmt: skip
     for array in literal_unroll(held):
         told[i] = np.int64(array.ctypes.data)
@@ -97,13 +92,26 @@ def compare(
         for i in range(OF_SAMPLE):
             sums[i] += by_chunk[chunk, i]
         merge_central(sums[OF_SAMPLE:], by_chunk[chunk, OF_SAMPLE:])
-    for i in range(rows):
+    for chunk in range(chunks):
+        add_columns(parts[chunk], columns)
+    count_sqnr(signals, errors, row_bins)
+    count_sqnr(columns[0], columns[1], column_bins)
+    return told.size > 0 and len(held) > 0  # used once more, they are held until here: threads have their addresses
+
+
+@compiled
+def add_columns(part: Array, columns: Array) -> None:
+    """Add sums along columns [2, K] to others."""
+    for which in range(2):
+        here, of_all = part[which], columns[which]
+        for j in range(here.size):
+            of_all[j] += here[j]
+
+
+@compiled
+def count_sqnr(signals: Array, errors: Array, bins: Array) -> None:
+    """Add a histogram of the SQNR of rows or columns, whose sums of x^2 and e^2 are given."""
+    for i in range(signals.size):
         place = sqnr_bin(signals[i], errors[i])
         if place >= 0:
-            row_bins[place] += 1
-    told[TEAM_AT] = team_at if adding else 0
-    _columns_by_all(adding, np.int64(told.ctypes.data), adders)
-    for thread in range(adders):
-        for i in range(SQNR_BINS):
-            column_bins[i] += bins[thread, i]
-    return told.size > 0 and len(held) > 0  # used once more, they are held until here: threads have their addresses
+            bins[place] += 1

@@ -14,7 +14,6 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from narrowgauge.metrics.bins import SQNR_BINS
 from narrowgauge.observe.stats.host_bits import MAGNITUDE, NONE, ONE, Array, Number, bits_of, compiled, pointer
 from narrowgauge.observe.stats.host_rounding import (
     BEYOND,
@@ -26,8 +25,8 @@ from narrowgauge.observe.stats.host_rounding import (
     steps_of,
     zero_codes,
 )  # fmt: skip
-from narrowgauge.observe.stats.host_sample import TALLIES, fold, sample, sqnr_bin
-from narrowgauge.observe.stats.host_team import mine, who
+from narrowgauge.observe.stats.host_sample import TALLIES, fold, sample
+from narrowgauge.observe.stats.host_team import who
 
 ROOM = 5  # rows of numbers that a thread works in
 GRANULE = ("amax", "scale", "inv", "back", "flushed", "saturates")  # what is known of one; see `survey_scales`
@@ -43,15 +42,15 @@ NUMBERS = (
 )
 ADDRESSES = (
     *("facts", "limits", "of_granules", "low_of"),
-    *("found", "sums", "signals", "errors", "parts", "columns", "room", "tallies", "bins"),
+    *("found", "sums", "signals", "errors", "parts", "room", "tallies"),
 )
 TOLD = len(NUMBERS) + len(ADDRESSES)
 # fmt: off
 (
     _X, _SHIFT, _M, _K, _STRIDE, _STEP, _CODES, _TALL, _WIDE, _FIRST, _EVERY,
-    _FIRST_COMPARED, _EVERY_COMPARED, _GRANULES, _CHUNKS, _LONGEST, _SMALLEST, TEAM_AT,
+    _FIRST_COMPARED, _EVERY_COMPARED, _GRANULES, _CHUNKS, _LONGEST, _SMALLEST, _TEAM,
     _FACTS, _LIMITS, _OF_GRANULES, _LOW,
-    _FOUND, _SUMS, _SIGNALS, _ERRORS, _PARTS, _COLUMNS, _ROOM, _TALLIES, _BINS,
+    _FOUND, _SUMS, _SIGNALS, _ERRORS, _PARTS, _ROOM, _TALLIES,
 ) = range(TOLD)
 # fmt: on
 
@@ -60,7 +59,7 @@ TOLD = len(NUMBERS) + len(ADDRESSES)
 def walk_part(told_at: Number) -> None:
     """The calling thread's runs and chunks."""
     told = carray(pointer(told_at), (TOLD,), np.int64)
-    number, threads = who(told[TEAM_AT])
+    number, threads = who(told[_TEAM])
     found = carray(pointer(told[_FOUND]), (threads, len(FOUND)), np.float64)[number]
     room = carray(pointer(told[_ROOM]), (threads, ROOM, told[_LONGEST]), np.int32)[number]
     tallies = carray(pointer(told[_TALLIES]), (threads, TALLIES), np.int32)[number]
@@ -191,24 +190,3 @@ def _compare(told: Array, first: int, last: int, room: Array) -> None:
             sums[3] += ee
             sums[4] += lost
             signals[row], errors[row] = xx, ee
-
-
-@compiled
-def add_columns(told_at: Number) -> None:
-    """Of the calling thread's columns: add what the chunks found, and count the SQNR."""
-    told = carray(pointer(told_at), (TOLD,), np.int64)
-    K, chunks = told[_K], told[_CHUNKS]
-    number, threads = who(told[TEAM_AT])
-    parts = carray(pointer(told[_PARTS]), (chunks, 2, K), np.float64)
-    columns = carray(pointer(told[_COLUMNS]), (2, K), np.float64)
-    bins = carray(pointer(told[_BINS]), (threads, SQNR_BINS), np.int64)[number]
-    first, last = mine(told[TEAM_AT], K)
-    for chunk in range(chunks):
-        for which in range(2):
-            of_all, here = columns[which, first:last], parts[chunk, which, first:last]
-            for j in range(of_all.size):
-                of_all[j] += here[j]
-    for j in range(first, last):
-        place = sqnr_bin(columns[0, j], columns[1, j])
-        if place >= 0:
-            bins[place] += 1
