@@ -272,3 +272,40 @@ def test_in_a_graph_a_recomputed_input_changes_nothing(monkeypatch):
         watch.sites.gradient_in_graph(layer, torch.randn(4, 48))
 
     assert set(watch.step(run)) == {"0:input", "0:weight", "0:grad_output"}
+
+
+class Summed(nn.Linear):
+    """A product that nobody hears."""
+
+    def forward(self, x):
+        return (x.unsqueeze(-2) * self.weight).sum(-1)
+
+
+class SummedToo(Summed):
+    pass
+
+
+def test_a_layer_that_became_of_another_class_is_told_of_as_one():
+    model, x = nn.Sequential(Summed(8, 8, bias=False)), torch.randn(4, 8)
+    watch = Watch(model, x)
+    model[0].__class__ = SummedToo
+    watch.step(lambda: model(x).square().mean().backward())
+    for kind in ("Summed", "SummedToo"):
+        assert f"Layers of class {kind} are judged as linear layers of their input and gradient." in watch.sites.notes
+
+
+class Boxed(Summed):
+    boxed = True
+
+    def forward(self, x):
+        y = super().forward(x).bfloat16()
+        return {"y": y} if self.boxed else y
+
+
+def test_the_dtype_is_that_of_the_first_result_that_is_a_tensor():
+    model, x = nn.Sequential(Boxed(8, 8, bias=False)), torch.randn(4, 8)
+    watch = Watch(nn.Sequential(nn.Identity()), x.requires_grad_())
+    watch.sites.add(model, watch.collector)
+    for Boxed.boxed in (True, True, False):
+        watch.step(lambda: model(x))
+    assert watch.sites.shown.dtype == "bfloat16"

@@ -281,7 +281,7 @@ class PlainSites:
     ) -> bool:
         """The same of what was called before: False where it is not as simple. Of replicas, others have the weight."""
         x = args[0] if args else None
-        if type(x) is not Tensor or module is not layer.module:
+        if type(x) is not Tensor or module is not layer.module or layer.changed:
             return False
         if _modes() or _function_modes() or _transforms() or _tracing() or self._census.spread:
             return False
@@ -341,7 +341,7 @@ class PlainSites:
         for part in parts:
             known = layer.module or module  # of which `module` may be a replica
             self.shown.use(layer.name + part.suffix, layer.observer, part, self._held_by(known, part))
-        if layer.before is None and len(parts) == 1:
+        if layer.before is None and len(parts) == 1 and parts[0].y is not None:
             layer.before = self._before(layer, module, parts[0])
         if parts and not layer.kind.whole:
             kind = type(module).__name__
