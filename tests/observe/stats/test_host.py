@@ -31,6 +31,7 @@ from narrowgauge.observe.stats import (
     host_kernel,
     host_moved,
     host_rounding,
+    host_sample,
     measure,
     team,
 )
@@ -205,3 +206,17 @@ def test_what_is_asked_of_the_walk_has_room():
     }
     assert asked[host._OPEN :].tolist() == told[0][len(host_kernel.ASKED) :].tolist()
     assert not told[0][: host._OPEN].any()  # what is told of a rule serves other matrices as well
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (1, 40), (7, 0), (3, 3)])
+def test_central_moments_merge_as_those_of_all(sizes):
+    rng = np.random.default_rng(0)
+    sets = [rng.standard_normal(size) ** 3 + 5 * i for i, size in enumerate(sizes)]
+
+    def central(x):
+        mean = x.mean() if x.size else 0.0
+        return np.array([x.size, mean, *(((x - mean) ** p).sum() for p in (2, 3, 4))], dtype=np.float64)
+
+    merged, other = map(central, sets)
+    host_sample.merge_central(merged, other)
+    np.testing.assert_allclose(merged, central(np.concatenate(sets)), rtol=1e-12)

@@ -22,12 +22,14 @@ from narrowgauge.observe.stats.host_part import (
     ROOM,
     SUMS,
     TOLD,
+    add_columns,
     walk_part,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_sample import TALLIES, add_tallies, merge_central, sqnr_bin
 from narrowgauge.observe.stats.host_team import GRAIN, by_all, whom
 
 CHUNKS, ROWS = 16, 8  # as many at most, of so many compared rows at least
+TALL = 16  # rows of the matrix to a chunk, at least: what threads keep of each is then less than the matrix
 FEW = 64  # rows that are not shared: the room of many threads could be larger than they are
 HEAVIER = 2  # times what an element costs that is only surveyed
 SHARED = GRAIN // HEAVIER  # elements from which on anything of a walk is shared
@@ -59,21 +61,22 @@ def compare(
     shift, stride, codes_at, every, every_compared = matrix[0], matrix[1], matrix[2], matrix[5], matrix[7]
     M, K, tall, wide = matrix[8], matrix[9], matrix[10], matrix[11]
     rows = -(-(M - first_compared) // every_compared)
-    chunks, longest = max(1, min(CHUNKS, rows // ROWS)), max(step * K, K)
+    chunks, longest = max(1, min(CHUNKS, rows // ROWS, M // TALL)), max(step * K, K)
     run, threads = whom(team_at, 0 if M < FEW else HEAVIER * M * K)
+    kept = chunks if run and chunks > 1 else 0  # by one thread, each is added as it is done
     by_thread, by_chunk = np.zeros((threads, len(FOUND))), np.empty((chunks, len(SUMS)))
-    signals, errors, parts = np.empty(rows), np.empty(rows), np.empty((chunks, 2, K))
+    signals, errors, parts = np.empty(rows), np.empty(rows), np.empty((max(1, kept), 2, K))
     room, tallies = np.empty((threads, ROOM, longest), np.int32), np.empty((threads, TALLIES), np.int32)
     told = np.empty(TOLD, np.int64)
     numbers = (
         x_at, shift, M, K, stride, step, codes_at, tall, wide, first, every,
-        first_compared, every_compared, of_granules.shape[1], chunks, longest, np.int64(smallest),
+        first_compared, every_compared, of_granules.shape[1], chunks, kept, longest, np.int64(smallest),
         team_at if run else 0,
     )  # fmt: skip
     for i, number in enumerate(numbers):
         told[i] = number
     i, held = len(NUMBERS), (
-        facts, limits, of_granules, low_of, by_thread, by_chunk, signals, errors, parts, room, tallies,
+        facts, limits, of_granules, low_of, by_thread, by_chunk, signals, errors, columns, parts, room, tallies,
     )  # fmt: skip
     for array in literal_unroll(held):
         told[i] = np.int64(array.ctypes.data)
@@ -92,20 +95,11 @@ def compare(
         for i in range(OF_SAMPLE):
             sums[i] += by_chunk[chunk, i]
         merge_central(sums[OF_SAMPLE:], by_chunk[chunk, OF_SAMPLE:])
-    for chunk in range(chunks):
+    for chunk in range(kept):
         add_columns(parts[chunk], columns)
     count_sqnr(signals, errors, row_bins)
     count_sqnr(columns[0], columns[1], column_bins)
     return told.size > 0 and len(held) > 0  # used once more, they are held until here: threads have their addresses
-
-
-@compiled
-def add_columns(part: Array, columns: Array) -> None:
-    """Add sums along columns [2, K] to others."""
-    for which in range(2):
-        here, of_all = part[which], columns[which]
-        for j in range(here.size):
-            of_all[j] += here[j]
 
 
 @compiled

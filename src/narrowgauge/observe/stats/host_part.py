@@ -38,19 +38,19 @@ OF_SAMPLE = SUMS.index("sample_n")
 # What the threads are told: numbers, then addresses of what they read, and of where they leave what they find.
 NUMBERS = (
     *("x_at", "shift", "M", "K", "stride", "step", "codes_at", "tall", "wide", "first", "every"),
-    *("first_compared", "every_compared", "granules", "chunks", "longest", "smallest", "team_at"),
+    *("first_compared", "every_compared", "granules", "chunks", "kept", "longest", "smallest", "team_at"),
 )
 ADDRESSES = (
     *("facts", "limits", "of_granules", "low_of"),
-    *("found", "sums", "signals", "errors", "parts", "room", "tallies"),
+    *("found", "sums", "signals", "errors", "columns", "parts", "room", "tallies"),
 )
 TOLD = len(NUMBERS) + len(ADDRESSES)
 # fmt: off
 (
     _X, _SHIFT, _M, _K, _STRIDE, _STEP, _CODES, _TALL, _WIDE, _FIRST, _EVERY,
-    _FIRST_COMPARED, _EVERY_COMPARED, _GRANULES, _CHUNKS, _LONGEST, _SMALLEST, _TEAM,
+    _FIRST_COMPARED, _EVERY_COMPARED, _GRANULES, _CHUNKS, _KEPT, _LONGEST, _SMALLEST, _TEAM,
     _FACTS, _LIMITS, _OF_GRANULES, _LOW,
-    _FOUND, _SUMS, _SIGNALS, _ERRORS, _PARTS, _ROOM, _TALLIES,
+    _FOUND, _SUMS, _SIGNALS, _ERRORS, _COLUMNS, _PARTS, _ROOM, _TALLIES,
 ) = range(TOLD)
 # fmt: on
 
@@ -134,7 +134,9 @@ def _compare(told: Array, first: int, last: int, room: Array) -> None:
     of = carray(pointer(told[_OF_GRANULES]), (len(GRANULE), told[_GRANULES]), np.int32)
     low_of = carray(pointer(told[_LOW]), (-(-M // step),), np.int32)
     by_chunk = carray(pointer(told[_SUMS]), (chunks, len(SUMS)), np.float64)
-    parts = carray(pointer(told[_PARTS]), (chunks, 2, K), np.float64)
+    kept = told[_KEPT]
+    columns = carray(pointer(told[_COLUMNS]), (2, K), np.float64)
+    parts = carray(pointer(told[_PARTS]), (max(1, kept), 2, K), np.float64)
     # What is found of a row waits here: to look for its bin at once would hold up the next row's sums.
     signals = carray(pointer(told[_SIGNALS]), (rows,), np.float64)
     errors = carray(pointer(told[_ERRORS]), (rows,), np.float64)
@@ -143,9 +145,10 @@ def _compare(told: Array, first: int, last: int, room: Array) -> None:
     smallest = np.int32(told[_SMALLEST])
     C, end, most = -(-K // wide), 0, np.int32(0)  # a row's granules are those of all up to `end`: a division is slow
     for chunk in range(first, last):
-        signal, error, sums = parts[chunk, 0], parts[chunk, 1], by_chunk[chunk]
-        for j in range(K):
-            signal[j] = error[j] = 0.0
+        part, sums = columns if chunks == 1 else parts[chunk if kept else 0], by_chunk[chunk]
+        if chunks > 1:
+            part[:] = 0.0
+        signal, error = part[0], part[1]
         for slot in range(OF_SAMPLE):
             sums[slot] = 0.0
         for row in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
@@ -190,3 +193,14 @@ def _compare(told: Array, first: int, last: int, room: Array) -> None:
             sums[3] += ee
             sums[4] += lost
             signals[row], errors[row] = xx, ee
+        if chunks > 1 and not kept:
+            add_columns(part, columns)
+
+
+@compiled
+def add_columns(part: Array, columns: Array) -> None:
+    """Add sums along columns [2, K] to others."""
+    for which in range(2):
+        here, of_all = part[which], columns[which]
+        for j in range(here.size):
+            of_all[j] += here[j]
