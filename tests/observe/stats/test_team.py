@@ -80,7 +80,7 @@ def counted(x, rule, codes=None):
     "shape", [(513, 257), (1, 40_000), (40_000, 1), (200, 1000), (130, 128), (70, 9000), (64, 600)]
 )
 def test_the_numbers_are_the_same_to_the_last_bit(shape, dtype, granularity, threads):
-    """Of rules and of codes; of a matrix that only the second half is shared of, and one whose columns are."""
+    """Of rules and of codes; also of a matrix of which only the second half of the walk is shared."""
     host.wait()
     torch.manual_seed(0)
     x = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
