@@ -18,7 +18,7 @@ from narrowgauge.compute.nn.observer import GemmSample
 from narrowgauge.compute.quant import QTensor
 from narrowgauge.compute.recipes import Operand
 from narrowgauge.observe.stats import Collector
-from narrowgauge.observe.stats.collector import Again
+from narrowgauge.observe.stats.again import Again
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
@@ -170,9 +170,9 @@ class Recorder:
         return True
 
     def again(
-        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, *, own: bool = False
+        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None, came: Tensor, *, own: bool = False
     ) -> Again | None:
-        """A shorter `product`, in later steps too, for tensors of one site that lie in memory as x [M, K] does.
+        """A shorter `product`, in later steps too, for tensors of one site that lie in memory as the one that `came`.
 
         As `Collector.again` has it: where what is returned says False, `product` is to be asked.
         """
@@ -182,7 +182,7 @@ class Recorder:
         what_if = self._asking(own)
         if what_if is not None and not what_if.knows(module, role, x):
             return None
-        return self.collector.again(module, role, x, rule, given, self.selection.gate)
+        return self.collector.again(module, role, x, rule, given, came=came, gate=self.selection.gate)
 
     def unconverted(self, module: str, role: str, x: Tensor) -> None:
         """An operand of a product that nobody converted was seen: what would it be by other recipes?"""

@@ -129,29 +129,12 @@ def test_what_an_optimizer_tries_takes_no_way_at_all(tmp_path):
         assert numel["0:input"] == (2 if step > 4 else 1) * 80 * 64
 
 
-def test_freed_memory_is_not_read(tmp_path):
-    """FSDP takes weights away between their uses."""
-    rule, host_ready = ng.recipes.CURRENT.uses("input")[0], host.wait()
-    assert host_ready
-    x = torch.randn(64, 32)
-    walk = host.again(x, rule, (1, 1))
-    assert walk(x, 0, host.MOMENTS.empty()) is not None
-    view = torch.randn(65, 32)[1:]
-    assert walk(view, 0, host.MOMENTS.empty()) is not None
-    view.untyped_storage().resize_(0)
-    assert walk(view, 0, host.MOMENTS.empty()) is None
-    x.untyped_storage().resize_(0)
-    assert walk(x, 0, host.MOMENTS.empty()) is None
-    assert host.again(torch.randn(32, 64).t(), rule, (1, 1)) is None
-    assert host.again(torch.randn(64, 32, dtype=torch.float16), rule, (1, 1)) is None
-
-
 def test_an_error_of_ours_is_one_note_and_the_program_goes_on(tmp_path, monkeypatch):
     host.wait()
     with followed(tmp_path, judge="current", every=1) as (_, writer):
         model = net()
         train(model, usual()[:4])
-        monkeypatch.setattr("narrowgauge.observe.stats.held.Held.again", lambda *args: 1 / 0)
+        monkeypatch.setattr("narrowgauge.observe.stats.packing.Packer.add_counted", lambda *args: 1 / 0)
         train(model, usual()[:2])
     assert [kind for _, kind, _ in writer.events] == ["watch_failed"]
     assert "ZeroDivisionError" in writer.events[0][2]

@@ -16,11 +16,9 @@ concerned are missing.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -31,10 +29,12 @@ from narrowgauge.compute.quant import QTensor
 from narrowgauge.errors import let_pass
 from narrowgauge.metrics import Site
 from narrowgauge.observe.stats import host
+from narrowgauge.observe.stats.again import OPEN, Again, Gate, Watched, here, there
 from narrowgauge.observe.stats.arriving import Arriving, Writer
 from narrowgauge.observe.stats.device import ready
 from narrowgauge.observe.stats.guard import Guard, Marks, milliseconds
-from narrowgauge.observe.stats.held import Held, Lies, Table, lies_as
+from narrowgauge.observe.stats.held import Held, Table, lies_as
+from narrowgauge.observe.stats.moments import strides
 from narrowgauge.observe.stats.transfer import Packed
 
 if TYPE_CHECKING:
@@ -44,26 +44,8 @@ if TYPE_CHECKING:
     from narrowgauge.compute.recipes import Operand
 
 P = ParamSpec("P")
-Again = Callable[[Tensor, "Given | None"], bool]
-
-
-@dataclass(eq=False, slots=True)
-class Gate:
-    """What is wanted of tensors that lie as those before them did.
-
-    Attributes:
-        paused: nothing is, for the time being.
-        asked: more than that they are counted, in the open step.
-    """
-
-    paused: bool = False
-    asked: bool = False
-
-
-OPEN = Gate()
 
 _CPU = torch.device("cpu")
-
 _log = logging.getLogger("narrowgauge.stats")
 
 
@@ -106,7 +88,6 @@ class Collector:
     def __init__(self, writer: Writer, every: int = 1, due: Callable[[int], bool] | None = None) -> None:
         self.every = max(1, int(every))
         self._due = due or (lambda step: step % self.every == 0)
-        self.seconds = 0.0
         self.failures = 0
         self.outlet: Callable[[int, list[Packed]], bool] | None = None
         self._writer = writer
@@ -114,11 +95,18 @@ class Collector:
         self._open = False
         self._expected = 0  # sites that a step counts on the CPU
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
-        self._held: dict[torch.device, Held] = {}
+        self._watched = Watched({}, self._failed)
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
         self._arriving = Arriving()
-        self._on_gpu = False
-        self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
+
+    @property
+    def seconds(self) -> float:
+        """As told above."""
+        return self._watched.seconds
+
+    @seconds.setter
+    def seconds(self, seconds: float) -> None:
+        self._watched.seconds = seconds
 
     def wants(self, module: str) -> bool:
         """Whether the open step is watched; the same for every module."""
@@ -131,6 +119,8 @@ class Collector:
             with self._guarded(None):
                 self.seconds += self._arriving.hand_over(wait=False)
         self._step, self._open = step, self._due(step)
+        if self._open and self._expected:
+            self._held_on(_CPU)  # or the first tensor had to go the whole way
         return self._open
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
@@ -200,62 +190,35 @@ class Collector:
             self._failed(f"{module}:{role}", error)
             return True
         finally:
-            with self._lock:
-                self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
+            with self._watched.lock:
+                self.seconds += 0.0 if self._watched.on_gpu else time.perf_counter() - began
 
     def again(
-        self, module: str, role: str, x: Tensor, rule: Operand, given: Given | None = None, gate: Gate = OPEN
+        self,
+        module: str,
+        role: str,
+        x: Tensor,
+        rule: Operand,
+        given: Given | None = None,
+        *,
+        came: Tensor | None = None,
+        gate: Gate = OPEN,
     ) -> Again | None:
-        """A shorter `judge`, in later steps too, for tensors of one site that lie in memory as x [M, K] does.
+        """A shorter `judge`, in later steps too, for tensors of one site that lie in memory as the one that `came`.
 
-        x, without gaps, was just judged by the rule. Whoever calls makes sure of dtype, layout and device; where what
-        is returned says False, `judge` is to be asked. None where there is none, or not yet.
+        x [M, K], its matrix, was just judged by the rule. Where what is returned says False, `judge` is to be asked.
+        None where there is none, or not yet.
         """
         site, once, device = _address(module, role), role == "weight", x.device
-        held = self._held.get(device)
-        if not self._open or held is None or not x.is_contiguous():
+        held, came = self._watched.held.get(device), x if came is None else came
+        if not self._open or held is None or not came.is_contiguous():
             return None
         if x.is_cpu:
-            walk = held.walk(x, rule) if given is None else None
-            return None if walk is None else self._again_here(site, once, walk, gate)
-        lies = lies_as(x, rule) if held.by_kernels else None
-        return None if lies is None else self._again_there(device, site, once, lies, gate)
-
-    def _again_here(self, site: str, once: bool, walk: host.Walker, gate: Gate) -> Again:
-        """One function, which knows all: after a program's own, each that is called takes as long as many numbers."""
-
-        def again(x: Tensor, given: Given | None) -> bool:
-            if gate.paused:
-                return True
-            if gate.asked or not self._open or given is not None:
-                return False
-            held = self._held_on(_CPU)
-            began = time.perf_counter()
-            try:
-                return held.again(site, once, x, walk)
-            except Exception as error:
-                self._failed(site, error)
-                return True
-            finally:
-                with self._lock:
-                    self.seconds += 0.0 if self._on_gpu else time.perf_counter() - began
-
-        return again
-
-    def _again_there(self, device: torch.device, site: str, once: bool, lies: Lies, gate: Gate) -> Again:
-        def again(x: Tensor, given: Given | None) -> bool:
-            if gate.paused:
-                return True
-            held = self._held.get(device)
-            if gate.asked or held is None or not self._open or device.index != torch._C._cuda_getDevice():
-                return False
-            try:
-                return held.again_there(site, once, x, lies, given, self._timed)
-            except Exception as error:
-                self._failed(site, error)
-                return True
-
-        return again
+            known = host.known(x, rule, strides(*x.shape)) if given is None and host.ready() else None
+            return None if known is None else here(self._watched, gate, site, once, came, known, rule)
+        if not held.by_kernels:
+            return None
+        return there(self._watched, gate, site, once, came, lies_as(x, rule), rule, self._timed)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""
@@ -287,7 +250,8 @@ class Collector:
             return
         self._open = False
         self._turn += 1
-        held_by, self._held = self._held, {}
+        held_by = dict(self._watched.held)
+        self._watched.held.clear()
         packed: list[Packed] = []
         for device, held in held_by.items():
             packed += self._pack(device, held)
@@ -303,7 +267,8 @@ class Collector:
 
     def begin_anew(self) -> None:
         """Forget what was seen in the open step so far: it was none of it."""
-        self._held, self._looks = {}, {}
+        self._watched.held.clear()
+        self._looks = {}
 
     def keep(self, packed: Sequence[Packed], writer: Writer | None = None) -> None:
         """Start the way to the host of what a step left, and write it there (to another writer, if one is given)."""
@@ -333,15 +298,21 @@ class Collector:
         return [Packed(self._step, operands, results, held.marks)] if operands[0] or results[0] else []
 
     def _held_on(self, device: torch.device) -> Held:
-        held = self._held.get(device)
+        held = self._watched.held.get(device)
         if held is not None:
             return held
         if device.type == "cpu":
             host.prepare()  # out here, because loading it is not what watching costs
-        self._on_gpu |= device.type == "cuda"
-        with self._lock:
-            held = Held(self._turn, self._expected, partial(self._looks_on, device), by_kernels=ready(device))
-            return self._held.setdefault(device, held)
+        self._watched.on_gpu |= device.type == "cuda"
+        with self._watched.lock:
+            held = Held(
+                self._turn,
+                self._expected,
+                partial(self._looks_on, device),
+                by_kernels=ready(device),
+                lock=self._watched.lock,
+            )
+            return self._watched.held.setdefault(device, held)
 
     def _looks_on(self, device: torch.device) -> Looks:
         if device not in self._looks:
@@ -361,8 +332,8 @@ class Collector:
         return Guard(self._spent, partial(self._failed, site), device, held.marks, held.times)
 
     def _spent(self, seconds: float) -> None:
-        with self._lock:
-            self.seconds += 0.0 if self._on_gpu else seconds
+        with self._watched.lock:
+            self.seconds += 0.0 if self._watched.on_gpu else seconds
 
     def _failed(self, site: str | None, error: Exception) -> None:
         let_pass(error)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
@@ -23,7 +21,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.device import count
 from narrowgauge.observe.stats.guard import Marks
-from narrowgauge.observe.stats.moments import shares, strides, tallies_of
+from narrowgauge.observe.stats.moments import shares, tallies_of
 from narrowgauge.observe.stats.packing import Packer, pack_looks, stack_parts
 from narrowgauge.observe.stats.results import result_head
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 TIMED = 16  # tensors, of which one tells how long a GPU works on all: asking takes the host as long as counting does
 Table = tuple[list[str], Tensor | None]  # sites and their rows, none if there are none
 Lies = tuple[tuple[Any, ...], tuple[int, ...]]  # what a look is asked for, and strides
-Timed = Callable[[str, torch.device, "Held"], AbstractContextManager[object]]
 
 
 class Held:
@@ -47,36 +44,51 @@ class Held:
         expected: sites that will be counted on the CPU.
         looks: the device's room for what kernels count, made when it is first asked for.
         by_kernels: whether it is a GPU whose kernels count.
+        lock: of what is in here; on a GPU, backward runs in a thread of its own.
+
+    Attributes:
+        packer: what was counted of operands, but by kernels.
+        room: where kernels count, once one did.
+        weights: sites of those that were looked at.
+        met: of how many tensors it was asked whether they are timed, and `turn`, so that in every step others are.
     """
 
-    def __init__(self, turn: int, expected: int, looks: Callable[[], Looks], *, by_kernels: bool = False) -> None:
+    def __init__(
+        self,
+        turn: int,
+        expected: int,
+        looks: Callable[[], Looks],
+        *,
+        by_kernels: bool = False,
+        lock: threading.Lock | None = None,
+    ) -> None:
         self.by_kernels = by_kernels
         self.marks: Marks = []
-        self._operands = Packer(expected)
+        self.packer = Packer(expected)
         self._results: dict[str, list[Tensor | host.Array]] = {}
-        self._weights: set[str] = set()
-        self._turn, self._looks = turn, looks
-        self._room: Looks | None = None
-        self._met = turn  # so that in every step others are timed
-        self._lock = threading.Lock()  # on a GPU, backward runs in a thread of its own
+        self.weights: set[str] = set()
+        self.turn, self._looks = turn, looks
+        self.room: Looks | None = None
+        self.met = turn
+        self.lock = lock or threading.Lock()
 
     def is_timed(self) -> bool:
         """Whether the next tensor is; of the first step, the first."""
-        self._met += 1
-        return self._met % TIMED == 1
+        self.met += 1
+        return self.met % TIMED == 1
 
     @property
     def times(self) -> int:
         """For how many tensors one that is timed stands. In the first step it is itself alone: kernels are compiled."""
-        return TIMED if self._turn else 1
+        return TIMED if self.turn else 1
 
     def look(self, site: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
         if self._seen(site, role):
             return None
-        with self._lock:
-            self._room = self._room or self._looks()
-            look = self._room.open(site, x, rule, self._turn, turned)
+        with self.lock:
+            self.room = self.room or self._looks()
+            look = self.room.open(site, x, rule, self.turn, turned)
         if look is not None:
             self._see(site, role)
         return look
@@ -89,39 +101,39 @@ class Held:
             return True
         self._see(site, role)
         if moments is not None:
-            with self._lock:
-                self._operands.add_packed(site, moments)
+            with self.lock:
+                self.packer.add_packed(site, moments)
             return True
-        counted = tallies_of(x, q, self._turn, self._operands.room)
-        with self._lock:
-            self._operands.add(site, counted, amax_ratio)
+        counted = tallies_of(x, q, self.turn, self.packer.room)
+        with self.lock:
+            self.packer.add(site, counted, amax_ratio)
         return True
 
     def judge(self, site: str, role: str, x: Tensor, rule: Operand) -> bool:
         """Count on the CPU what `rule` would make of x [M, K], not empty; False where it has to be made."""
         once = role == "weight"
-        if once and site in self._weights:
+        if once and site in self.weights:
             return True
         if not host.ready():
             return False
-        counted = host.judge(x, rule, *shares(x.shape[0], x.shape[1], self._turn), self._operands.room())
+        counted = host.judge(x, rule, *shares(x.shape[0], x.shape[1], self.turn), self.packer.room())
         if counted is None:  # not all of it is finite
             return False
-        with self._lock:
-            self._operands.add_counted(site, counted)
+        with self.lock:
+            self.packer.add_counted(site, counted)
         if once:
-            self._weights.add(site)
+            self.weights.add(site)
         return True
 
     def judge_there(self, site: str, role: str, x: Tensor, rule: Operand, given: Given | None) -> bool:
         """The same on a GPU, whose current device it is."""
         once = role == "weight"
-        if once and site in self._weights:
+        if once and site in self.weights:
             return True
         try:
-            with self._lock:
-                self._room = self._room or self._looks()
-                look = self._room.open(site, x, rule, self._turn, turned=False)
+            with self.lock:
+                self.room = self.room or self._looks()
+                look = self.room.open(site, x, rule, self.turn, turned=False)
         except UsageError:  # of more looks than there is room for, the rest is shown
             return False
         if look is None:
@@ -132,86 +144,40 @@ class Held:
             look.failed = True  # what its room holds is of another step
             raise
         if once:
-            self._weights.add(site)
-        return True
-
-    def walk(self, x: Tensor, rule: Operand) -> host.Walker | None:
-        """What counts tensors on the CPU that lie as x [M, K] does, if something quick can."""
-        return host.again(x, rule, strides(x.shape[0], x.shape[1])) if host.ready() else None
-
-    def again(self, site: str, once: bool, x: Tensor, walk: host.Walker) -> bool:
-        """`judge` of what came before, and lies as it did; False where that has to be asked."""
-        if once and site in self._weights:
-            return True
-        counted = walk(x, self._turn, self._operands.room())
-        if counted is None:
-            return False
-        with self._lock:
-            self._operands.add_counted(site, counted)
-        if once:
-            self._weights.add(site)
-        return True
-
-    def again_there(self, site: str, once: bool, x: Tensor, lies: Lies, given: Given | None, timed: Timed) -> bool:
-        """`judge_there` of what came before, and lies as it did; False where that has to be asked.
-
-        `lies` is what a look is asked for of its matrix, and how that lies in memory.
-        """
-        if once and site in self._weights:
-            return True
-        asked, strides = lies
-        place = x.data_ptr()
-        with self._lock:
-            room = self._room
-            look = None if room is None else room.open_again(site, asked, strides, place, given, self._turn)
-        if look is None:
-            return False
-        again = look.again
-        assert again is not None  # or it were none of those
-        look.failed = True  # until it is filled: who times it may keep an error for himself
-        self._met += 1  # as `is_timed` has it, which takes as long as a name that is looked up
-        if self._met % TIMED == 1:
-            with timed(site, x.device, self):
-                again(x, place, look.numbers)
-                look.failed = False
-        else:
-            again(x, place, look.numbers)
-            look.failed = False
-        if once and not look.failed:
-            self._weights.add(site)
+            self.weights.add(site)
         return True
 
     def result(self, site: str, role: str, y: Tensor, check: GemmSample | None) -> bool:
         """Take a gemm's result, and the part of it that was recomputed."""
         vector = result_head(y, check)
-        with self._lock:
+        with self.lock:
             self._results.setdefault(site, []).append(vector)
         return True
 
     @property
     def counted(self) -> int:
         """How many sites were counted on the CPU, each once."""
-        return self._operands.counted
+        return self.packer.counted
 
     def operands(self, looks: Looks | None) -> Table:
         """Packed moments of all operands; what the device's `looks` have as well, if it has any."""
         if looks is not None:
             try:
-                pack_looks(self._operands, *looks.pack())
+                pack_looks(self.packer, *looks.pack())
             finally:
                 looks.clear()  # or the next step would hand these over as its own
-        return self._operands.pack() if self._operands else ([], None)
+        return self.packer.pack() if self.packer else ([], None)
 
     def results(self) -> Table:
         """Packed moments of all results."""
         return list(self._results), stack_parts(list(self._results.values())) if self._results else None
 
     def _seen(self, site: str, role: str) -> bool:
-        return role == "weight" and site in self._weights
+        return role == "weight" and site in self.weights
 
     def _see(self, site: str, role: str) -> None:
         if role == "weight":
-            self._weights.add(site)
+            self.weights.add(site)
 
 
 def lies_as(x: Tensor, rule: Operand) -> Lies:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +33,17 @@ from narrowgauge.observe.stats.host_ready import kernel, prepare, ready, wait, w
 Array = npt.NDArray[Any]
 Share = tuple[int, int]  # first and stride of some rows
 Told = tuple[Array, Array, int, int]  # room for ASKED with what comes behind it; LIMITS; rows and columns of a granule
-Walker = Callable[[Tensor, int, Array], "Counted | None"]  # of a tensor, a turn and neutral moments
 
 __all__ = [
+    "NUMEL",
     "Counted",
-    "Walker",
-    "again",
+    "Known",
     "count",
     "count_result",
     "in_memory",
     "judge",
     "kernel",
+    "known",
     "prepare",
     "ready",
     "wait",
@@ -106,30 +106,35 @@ def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: 
     return _walk(x_MK, _by_rule(rule, *x_MK.shape), (0, 0), sampled, compared, vector)
 
 
-def again(x_MK: Tensor, rule: Operand, strides: Share) -> Walker | None:
-    """`judge` for whatever lies as x_MK does, of the same dtype, everything about it known; None where that is copied.
+class Known(NamedTuple):
+    """What the walk needs not be told again of tensors that lie as one before did: `walk(address, turn, *told, ...)`.
+
+    Attributes:
+        walk: the compiled one.
+        asked, limits: what it is told.
+        size, nbytes, columns: numbers of the matrix, their bytes, and numbers of a row.
+        shared: whether torch's threads share it, of whom OpenMP has to be told.
+    """
+
+    walk: Callable[[int, int, Array, Array, Array, Array], bool]
+    asked: Array
+    limits: Array
+    size: int
+    nbytes: int
+    columns: int
+    shared: bool
+
+
+def known(x_MK: Tensor, rule: Operand, strides: Share) -> Known | None:
+    """What `judge` finds out for whatever lies as x_MK does, of the same dtype; None where that is copied.
 
     `strides` are those of the rows that are sampled and compared; a turn says which of them.
     """
     if type(x_MK) not in _PLAIN or x_MK.dtype not in _SHIFTS or not x_MK.is_contiguous():
         return None
-    (M, K), size, itemsize, told = x_MK.shape, x_MK.numel(), x_MK.itemsize, _by_rule(rule, *x_MK.shape)
-    asked, limits = _asked(told, M, K, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1])), told[1]
-    walk, shared = _host().operand, size >= _host().SHARED
-
-    def again(x: Tensor, turn: int, vector: Array) -> Counted | None:
-        place = x.data_ptr()
-        if not place or x.is_neg() or x.untyped_storage().nbytes() < (x.storage_offset() + size) * itemsize:
-            return None
-        columns = np.zeros((2, K))
-        if shared:
-            team.settle()
-        if not walk(place, turn, asked, limits, vector, columns):
-            return None
-        vector[_NUMEL] = size
-        return Counted(vector, columns)
-
-    return again
+    (M, K), size, told = x_MK.shape, x_MK.numel(), _by_rule(rule, *x_MK.shape)
+    asked = _asked(told, M, K, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1]))
+    return Known(_host().operand, asked, told[1], size, size * x_MK.itemsize, K, size >= _host().SHARED)
 
 
 def _by_rule(rule: Operand, M: int, K: int) -> Told:
@@ -157,7 +162,7 @@ def _asked(
     """All that is asked of a matrix; `at` is where codes and scales are, 0 without."""
     behind, _, tall, wide = told
     asked = behind.copy()
-    asked[:_OPEN] = shift, stride, *at, *sampled, *compared, M, K, tall, wide, team.address()
+    asked[: len(_host().ASKED)] = shift, stride, *at, *sampled, *compared, M, K, tall, wide, team.address()
     return asked
 
 
@@ -172,7 +177,7 @@ def _walk(
     asked = _asked(told, M, K, _SHIFTS[x.dtype], x.stride(0), at, sampled, compared)
     if not _host().operand(x.data_ptr(), 0, asked, told[1], vector, columns):
         return None
-    vector[_NUMEL] = M * K
+    vector[NUMEL] = M * K
     return Counted(vector, columns)
 
 
@@ -201,12 +206,11 @@ def count_result(y_MN: Tensor, check: tuple[Tensor, Tensor] | None = None) -> Ar
     (M, N), (walk, *layout) = y.shape, _result()
     if not walk.result(y.data_ptr(), _SHIFTS[y.dtype], M, N, y.stride(0), *beside, *layout, head):
         return None
-    head[_NUMEL] = M * N
+    head[NUMEL] = M * N
     return head
 
 
-_NUMEL = MOMENTS.offsets["numel"]
-_OPEN = 13  # numbers of ASKED
+NUMEL = MOMENTS.offsets["numel"]
 _NEUTRAL_HEAD = MOMENTS.empty()[: MOMENTS.head_width].copy()
 
 

@@ -1,9 +1,10 @@
-"""The walks over a matrix on the CPU, compiled: one over all of it, one over what is to be compared with its codes.
+"""The walk over a matrix on the CPU, compiled: all that is counted of an operand, and of a gemm's result.
 
-    survey     all rows       float32 x  ->  extremes, mean, M2 in float64; amax per granule  (see host_scales)
-    scales     by the rule, or given
-    lost       all rows       x, and codes where there are some  ->  flushed, saturated
-    compare    some rows      x, d = codes * scale, or what codes would stand for (host_rounding)  ->  float64 sums
+    survey     all rows       x  ->  extremes, mean, M2 in float64; amax per granule         (host_scales)
+    scales     by the rule, or given                                                         (host_scales)
+    compare    all rows       x, and codes where there are some  ->  flushed, saturated      (host_compare, host_part)
+               some rows      x beside what its codes stand for  ->  float64 sums            (host_rounding)
+               some rows      x  ->  higher moments, histograms                              (host_sample)
 
 Loops are branch-free, so that they vectorize. What is not all finite is given back uncounted, for the passes that take
 anything. A run of rows that has nothing as small as the limit of flushing is not read for it.
@@ -41,12 +42,12 @@ from narrowgauge.observe.stats.host_moved import FEW as FEW
 from narrowgauge.observe.stats.host_moved import LINE as LINE
 from narrowgauge.observe.stats.host_moved import copied as copied
 from narrowgauge.observe.stats.host_moved import moved as moved
-from narrowgauge.observe.stats.host_part import AMAX, GRANULE, INV, OF_SAMPLE, SCALE, SUMS
+from narrowgauge.observe.stats.host_part import OF_SAMPLE, SUMS
 from narrowgauge.observe.stats.host_rounding import FACTS, steps_of
-from narrowgauge.observe.stats.host_scales import make_scales, survey, survey_scales
+from narrowgauge.observe.stats.host_scales import AMAX, GRANULE, INV, SCALE, make_scales, survey, survey_scales
 
 # Of the files that this one is made of, see host_bits; a test says the number.
-PARTS = 1055024902
+PARTS = 1559695481
 
 # What the walk leaves in its sums, in this order; of a result the first seven.
 COUNTED = (
@@ -69,6 +70,7 @@ ASKED = (
     *("shift", "stride", "codes_at", "scale_at", "first", "every", "first_compared", "every_compared"),
     *("M", "K", "tall", "wide", "team_at"),
 )
+_TEAM = ASKED.index("team_at")
 _FACTS, _PLACES = len(ASKED), len(ASKED) + len(FACTS)
 _STARTS = _PLACES + len(COUNTED) + len(SAMPLED) + len(SCALES)
 
@@ -97,7 +99,7 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
     step = together(K, stride, granules)
     of_granules, low_of = np.zeros((len(GRANULE), granules), np.int32), np.empty(-(-M // step), np.int32)
     amax_of = of_granules[AMAX]
-    largest, smallest, mean, m2 = survey(x_at, shift, M, K, stride, step, tall, wide, low_of, amax_of, asked[12])
+    largest, smallest, mean, m2 = survey(x_at, shift, M, K, stride, step, tall, wide, low_of, amax_of, asked[_TEAM])
     if largest >= INFINITY:
         return False
     scale, inv = of_granules[SCALE].view(np.float32), of_granules[INV].view(np.float32)
@@ -112,8 +114,8 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
         return False
     counted, lost, sums = np.empty(len(COUNTED)), np.empty(2), np.empty(len(SUMS))
     if not compare(
-        x_at, asked, first, first_compared, step, facts, limits, of_granules, low_of, smallest, asked[12], lost, sums,
-        columns, vector[starts[0] : starts[1]], vector[starts[6] : starts[7]], vector[starts[2] : starts[3]],
+        x_at, asked, first, first_compared, step, facts, limits, of_granules, low_of, smallest, asked[_TEAM], lost,
+        sums, columns, vector[starts[0] : starts[1]], vector[starts[6] : starts[7]], vector[starts[2] : starts[3]],
         vector[starts[4] : starts[5]],
     ):  # fmt: skip
         return False

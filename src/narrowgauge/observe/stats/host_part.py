@@ -26,11 +26,10 @@ from narrowgauge.observe.stats.host_rounding import (
     zero_codes,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_sample import TALLIES, fold, sample
+from narrowgauge.observe.stats.host_scales import BACK, FLUSHED, GRANULE, INV, SATURATES, SCALE
 from narrowgauge.observe.stats.host_team import who
 
 ROOM = 5  # rows of numbers that a thread works in
-GRANULE = ("amax", "scale", "inv", "back", "flushed", "saturates")  # what is known of one; see `survey_scales`
-AMAX, SCALE, INV, BACK, FLUSHED, SATURATES = range(len(GRANULE))
 FOUND = ("came", "flushed", "saturated", "no number")  # what a thread counts
 SUMS = ("xx", "xd", "dd", "ee", "flushed_xx", "sample_n", "sample_mean", "sample_m2", "sample_m3", "sample_m4")
 OF_SAMPLE = SUMS.index("sample_n")

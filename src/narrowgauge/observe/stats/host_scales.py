@@ -29,6 +29,10 @@ from narrowgauge.observe.stats.host_bits import (
 from narrowgauge.observe.stats.host_rounding import BEYOND, MOST, Steps, flushed_up_to, inv_scale_of, inverse
 from narrowgauge.observe.stats.host_team import by_all, mine, whom
 
+# What is known of a granule: bits of its amax, its scale, what rounds its numbers, what saturation is judged by and the
+# largest number that becomes zero; whether anything lies beyond the format.
+GRANULE = ("amax", "scale", "inv", "back", "flushed", "saturates")
+AMAX, SCALE, INV, BACK, FLUSHED, SATURATES = range(len(GRANULE))
 TOLD = 17  # numbers that say what is surveyed: arguments of `survey`, and where what it finds is left
 
 
@@ -127,12 +131,12 @@ def survey_scales(of_granules: Array, judged: bool, steps: Steps, limits: Array,
     """What counting needs of every granule; False if one of them could stand for something that is not finite.
 
     Args:
-        of_granules: [6, R * C] int32: bits of the amax, of the scale and of what rounds x; out, bits of what saturation
-            is judged by, and of the largest number that becomes zero, and whether anything lies beyond the format.
+        of_granules: [6, R * C] int32, GRANULE; what comes behind `inv` is filled.
         judged: whether x is rounded; else there are codes.
         moments: [5] out: n, mean, M2, minimum and maximum of the scales.
     """
-    scale, inv, back = of_granules[1].view(np.float32), of_granules[2].view(np.float32), of_granules[3].view(np.float32)
+    scale, inv = of_granules[SCALE].view(np.float32), of_granules[INV].view(np.float32)
+    back = of_granules[BACK].view(np.float32)
     total, m2, least, most = 0.0, 0.0, np.inf, -np.inf
     for g in range(scale.size):
         value = np.float64(scale[g])
@@ -142,9 +146,9 @@ def survey_scales(of_granules: Array, judged: bool, steps: Steps, limits: Array,
         least, most = min(least, value), max(most, value)
         back[g] = inverse(scale[g])
         # Rounding is monotone: where the largest is not beyond the limit, none is.
-        of_granules[5, g] = as_float(of_granules[0, g]) * back[g] > limits[BEYOND]
+        of_granules[SATURATES, g] = as_float(of_granules[AMAX, g]) * back[g] > limits[BEYOND]
         if judged:
-            of_granules[4, g] = flushed_up_to(inv[g], steps)
+            of_granules[FLUSHED, g] = flushed_up_to(inv[g], steps)
     mean = total / scale.size
     for g in range(scale.size):
         m2 += (np.float64(scale[g]) - mean) ** 2

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.metrics import CATALOG, COLUMNS, ROLES, finalize
-from narrowgauge.observe.stats.collector import Gate
+from narrowgauge.observe.stats.again import Gate
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.selection.globs import SiteGlobs
 from narrowgauge.session.selection.seldom import Seldom

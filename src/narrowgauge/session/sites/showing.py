@@ -19,7 +19,7 @@ from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.recipes import ROLES, Recipe
-from narrowgauge.session.sites.again import CountedAgain, counted_again
+from narrowgauge.observe.stats.again import Again
 from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
@@ -70,7 +70,7 @@ class Showing:
         self.dtype = ""
         self.ungraded = Ungraded()
         self.said = Said(told)
-        self._again: dict[tuple[int, str, str], CountedAgain] = {}  # by observer, name and role
+        self._again: dict[tuple[int, str, str], Again] = {}  # by observer, name and role
         self._some = False  # operands were taken in earlier steps
 
     def begin(self) -> None:
@@ -213,7 +213,7 @@ class Showing:
             short = shape is None and turn is rows
             if wanted and short and (again := self._again.get(site)) is not None:
                 rule = self._rules[role] if own is None else own(role, x)
-                if type(rule) is Rule and again(x, rule):
+                if type(rule) is Rule and again(x, rule.operand, rule.given):
                     self.heard.add(site)
                     return
             came, x = x, x if shape is None else x.reshape(shape)
@@ -241,17 +241,16 @@ class Showing:
         if isinstance(rule, str):
             self.said.say(rule)
             return
-        if known is not None and came is None and known(x, rule):
+        if known is not None and came is None and known(x, rule.operand, rule.given):
             return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
         if product is None or not product(name, role, x, rule.operand, rule.given, own=own is not None):
             judge(state, role, x, rule, own is not None)
             return
-        again = getattr(observer, "again", None)
-        counts = again and again(name, role, x, rule.operand, rule.given, own=own is not None)
-        seen = x if came is None else came
-        if counts is not None and seen.is_contiguous():
-            self._again[site] = counted_again(seen, rule, counts)
+        shorter, came = getattr(observer, "again", None), x if came is None else came
+        again = shorter and shorter(name, role, x, rule.operand, rule.given, came, own=own is not None)
+        if again is not None:
+            self._again[site] = again
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""

@@ -1,0 +1,169 @@
+"""The shortest way of a tensor that lies in memory as the one of its site before did: what was asked then is known.
+
+    here     on the CPU: to the compiled walk
+    there    on a GPU: to the launches that filled the look of the step before
+
+Of a recorded step's time most is not counting but finding out, tensor by tensor, what is to be counted and how; and a
+program shows the same ones in each of them. Each way is one function, though it asks what the whole way asks of
+several: between a program's own operations nothing of ours is in the processor's caches, and a function that is called
+takes as long as many numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.observe.stats import host, team
+from narrowgauge.observe.stats.held import TIMED, Held
+
+if TYPE_CHECKING:
+    from narrowgauge.compute.kernels import Given
+    from narrowgauge.compute.recipes import Operand
+
+Again = Callable[[Tensor, "Operand", "Given | None"], bool]
+Timed = Callable[[str, torch.device, Held], AbstractContextManager[object]]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(eq=False, slots=True)
+class Gate:
+    """What is wanted of tensors that lie as those before them did.
+
+    Attributes:
+        paused: nothing is, for the time being.
+        asked: more than that they are counted, in the open step.
+    """
+
+    paused: bool = False
+    asked: bool = False
+
+
+OPEN = Gate()
+
+
+@dataclass(eq=False, slots=True)
+class Watched:
+    """The open step, and what watching cost so far.
+
+    Attributes:
+        held: what each device holds of the open step; nothing while none is open.
+        seconds: as `Collector.seconds`.
+        on_gpu: whether anything was watched on a GPU: then the host's time counts no more.
+        lock: of all of it; on a GPU, backward runs in a thread of its own.
+        failed: told of a site and of what went wrong with it.
+    """
+
+    held: dict[torch.device, Held]
+    failed: Callable[[str | None, Exception], None]
+    seconds: float = 0.0
+    on_gpu: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def here(watched: Watched, gate: Gate, site: str, once: bool, came: Tensor, known: host.Known, rule: Operand) -> Again:
+    """For tensors of a site that lie as `came` does, without gaps on the CPU; `known` is of its matrix by the rule."""
+    kind, shape, dtype = type(came), came.shape, came.dtype
+    walk, asked, limits, size, nbytes, columns, shared = known
+
+    def again(x: Tensor, operand: Operand, given: Given | None) -> bool:
+        if gate.paused:
+            return True
+        held = watched.held.get(_CPU)
+        if held is None or gate.asked or given is not None or operand is not rule:
+            return False
+        if type(x) is not kind or x.dtype is not dtype or not x.is_cpu or x.layout is not torch.strided or x.is_nested:
+            return False
+        if x.shape != shape or not x.is_contiguous() or x.is_neg():
+            return False
+        if once and site in held.weights:
+            return True
+        began = time.perf_counter()
+        try:
+            place = x.data_ptr()
+            if not place or x.untyped_storage().nbytes() < x.storage_offset() * x.itemsize + nbytes:
+                return False
+            vector, sums = held.packer.room(), np.zeros((2, columns))
+            if shared:
+                team.settle()
+            if not walk(place, held.turn, asked, limits, vector, sums):
+                return False
+            vector[host.NUMEL] = size
+            with held.lock:
+                held.packer.add_counted(site, host.Counted(vector, sums))
+                if not watched.on_gpu:
+                    watched.seconds += time.perf_counter() - began
+        except Exception as error:
+            watched.failed(site, error)
+            return True
+        if once:
+            held.weights.add(site)
+        return True
+
+    return again
+
+
+def there(
+    watched: Watched,
+    gate: Gate,
+    site: str,
+    once: bool,
+    came: Tensor,
+    lies: tuple[tuple[Any, ...], tuple[int, ...]],
+    rule: Operand,
+    timed: Timed,
+) -> Again:
+    """For tensors of a site that lie as `came` does, without gaps on a GPU.
+
+    `lies` is what a look is asked for of its matrix by the rule, and how that lies in memory.
+    """
+    kind, shape, dtype, device = type(came), came.shape, came.dtype, came.device
+    asked, strides = lies
+
+    def again(x: Tensor, operand: Operand, given: Given | None) -> bool:
+        if gate.paused:
+            return True
+        held = watched.held.get(device)
+        if held is None or gate.asked or operand is not rule or device.index != torch._C._cuda_getDevice():
+            return False
+        if type(x) is not kind or x.dtype is not dtype or x.layout is not torch.strided or x.is_nested:
+            return False
+        if x.shape != shape or x.device != device or not x.is_contiguous() or x.is_neg():
+            return False
+        if once and site in held.weights:
+            return True
+        try:
+            place = x.data_ptr()
+            with held.lock:
+                room = held.room
+                look = None if room is None else room.open_again(site, asked, strides, place, given, held.turn)
+            if look is None:
+                return False
+            fill = look.again
+            assert fill is not None  # or it were none of those
+            look.failed = True  # until it is filled: who times it may keep an error for himself
+            held.met += 1  # as `is_timed` has it, which takes as long as a name that is looked up
+            if held.met % TIMED == 1:
+                with timed(site, device, held):
+                    fill(x, place, look.numbers)
+                    look.failed = False
+            else:
+                fill(x, place, look.numbers)
+                look.failed = False
+        except Exception as error:
+            watched.failed(site, error)
+            return True
+        if once and not look.failed:
+            held.weights.add(site)
+        return True
+
+    return again
