@@ -36,7 +36,7 @@ WARM = 3
 def walker(x: Tensor, recipe: str, shared: bool) -> Callable[[], bool]:
     """What counts x, by torch's threads or by one."""
     with patch.object(team, "address", team.address if shared else lambda: 0):
-        known = host.known(x, by_name(recipe).uses("input")[0], strides(*x.shape))
+        known = host.as_before(x, by_name(recipe).uses("input")[0], strides(*x.shape))
     assert known is not None
 
     def walk() -> bool:

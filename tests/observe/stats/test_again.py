@@ -43,7 +43,7 @@ def by_hand(site, device, held):
 
 def shorter(step, site, x, rule, given=None):
     """Whether a tensor goes the short way, of a site that was judged by the rule as it lay so."""
-    watched = Watched({x.device: step}, fails)
+    watched = Watched(fails, open=True, held={x.device: step})
     again = there(watched, Gate(), site, site.endswith("weight"), x, lies_as(x, rule), rule, by_hand)
     return again(x, rule, given)
 
@@ -155,9 +155,9 @@ def way(x, gate=None, site="a:input"):
     """A short way on the CPU for what lies as x does, and the step that it counts into."""
     assert host.wait()
     step = Held(3, 4, looks=lambda: pytest.fail("a CPU has no looks"))
-    watched = Watched({torch.device("cpu"): step}, fails)
+    watched = Watched(fails, open=True, held={torch.device("cpu"): step})
     rows = x.reshape(-1, x.shape[-1])
-    known = host.known(rows.detach(), RULE, (2, 1))
+    known = host.as_before(rows.detach(), RULE, (2, 1))
     return here(watched, gate or Gate(), site, site.endswith("weight"), x, known, RULE), watched, step
 
 
@@ -193,9 +193,23 @@ def test_nothing_is_counted_while_an_optimizer_tries_nor_the_short_way_gone_wher
 
 def test_no_step_is_open():
     x = torch.randn(20, 64)
-    again, watched, _ = way(x)
+    again, watched, step = way(x)
+    watched.open = False  # a late thread may have left a device's share of it
+    assert not again(x, RULE, None)
+    assert not step.packer
+    watched.open = True
     watched.held.clear()
     assert not again(x, RULE, None)
+
+
+def test_time_is_counted_also_of_what_is_left_to_the_whole_way():
+    x = torch.randn(20, 64)
+    again, watched, _ = way(x)
+    assert not again(OTHERS["not finite"](x), RULE, None)
+    assert watched.seconds > 0
+    watched.seconds, watched.on_gpu = 0.0, True
+    assert again(x, RULE, None)
+    assert watched.seconds == 0
 
 
 OTHERS = {
@@ -241,5 +255,5 @@ def test_freed_memory_is_not_read():
 
 def test_the_walk_does_not_count_again_what_it_has_to_copy():
     assert host.wait()
-    assert host.known(torch.randn(32, 64).t(), RULE, (1, 1)) is None
-    assert host.known(torch.randn(64, 32, dtype=torch.float16), RULE, (1, 1)) is None
+    assert host.as_before(torch.randn(32, 64).t(), RULE, (1, 1)) is None
+    assert host.as_before(torch.randn(64, 32, dtype=torch.float16), RULE, (1, 1)) is None

@@ -1,6 +1,9 @@
 """The Collector: what it watches, what it writes, and that nothing it does can end a training run."""
 
+import faulthandler
 import logging
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED
 from narrowgauge.formats import E4M3FN
 from narrowgauge.metrics import OPERAND_COLUMNS, RESULT_COLUMNS, finalize
 from narrowgauge.observe.stats import Collector, host, measure, moments
+from narrowgauge.observe.stats.packing import Packer
 from narrowgauge.observe.store import RunWriter, open_run
 
 
@@ -360,3 +364,87 @@ def test_what_was_counted_in_inference_mode_is_added_to_outside_of_it():
         assert not book.events
         rows.append({name: repr(value) for name, value in book.rows[1, "m:input"].items()})
     assert rows[0] == rows[1]
+
+
+RULE = CURRENT.uses("input")[0]
+
+
+def judged(collector, x):
+    """The short way of what was judged."""
+    assert collector.judge("m", "input", x, RULE)
+    again = collector.again("m", "input", x, RULE)
+    return lambda: again(x, RULE, None)
+
+
+def test_the_first_tensor_of_a_step_goes_the_short_way_too(book):
+    host.wait()
+    collector = Collector(book)
+    collector.begin_step(0)
+    counts = judged(collector, torch.randn(20, 64))
+    collector.begin_anew()
+    assert counts()
+    collector.begin_step(1)
+    assert counts()
+    collector.flush()
+    assert {(step, row["numel"]) for (step, _), row in book.rows.items()} == {(0, 1280), (1, 1280)}
+
+
+def test_what_a_late_thread_leaves_is_no_other_steps(book, monkeypatch):
+    host.wait()
+    collector, x = Collector(book, every=2), torch.randn(20, 64)
+    collector.begin_step(0)
+    counts = judged(collector, x)
+    held_on = Collector._held_on
+
+    def late(self, device):
+        monkeypatch.setattr(Collector, "_held_on", held_on)
+        self.end_step()  # another thread's, meanwhile
+        return held_on(self, device)
+
+    monkeypatch.setattr(Collector, "_held_on", late)
+    collector.judge("late", "input", x, RULE)
+    collector.begin_step(1)
+    assert not counts()
+    collector.begin_step(2)
+    assert counts()
+    collector.flush()
+    assert {site: row["numel"] for site, row in book.rows.items()} == {(0, "m:input"): 1280, (2, "m:input"): 1280}
+
+
+def test_a_step_that_cannot_be_begun_loses_no_tensor_that_can_be_counted(book, monkeypatch):
+    host.wait()
+    collector = Collector(book)
+    collector.begin_step(0)
+    counts = judged(collector, torch.randn(20, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "prepare", lambda: 1 / 0)
+        assert collector.begin_step(1)
+    assert not counts()
+    assert collector.judge("m", "input", torch.randn(20, 64), RULE)
+    collector.flush()
+    assert [(step, site) for step, site in book.rows] == [(0, "m:input"), (1, "m:input")]
+    assert [kind for _, kind, _, _ in book.events] == ["watch_failed"]
+
+
+def test_a_signal_that_comes_while_something_is_counted_may_end_the_run(book, monkeypatch):
+    host.wait()
+    collector = Collector(book)
+    collector.begin_step(0)
+    counts = judged(collector, torch.randn(20, 64))
+    add = Packer.add_counted
+
+    def interrupted(packer, *args):
+        monkeypatch.setattr(Packer, "add_counted", add)
+        ended = threading.Timer(20, faulthandler.dump_traceback_later, (0.1,), {"exit": True})  # a handler that waits
+        ended.start()
+        signal.raise_signal(signal.SIGTERM)
+        ended.cancel()
+        return add(packer, *args)
+
+    before = signal.signal(signal.SIGTERM, lambda *args: collector.flush())
+    try:
+        monkeypatch.setattr(Packer, "add_counted", interrupted)
+        assert counts()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert book.rows[0, "m:input"]["numel"] == 1280

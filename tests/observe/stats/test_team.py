@@ -190,8 +190,8 @@ def test_the_team_is_as_large_as_torch_has_it_also_in_a_thread_that_never_asked(
         host.wait()
         torch.set_num_threads(1)
         x, rule = torch.zeros(512, 512), by_name("current").uses("input")[0]
-        step, known = Held(1, 2, looks=list), host.known(x, rule, (3, 2))
-        again = here(Watched({x.device: step}, print), Gate(), "a:input", False, x, known, rule)
+        step, known = Held(1, 2, looks=list), host.as_before(x, rule, (3, 2))
+        again = here(Watched(print, open=True, held={x.device: step}), Gate(), "a:input", False, x, known, rule)
         before = len(os.listdir("/proc/self/task"))
         def count():
             for _ in range(3):

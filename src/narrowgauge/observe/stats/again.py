@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -56,30 +57,36 @@ class Watched:
     """The open step, and what watching cost so far.
 
     Attributes:
-        held: what each device holds of the open step; nothing while none is open.
+        failed: told of a site and of what went wrong with it.
+        open: whether there is one.
+        held: what each device holds of it.
         seconds: as `Collector.seconds`.
         on_gpu: whether anything was watched on a GPU: then the host's time counts no more.
-        lock: of all of it; on a GPU, backward runs in a thread of its own.
-        failed: told of a site and of what went wrong with it.
+        lock: of what is counted and of `seconds`: on a GPU, backward runs in a thread of its own. A signal that comes
+            while it is held may end the run in the same thread.
     """
 
-    held: dict[torch.device, Held]
     failed: Callable[[str | None, Exception], None]
+    open: bool = False
+    held: dict[torch.device, Held] = field(default_factory=dict)
     seconds: float = 0.0
     on_gpu: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: RLock = field(default_factory=threading.RLock)
 
 
-def here(watched: Watched, gate: Gate, site: str, once: bool, came: Tensor, known: host.Known, rule: Operand) -> Again:
-    """For tensors of a site that lie as `came` does, without gaps on the CPU; `known` is of its matrix by the rule."""
+def here(watched: Watched, gate: Gate, site: str, once: bool, came: Tensor, way: host.AsBefore, rule: Operand) -> Again:
+    """For tensors of a site that lie as `came` does, without gaps on the CPU; `way` is of its matrix by the rule.
+
+    Rules are told apart as objects: a layer's own is never the recipe's.
+    """
     kind, shape, dtype = type(came), came.shape, came.dtype
-    walk, asked, limits, size, nbytes, columns, shared = known
+    walk, asked, limits, size, nbytes, columns, shared = way
 
     def again(x: Tensor, operand: Operand, given: Given | None) -> bool:
         if gate.paused:
             return True
         held = watched.held.get(_CPU)
-        if held is None or gate.asked or given is not None or operand is not rule:
+        if held is None or not watched.open or gate.asked or given is not None or operand is not rule:
             return False
         if type(x) is not kind or x.dtype is not dtype or not x.is_cpu or x.layout is not torch.strided or x.is_nested:
             return False
@@ -100,11 +107,13 @@ def here(watched: Watched, gate: Gate, site: str, once: bool, came: Tensor, know
             vector[host.NUMEL] = size
             with held.lock:
                 held.packer.add_counted(site, host.Counted(vector, sums))
-                if not watched.on_gpu:
-                    watched.seconds += time.perf_counter() - began
         except Exception as error:
             watched.failed(site, error)
             return True
+        finally:
+            if not watched.on_gpu:
+                with watched.lock:
+                    watched.seconds += time.perf_counter() - began
         if once:
             held.weights.add(site)
         return True
@@ -133,7 +142,9 @@ def there(
         if gate.paused:
             return True
         held = watched.held.get(device)
-        if held is None or gate.asked or operand is not rule or device.index != torch._C._cuda_getDevice():
+        if held is None or not watched.open or gate.asked or operand is not rule:
+            return False
+        if device.index != torch._C._cuda_getDevice():
             return False
         if type(x) is not kind or x.dtype is not dtype or x.layout is not torch.strided or x.is_nested:
             return False

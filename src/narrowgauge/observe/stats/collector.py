@@ -92,10 +92,10 @@ class Collector:
         self.outlet: Callable[[int, list[Packed]], bool] | None = None
         self._writer = writer
         self._step = 0
-        self._open = False
+        self._on_cpu = False  # something was watched there
         self._expected = 0  # sites that a step counts on the CPU
         self._turn = 0  # watched steps so far: which rows the histograms are taken from
-        self._watched = Watched({}, self._failed)
+        self._watched = Watched(self._failed)
         self._looks: dict[torch.device, Looks] = {}  # kept from step to step: their room stays where it is
         self._arriving = Arriving()
 
@@ -110,7 +110,7 @@ class Collector:
 
     def wants(self, module: str) -> bool:
         """Whether the open step is watched; the same for every module."""
-        return self._open
+        return self._watched.open
 
     def begin_step(self, step: int) -> bool:
         """Open a step; True if it is watched. A step that is still open ends first."""
@@ -118,14 +118,13 @@ class Collector:
         if self._arriving:
             with self._guarded(None):
                 self.seconds += self._arriving.hand_over(wait=False)
-        self._step, self._open = step, self._due(step)
-        if self._open and self._expected:
-            self._held_on(_CPU)  # or the first tensor had to go the whole way
-        return self._open
+        self._step, self._watched.open = step, self._due(step)
+        self._take_up()
+        return self._watched.open
 
     def look(self, module: str, role: str, x: Tensor, rule: Operand, turned: bool) -> Any | None:
         """Room for what a kernel counts of an operand while it quantizes it; None where `operand` has to look."""
-        if not self._open:
+        if not self._watched.open:
             return None
         held = self._held_on(x.device)
         try:  # a guard would also look at the time, which on a GPU is not the host's
@@ -144,7 +143,7 @@ class Collector:
         amax_ratio: Tensor | None = None,
     ) -> None:
         """See an operand x [..., K], its codes, and its packed moments if the quantizer made them already."""
-        if not self._open or x.numel() == 0:
+        if not self._watched.open or x.numel() == 0:
             return
         held = self._held_on(x.device)
         if x.is_cpu:
@@ -159,7 +158,7 @@ class Collector:
         False where somebody has to: then it is to be quantized and shown to `operand`. So is what has a `given` scale,
         but on a GPU.
         """
-        if not self._open or not x.numel():
+        if not self._watched.open or not x.numel():
             return False
         if x.is_cpu:
             return given is None and self._judge_here(module, role, x, rule)
@@ -211,18 +210,18 @@ class Collector:
         """
         site, once, device = _address(module, role), role == "weight", x.device
         held, came = self._watched.held.get(device), x if came is None else came
-        if not self._open or held is None or not came.is_contiguous():
+        if not self._watched.open or held is None or not came.is_contiguous():
             return None
         if x.is_cpu:
-            known = host.known(x, rule, strides(*x.shape)) if given is None and host.ready() else None
-            return None if known is None else here(self._watched, gate, site, once, came, known, rule)
+            way = host.as_before(x, rule, strides(*x.shape)) if given is None and host.ready() else None
+            return None if way is None else here(self._watched, gate, site, once, came, way, rule)
         if not held.by_kernels:
             return None
         return there(self._watched, gate, site, once, came, lies_as(x, rule), rule, self._timed)
 
     def result(self, module: str, role: str, y: Tensor, check: GemmSample | None) -> None:
         """See a gemm's result [..., N], and the part of it that was recomputed."""
-        if not self._open or y.numel() == 0:
+        if not self._watched.open or y.numel() == 0:
             return
         held = self._held_on(y.device)
         if y.is_cpu:
@@ -246,9 +245,9 @@ class Collector:
 
     def end_step(self) -> None:
         """Merge and pack what the step left, start its copy to the host, and write what has arrived."""
-        if not self._open:
+        if not self._watched.open:
             return
-        self._open = False
+        self._watched.open = False
         self._turn += 1
         held_by = dict(self._watched.held)
         self._watched.held.clear()
@@ -262,13 +261,20 @@ class Collector:
 
     def drop_step(self) -> None:
         """Forget what the open step left: it was none."""
-        self._open = False
+        self._watched.open = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget what was seen in the open step so far: it was none of it."""
-        self._watched.held.clear()
         self._looks = {}
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """Begin with nothing; on the CPU at once, or the first tensor there had to go the whole way."""
+        self._watched.held.clear()
+        if self._watched.open and self._on_cpu:
+            with self._guarded(None):
+                self._held_on(_CPU)
 
     def keep(self, packed: Sequence[Packed], writer: Writer | None = None) -> None:
         """Start the way to the host of what a step left, and write it there (to another writer, if one is given)."""
@@ -302,6 +308,7 @@ class Collector:
         if held is not None:
             return held
         if device.type == "cpu":
+            self._on_cpu = True
             host.prepare()  # out here, because loading it is not what watching costs
         self._watched.on_gpu |= device.type == "cuda"
         with self._watched.lock:

@@ -11,6 +11,7 @@ Whoever calls guards: what goes wrong in here passes through.
 from __future__ import annotations
 
 import threading
+from _thread import RLock
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class Held:
         looks: Callable[[], Looks],
         *,
         by_kernels: bool = False,
-        lock: threading.Lock | None = None,
+        lock: RLock | None = None,
     ) -> None:
         self.by_kernels = by_kernels
         self.marks: Marks = []
@@ -70,7 +71,7 @@ class Held:
         self.turn, self._looks = turn, looks
         self.room: Looks | None = None
         self.met = turn
-        self.lock = lock or threading.Lock()
+        self.lock = lock or threading.RLock()
 
     def is_timed(self) -> bool:
         """Whether the next tensor is; of the first step, the first."""
@@ -161,16 +162,18 @@ class Held:
 
     def operands(self, looks: Looks | None) -> Table:
         """Packed moments of all operands; what the device's `looks` have as well, if it has any."""
-        if looks is not None:
-            try:
-                pack_looks(self.packer, *looks.pack())
-            finally:
-                looks.clear()  # or the next step would hand these over as its own
-        return self.packer.pack() if self.packer else ([], None)
+        with self.lock:  # a thread may be late
+            if looks is not None:
+                try:
+                    pack_looks(self.packer, *looks.pack())
+                finally:
+                    looks.clear()  # or the next step would hand these over as its own
+            return self.packer.pack() if self.packer else ([], None)
 
     def results(self) -> Table:
         """Packed moments of all results."""
-        return list(self._results), stack_parts(list(self._results.values())) if self._results else None
+        with self.lock:
+            return list(self._results), stack_parts(list(self._results.values())) if self._results else None
 
     def _seen(self, site: str, role: str) -> bool:
         return role == "weight" and site in self.weights

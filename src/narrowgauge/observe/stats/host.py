@@ -1,7 +1,8 @@
 """The usual case on the CPU, fast: what `tally` counts in sixty passes, counted in one compiled walk.
 
-    count    x, q     ->  Counted: the packed vector, and the sums along columns
-    judge    x, rule  ->  the same, of the codes that x would become by the rule
+    count        x, q     ->  Counted: the packed vector, and the sums along columns
+    judge        x, rule  ->  the same, of the codes that x would become by the rule
+    as_before    x, rule  ->  what `judge` found out, for whatever lies as x does
 
 The same numbers as `tally`, in float64 throughout (see host_kernel); what is not all finite is left to it. All of this
 is only to be called where it is `ready` (see host_ready).
@@ -36,14 +37,14 @@ Told = tuple[Array, Array, int, int]  # room for ASKED with what comes behind it
 
 __all__ = [
     "NUMEL",
+    "AsBefore",
     "Counted",
-    "Known",
+    "as_before",
     "count",
     "count_result",
     "in_memory",
     "judge",
     "kernel",
-    "known",
     "prepare",
     "ready",
     "wait",
@@ -106,8 +107,10 @@ def judge(x_MK: Tensor, rule: Operand, sampled: Share, compared: Share, vector: 
     return _walk(x_MK, _by_rule(rule, *x_MK.shape), (0, 0), sampled, compared, vector)
 
 
-class Known(NamedTuple):
-    """What the walk needs not be told again of tensors that lie as one before did: `walk(address, turn, *told, ...)`.
+class AsBefore(NamedTuple):
+    """What is known of tensors that lie as one before: `walk(address, turn, asked, limits, vector, sums)` counts them.
+
+    `sums` are zeros [2, columns].
 
     Attributes:
         walk: the compiled one.
@@ -125,7 +128,7 @@ class Known(NamedTuple):
     shared: bool
 
 
-def known(x_MK: Tensor, rule: Operand, strides: Share) -> Known | None:
+def as_before(x_MK: Tensor, rule: Operand, strides: Share) -> AsBefore | None:
     """What `judge` finds out for whatever lies as x_MK does, of the same dtype; None where that is copied.
 
     `strides` are those of the rows that are sampled and compared; a turn says which of them.
@@ -134,7 +137,7 @@ def known(x_MK: Tensor, rule: Operand, strides: Share) -> Known | None:
         return None
     (M, K), size, told = x_MK.shape, x_MK.numel(), _by_rule(rule, *x_MK.shape)
     asked = _asked(told, M, K, _SHIFTS[x_MK.dtype], K, (0, 0), (0, strides[0]), (0, strides[1]))
-    return Known(_host().operand, asked, told[1], size, size * x_MK.itemsize, K, size >= _host().SHARED)
+    return AsBefore(_host().operand, asked, told[1], size, size * x_MK.itemsize, K, size >= _host().SHARED)
 
 
 def _by_rule(rule: Operand, M: int, K: int) -> Told:
