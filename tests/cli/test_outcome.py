@@ -35,7 +35,8 @@ def test_a_folder_that_was_removed_meanwhile_is_told_as_such(tmp_path):
 def test_a_program_that_is_left_in_the_background_may_record_later(tmp_path):
     told = what_came_of_it(tmp_path, 0)
     assert told.startswith(
-        "nothing was watched: no Python process below this command made a torch.optim optimizer before"
+        "nothing was watched: no Python process below this command made a torch.optim optimizer that could be watched "
+        "before"
     )
     assert f"before the command ended. One that is still running may record into {tmp_path}. A program that" in told
     (tmp_path / "run.json").write_text('{"meta": {}}')

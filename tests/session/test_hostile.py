@@ -1,11 +1,13 @@
 """What a program may do to the process that it shares with the watch: it runs as without us, and its end is told."""
 
 import functools
+import importlib
 import json
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ from tests.session.test_watch import NARROWGAUGE, PLAIN, run
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import let_pass
+from narrowgauge.errors import UsageError, let_pass
 from narrowgauge.observe.store import open_run
+from narrowgauge.observe.store.unlisted import UnlistedThread
 from narrowgauge.session.attach import Session
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.process import armed
 from narrowgauge.session.process.live import Live
+
+watching_module = importlib.import_module("narrowgauge.session.watching")  # of which the package has a function
 
 TRAINS = """
 import ctypes, os, resource, sys, torch
@@ -59,12 +64,20 @@ SILENT = "its process ended (exit code 7) and could not write so"
     ("before", "after", "why"),
     [
         (NO_FILES_GROW, "sys.exit(7)", FULL),
+        (NO_FILES_GROW.replace("1000", "100"), "sys.exit(7)", SILENT),
         (NO_DESCRIPTORS, "sys.exit(7)", SILENT),  # DuckDB, without one, ends the process
         (NO_DESCRIPTORS, "import time\ntime.sleep(11)\n" + GIVEN_BACK + "sys.exit(7)", EMPTY),
         ("", "ctypes.CDLL(None)._exit(7)", SILENT),
         ("", "os.execv('/bin/sh', ['sh', '-c', 'exit 7'])", SILENT),
     ],
-    ids=["no file grows", "no descriptor", "no descriptor for a while", "C's exit", "another program"],
+    ids=[
+        "no file grows",
+        "no file is written",
+        "no descriptor",
+        "no descriptor for a while",
+        "C's exit",
+        "another program",
+    ],
 )
 def test_it_ends_as_without_us_and_its_run_says_why_it_stopped(warm_python, tmp_path, before, after, why):
     pytest.importorskip("resource")
@@ -76,7 +89,7 @@ def test_it_ends_as_without_us_and_its_run_says_why_it_stopped(warm_python, tmp_
     assert (alone.returncode, done.returncode, done.stdout) == (7, 7, alone.stdout)
     found = open_run(tmp_path / "out")
     assert (found.status, found.ends.words) == ("stopped", f"stopped: {why}")
-    assert f"\nnarrowgauge: stopped: {why}; what was written is kept.\n" in f"\n{done.stderr}"
+    assert f"narrowgauge: stopped: {why}; what was written is kept.\n" in done.stderr  # which may be a file as well
     assert json.loads((tmp_path / "out" / "run.json").read_text())["ended"]
 
 
@@ -216,6 +229,129 @@ def test_a_time_limit_that_ends_while_a_watch_is_closed_is_the_program_s_and_the
     found = open_run(tmp_path / "run")
     assert (found.status, found.meta["notes"]) == ("complete", ["closing the run failed: TookTooLong()"])
     assert Live.current is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
+@pytest.mark.parametrize(("of", "name"), [(Session, "facts"), (UnlistedThread, "join")])
+def test_a_handler_that_closes_the_watch_while_it_is_closed_may_end_the_program(tmp_path, monkeypatch, of, name):
+    waits = getattr(of, name)
+
+    def interrupted(waiting, *args):
+        monkeypatch.setattr(of, name, waits)
+        signal.raise_signal(signal.SIGALRM)
+        return waits(waiting, *args)
+
+    def handler(*_):
+        watching.close()
+        sys.exit(3)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        watching = ng.watch(out=tmp_path / "run")
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        monkeypatch.setattr(of, name, interrupted)
+        with pytest.raises(SystemExit, match="3"):
+            watching.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert Live.current is None
+    assert open_run(tmp_path / "run").status == "complete"
+    assert not model._forward_hooks
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
+def test_a_handler_that_begins_a_watch_while_one_begins_is_told(tmp_path, monkeypatch):
+    begin = watching_module._begin
+
+    def interrupted(*args):
+        monkeypatch.setattr(watching_module, "_begin", begin)
+        signal.raise_signal(signal.SIGALRM)
+        return begin(*args)
+
+    monkeypatch.setattr(watching_module, "_begin", interrupted)
+    before = signal.signal(signal.SIGALRM, lambda *_: ng.watch(out=tmp_path / "b"))
+    try:
+        with pytest.raises(UsageError, match="about to be watched"):
+            ng.watch(out=tmp_path / "a")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with ng.watch(out=tmp_path / "a"):
+        assert Live.current is not None
+
+
+class Box(nn.Module):
+    """It refuses to be listed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def children(self):
+        raise RuntimeError("use .layer")
+
+    named_children = children
+
+
+def test_a_container_that_refuses_to_be_listed_is_followed(tmp_path):
+    box = Box()
+    optimizer = torch.optim.SGD(box.parameters(), lr=0.1)
+    with ng.watch(out=tmp_path / "run", every=1):
+        for _ in range(3):
+            box.layer(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    found = open_run(tmp_path / "run")
+    assert found.meta["notes"] == []
+    assert {str(site) for site in found.tensors()["site"]} >= {"layer:input", "layer:weight"}
+
+
+def test_hooks_that_come_or_go_while_they_are_called_get_no_keywords(tmp_path):
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer)
+    for module in (model, layer):
+        module.register_forward_pre_hook(lambda module, args: module._forward_hooks_with_kwargs.clear())
+        module.register_forward_pre_hook(lambda module, args: module._forward_pre_hooks_with_kwargs.clear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=1):
+        for _ in range(4):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    found = open_run(tmp_path / "run")
+    assert found.status == "complete"
+    assert found.meta["steps"] == 4
+    assert not any("failed" in note for note in found.meta["notes"])
+
+
+def test_what_is_said_of_a_hook_is_said_before_it_is_there(tmp_path):
+    """A signal's handler may call the module in between."""
+    layer = nn.Linear(4, 4)
+    seen = []
+
+    class Told(type(layer._forward_hooks_with_kwargs)):
+        def __setitem__(self, number, wanted):
+            seen.append(number in layer._forward_hooks)
+            super().__setitem__(number, wanted)
+
+    layer._forward_hooks_with_kwargs = Told()
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=1):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("code", [0, 4])
+def test_a_log_that_takes_nothing_more_leaves_the_program_its_exit_code(warm_python, tmp_path, code):
+    (tmp_path / "train.py").write_text(TRAINS + f"sys.exit({code})")
+    command = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", *NARROWGAUGE, "run", "--out", "out", "--", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code
+    assert open_run(tmp_path / "out").status == "complete"
 
 
 def test_a_handlers_decorator_is_nobody_elses_error():

@@ -302,8 +302,8 @@ def test_a_compilers_workers_open_no_run(tmp_path):
 def test_what_never_trains_is_told_and_keeps_its_code(tmp_path, code):
     done = run(tmp_path, "train.py", script=f"import sys\nprint('hello')\nsys.exit({code})\n")
     assert (done.returncode, done.stdout) == (code, "hello\n")
-    told = "narrowgauge: nothing was watched: no Python process below this command made a torch.optim optimizer"
-    told += " before the command ended"
+    told = "narrowgauge: nothing was watched: no Python process below this command made a torch.optim optimizer that "
+    told += "could be watched before the command ended"
     later = ". One that is still running may record into out. A program that"
     assert done.stderr.startswith(told + (" (exit code 7).\n" if code else later))
     assert (tmp_path / "out").exists() is (code == 0)  # what failed is tried again, with the same --out

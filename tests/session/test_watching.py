@@ -214,6 +214,7 @@ def test_cells_of_a_notebook_share_a_watch(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "kept"), [(ValueError("no data"), "ValueError: no data"),
+                                             (SystemExit(2), "SystemExit: 2"),
                                              (KeyboardInterrupt(), "KeyboardInterrupt")])  # fmt: skip
 def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, kept):
     model, optimizer = trained()
@@ -227,6 +228,21 @@ def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, kept):
         work()
     found = meta(tmp_path / "a")
     assert (found["status"], found["meta"]["error"], found["meta"]["steps"]) == ("failed", kept, 2)
+
+
+@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), GeneratorExit()])
+def test_a_program_that_leaves_without_an_error_completes_its_run(tmp_path, error):
+    model, optimizer = trained()
+
+    def work():
+        with ng.watch(model, out=tmp_path / "a"):
+            train(model, optimizer, 2)
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    found = meta(tmp_path / "a")
+    assert (found["status"], found["meta"]["error"]) == ("complete", "")
 
 
 def test_the_revision_is_the_one_that_the_program_began_with(tmp_path, monkeypatch):

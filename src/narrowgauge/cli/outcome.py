@@ -131,7 +131,9 @@ def what_came_of_it(folder: Path, code: int) -> str:
         return f"the run is in {folder}{'' if written(folder) else f'; nothing was recorded{before}'}{more}"
     if inside:
         return f"the run is in {', '.join(str(folder / name) for name in inside)}"
-    nothing = "nothing was watched: no Python process below this command made a torch.optim optimizer"
+    nothing = (
+        "nothing was watched: no Python process below this command made a torch.optim optimizer that could be watched"
+    )
     if code:
         return f"{nothing}{before}."
     return (

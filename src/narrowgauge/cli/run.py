@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from narrowgauge.cli.ending import say
 from narrowgauge.cli.options import OWN_FLAGS_FIRST, command_argument, config_option, steps_option
 from narrowgauge.errors import UsageError
 
@@ -61,14 +62,14 @@ def run_command(
         discard(folder)
         raise
     if code and (nothing := take_back(folder)):
-        click.echo(f"narrowgauge: {nothing}", err=True)
+        say(nothing)
         raise click.exceptions.Exit(code if code >= 0 else 128 - code)
     for told in unmet(folder):
         asked = "" if told.startswith("--") else f"{config or 'settings'}: "
-        click.echo(f"narrowgauge: {asked}{told}", err=True)
+        say(f"{asked}{told}")
     for said in (*not_found(folder), *unrecorded(folder), *unended(folder, code), *converted(folder)):
-        click.echo(f"narrowgauge: {said}", err=True)
-    click.echo(f"narrowgauge: {what_came_of_it(folder, code)}", err=True)
+        say(said)
+    say(what_came_of_it(folder, code))
     if code:
         from narrowgauge.session.process.exporting import note
 

@@ -29,13 +29,14 @@ from narrowgauge.session.config import load
 from narrowgauge.session.doors import deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.folder import named, prepare
-from narrowgauge.session.models.family import Family
+from narrowgauge.session.models.family import Family, parts
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.process.exporting import exporting
 from narrowgauge.session.process.launched import rank_of_this_process
 from narrowgauge.session.process.live import Live
 
-_beginning = threading.Lock()  # of several threads that begin one, all but the first are refused
+_beginning = threading.RLock()  # of several threads that begin one, all but the first are refused
+_begins: list[None] = []  # one does
 
 
 class Watching:
@@ -61,7 +62,10 @@ class Watching:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._live.open:
+        left = kind is not None and (
+            issubclass(kind, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+        )
+        if kind is not None and not left and self._live.open:
             self._live.error = f"{kind.__name__}: {error}".rstrip(": ")
         self.close()
 
@@ -94,7 +98,15 @@ def watch(
         RunError: another process of the same rank writes into the folder.
     """
     with _beginning:
-        return _begin(model, out, every, config)
+        if _begins:
+            raise UsageError(
+                "this process is about to be watched: a signal's handler called ng.watch inside of ng.watch."
+            )
+        _begins.append(None)
+        try:
+            return _begin(model, out, every, config)
+        finally:
+            _begins.clear()
 
 
 def _begin(
@@ -144,7 +156,7 @@ def _catch_up(live: Live, family: Family, compiled: CompiledCalls, model: nn.Mod
     made = gc.get_objects()
     modules = list(model.modules()) if model is not None else _kind(made, nn.Module)
     for module in modules:
-        for child in module.children():
+        for child in parts(module):
             family.registered(module, child)
         compiled.adopt(module)
     for module in (

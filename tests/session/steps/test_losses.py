@@ -323,6 +323,10 @@ def test_evaluations_are_of_the_steps_that_were_made(tmp_path):
 
 
 def evaluated(model, *data, criterion=nn.MSELoss()):  # noqa: B008  # has no state
+    one_by_one(model, data, criterion)
+
+
+def one_by_one(model, data, criterion=nn.MSELoss()):  # noqa: B008  # has no state
     with torch.no_grad():
         for x in data:
             criterion(model(x), torch.zeros(()).expand_as(x))
@@ -404,6 +408,30 @@ def test_several_passes_over_data_are_told(tmp_path, passes):
 
     found, wanted, notes = trained_beside_a_copy(tmp_path, evaluate)
     assert float(found) == pytest.approx(wanted, rel=1e-5)
+    told = f"Evaluations took up to {passes} passes over data loaders between two steps: eval_loss is the mean over all"
+    assert notes == ([f"{told} of them."] if passes > 1 else [])
+
+
+def ahead(loader):
+    """Accelerate's loaders fetch the next batch before they give one, so that the last is known as such."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_batch_that_was_fetched_ahead_is_of_the_pass_that_has_ended(tmp_path, passes, size):
+    x = torch.randn(6, 4)
+
+    def evaluate(model, _copy):
+        for _ in range(passes):
+            one_by_one(model, ahead(torch.utils.data.DataLoader(x, batch_size=size)))
+
+    _, _, notes = trained_beside_a_copy(tmp_path, evaluate)
     told = f"Evaluations took up to {passes} passes over data loaders between two steps: eval_loss is the mean over all"
     assert notes == ([f"{told} of them."] if passes > 1 else [])
 

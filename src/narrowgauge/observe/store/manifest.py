@@ -113,7 +113,11 @@ def write_end(folder: Path, manifest: Manifest) -> None:
             if not meta or len(over) > len(head):
                 raise
             file.seek(0)
-            file.write(over.ljust(len(head)))
+            written = file.write(over.ljust(len(head)))
+            if written < len(head):  # no file may be as long: as it was
+                file.seek(0)
+                file.write(there[:written])
+                raise
 
 
 def _link(aside: Path, target: Path) -> None:

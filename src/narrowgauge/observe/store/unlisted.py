@@ -24,6 +24,7 @@ class UnlistedThread:
         try:
             self._run()
         finally:
+            unlist()
             self._ended.set()
 
     def is_alive(self) -> bool:
@@ -38,3 +39,10 @@ class UnlistedThread:
         """Wait until it has ended, for so many seconds at most."""
         if self.is_alive():
             self._ended.wait(timeout)
+
+
+def unlist() -> None:
+    """For the calling thread, which is listed once anything in it has asked for it, as logging does."""
+    active, ident = threading._active, threading.get_ident()  # type: ignore[attr-defined]
+    if isinstance(active.get(ident), threading._DummyThread):
+        del active[ident]

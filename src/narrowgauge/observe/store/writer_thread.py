@@ -29,7 +29,7 @@ from narrowgauge.observe.store.forking import GATE
 from narrowgauge.observe.store.moments import finished
 from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import SegmentWriter
-from narrowgauge.observe.store.unlisted import UnlistedThread
+from narrowgauge.observe.store.unlisted import UnlistedThread, unlist
 from narrowgauge.observe.store.waiting import Rows, Waiting
 
 _log = logging.getLogger("narrowgauge.store")
@@ -89,11 +89,9 @@ class WriterThread:
             return self._done >= ticket and not self.problem
 
     def close(self, status: str, timeout: float) -> None:
-        """Write what waits, then the final status; nothing more is taken. Twice is harmless."""
+        """Write what waits, then the final status; nothing more is taken. The first status counts."""
         with self._changed:
-            if self._closing is not None:
-                return
-            self._closing, self._waiting.closed = status, True
+            self._closing, self._waiting.closed = self._closing or status, True
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -121,6 +119,7 @@ class WriterThread:
                 self._write(taken, closing)
             except Exception as error:
                 self._stop(error, taken)
+            unlist()
             with self._changed:
                 self._waiting.written()
                 self._done = ticket

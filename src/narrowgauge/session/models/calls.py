@@ -97,7 +97,7 @@ class Calls:
             if not self._steps.evals.knows(module):
                 self._evaluated(module)
             return
-        if not self._owned(module) or self._roots.family.computes(module):
+        if not self._owned(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -108,7 +108,7 @@ class Calls:
         if capturing() or unreal():  # a copy is told by its values
             return False
         try:
-            return unseen_by_modes(self._optimizers.owns, module)
+            return unseen_by_modes(self._optimizers.owns, module) and not self._roots.family.computes(module)
         except Exception as error:
             self.hearing.failed("module_called", error)
             return False

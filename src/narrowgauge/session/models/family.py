@@ -38,13 +38,13 @@ class Family:
     def known(self) -> list[nn.Module]:
         """All modules that are somebody's part, and those that they are a part of."""
         parents = {id(p): p for known in self._parents.values() if (p := known()) is not None}
-        return list({id(m): m for parent in parents.values() for m in (parent, *parent.children())}.values())
+        return list({id(m): m for parent in parents.values() for m in (parent, *parts(parent))}.values())
 
     def parent(self, module: nn.Module) -> nn.Module | None:
         """The module that holds this one, if it still does: an id is used again when its owner is gone."""
         known = self._parents.get(id(module))
         parent = known() if known is not None else None
-        return parent if parent is not None and any(m is module for m in parent.children()) else None
+        return parent if parent is not None and any(m is module for m in parts(parent)) else None
 
     def computes(self, module: nn.Module) -> bool:
         """Whether it computes a weight, as a parametrization or a part of one, wherever somebody looks at that."""
@@ -75,11 +75,16 @@ class Family:
         while (parent := self.parent(module)) is not None and id(parent) not in seen:
             seen.add(id(parent))
             if held_by(parent) is None:
-                names.insert(0, next(name for name, child in parent.named_children() if child is module))
+                names.insert(0, next(name for name, child in nn.Module.named_children(parent) if child is module))
             module = parent
         own = {id(p) for p in model.parameters()}
         more = any(id(p) in trained and id(p) not in own for p in module.parameters())
         return (module, ".".join(names)) if more else (model, "")
+
+
+def parts(module: nn.Module) -> list[nn.Module]:
+    """What a module holds, whatever its own `children` says, or refuses to say."""
+    return [child for _, child in nn.Module.named_children(module)]
 
 
 def held_by(module: nn.Module) -> nn.Module | None:
@@ -95,5 +100,5 @@ def held_by(module: nn.Module) -> nn.Module | None:
 
 
 def _trains(parent: nn.Module, trained: Set[int]) -> bool:
-    linear = [child for child in parent.children() if any(isinstance(m, nn.Linear) for m in child.modules())]
+    linear = [child for child in parts(parent) if any(isinstance(m, nn.Linear) for m in child.modules())]
     return all(any(id(p) in trained for p in child.parameters()) for child in linear)

@@ -20,6 +20,7 @@ class _OfThread(threading.local):
 
 
 _REPLICA = "_is_replica"  # nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's
+_NONE: dict[str, Any] = {}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,11 +66,13 @@ class Root:
         Not while it is traced: what is compiled around it is called as a whole.
         """
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # torch passes no keywords where a hook has just come or is just going, as in a signal's handler.
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] = _NONE) -> None:
             if not torch.compiler.is_dynamo_compiling() and _REPLICA not in module.__dict__:
                 begins(self, args, kwargs)
 
-        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        def after(module: nn.Module, args: Any, *rest: Any) -> None:
+            kwargs, output = rest if len(rest) > 1 else (_NONE, *rest)
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
             missed, self.half_seen = kwargs if self.half_seen else {}, False

@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +72,8 @@ def _attach(plan_path: Path, family: Family, compiled: CompiledCalls, optimizers
         watched = Watched(plan_path, family, compiled)
     except Exception as error:
         compiled.close()
-        print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+        with suppress(OSError, ValueError):  # nobody can be told
+            print(f"narrowgauge: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
         let_pass(error)
         return
     _attached[:] = [watched]

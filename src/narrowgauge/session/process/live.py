@@ -59,7 +59,8 @@ class Live:
         self.refused = False  # the program was ended, because what --convert asked cannot be done
         self.ending = ExitStack()  # what else has to be closed, after the run
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # Threads that close it wait for the one that does; a signal's handler that comes into that one need not do it.
+        self._closing, self._closes = threading.RLock(), threading.Lock()
         Live.current = self
         atexit.register(self._at_exit)
         self._follow_exit()
@@ -78,9 +79,9 @@ class Live:
         """
         if os.getpid() != self._pid:
             return
-        failed: Exception | None = None
-        with self._lock:
-            if not self.open:
+        failed: BaseException | None = None
+        with self._closing:
+            if not self.open or not self._closes.acquire(blocking=False):
                 return
             Live.current = None
             self._restore_exit()
@@ -88,16 +89,23 @@ class Live:
             try:
                 self.session.finish(failed=bool(self.error))
                 facts = device_facts(wake=False) | self.session.facts()  # a GPU may have been woken since
-            except Exception as raised:
+            except BaseException as raised:  # a handler's SystemExit as well
                 failed, facts = raised, {"notes": [f"closing the run failed: {raised!r}"]}
             self.session.abandon()  # whatever failed, the program has no hook of ours any more
             if self.refused:  # whatever is missing, that is why
                 facts |= {"refused": True, "not_found": []}
             self.writer.update_meta(**facts, error=self.error)
-            self.writer.close("failed" if self.error else "complete")
+            status = "failed" if self.error else "complete"
+            try:
+                self.writer.close(status)
+            except BaseException as raised:
+                failed = failed or raised
+                self.writer.close(status)  # its thread would go on while the interpreter ends, which aborts
             # torch and the interpreter hold on to this object; duckdb's bindings complain of what outlives them.
             del self.session, self.writer
         self.ending.close()
+        if failed is not None and not isinstance(failed, Exception):
+            raise failed
         if failed is not None:
             let_pass(failed)
 

@@ -114,8 +114,13 @@ def prepare() -> None:
     torch._dynamo.allow_in_graph(_at_result)
 
 
-def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """The hook of every layer that has a seat; behind its first branch it is traced, and the same for all of them."""
+def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
+    """The hook of every layer that has a seat; behind its first branch it is traced, and the same for all of them.
+
+    Without an output it is being taken away (see `PlainSites.ended`).
+    """
+    if output is None:
+        return None
     seat: Seat = getattr(module, SEAT)
     if not torch.compiler.is_compiling():
         layer = _layer(seat.handle)

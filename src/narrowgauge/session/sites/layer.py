@@ -108,15 +108,16 @@ class Layer:
         """Be told of its calls; False if it is gone.
 
         As `register_forward_hook` does it, which takes ten times as long: there is a layer for every few tensors.
-        First of all hooks that come after: a sharded weight is whole here, and perhaps not after them.
+        First of all hooks that come after: a sharded weight is whole here, and perhaps not after them. What is said of
+        a hook is said before it is there: a signal, or another thread, may call the module in between.
         """
         module, number = self._known(), self._number
         if module is None:
             return False
+        module._forward_hooks_with_kwargs[number] = module._forward_hooks_always_called[number] = True
         module._forward_pre_hooks[number] = self._begins
         module._forward_hooks[number] = self._ended
         module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
-        module._forward_hooks_with_kwargs[number] = module._forward_hooks_always_called[number] = True
         return True
 
     def hook_in_graphs(self) -> bool:
@@ -131,9 +132,9 @@ class Layer:
             self._seat = in_graph.Seat.of(self, device, getattr(self.kind, "as_autocast", False))
         self._seat.pretended.grad = None
         vars(module)[SEAT] = self._seat
+        module._forward_hooks_with_kwargs[IN_GRAPH] = True
         module._forward_hooks[IN_GRAPH] = in_graph.called
         module._forward_hooks.move_to_end(IN_GRAPH, last=False)  # type: ignore[attr-defined]
-        module._forward_hooks_with_kwargs[IN_GRAPH] = True
         return True
 
     def unhook(self) -> None:
@@ -141,9 +142,9 @@ class Layer:
         module = self._known()
         if module is None:
             return
-        vars(module).pop(SEAT, None)
         for number in (self._number, IN_GRAPH):
             if module._forward_hooks.pop(number, None) is not None:
                 module._forward_pre_hooks.pop(number, None)
                 module._forward_hooks_with_kwargs.pop(number, None)
                 module._forward_hooks_always_called.pop(number, None)
+        vars(module).pop(SEAT, None)

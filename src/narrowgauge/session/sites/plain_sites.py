@@ -250,9 +250,12 @@ class PlainSites:
             self._running.begins(layer)
 
     def ended(
-        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
-        """Show what it multiplied, unless a product inside of it was heard."""
+        """Show what it multiplied, unless a product inside of it was heard.
+
+        Without an output nothing is shown: torch passes no keywords where the hook is taken away while it is called.
+        """
         if torch.compiler.is_dynamo_compiling():
             return
         running = self._running.ended(layer)

@@ -44,6 +44,8 @@ class Loading:
             self.seen = True
             if last:
                 self._evals.data_ended()
+            else:
+                self._evals.data_came()
 
     def evaluated(self) -> None:
         """A model is called without gradients: what was waited for is no step's."""

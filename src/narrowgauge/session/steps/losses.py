@@ -73,7 +73,8 @@ class EvalLosses:
         self._holds: dict[int, tuple[ref[nn.Module], bool | None]] = {}
         self._trained: frozenset[int] = frozenset()
         self._passes = self._most_passes = 1  # over data, in one evaluation
-        self._ended = False  # a pass has ended since the last loss
+        self._begun, self._over = 0, True  # passes so far, and whether the last has come to its end
+        self._first: int | None = None  # pass in which the open evaluation began
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._told = self._beside = False  # the last loss is what the last call returned; beside other things
         self._after_call = False  # there was a loss since the model's call that was heard last
@@ -109,8 +110,8 @@ class EvalLosses:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
         if self._last_was_ours:
-            self._passes += self._ended
-            self._ended = False
+            self._first = self._begun if self._first is None else self._first
+            self._passes = self._begun - self._first + 1
         value = here(loss).detach().reshape(()).clone().float()
         self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, returned))
 
@@ -151,7 +152,7 @@ class EvalLosses:
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
-        self._last_was_ours, self._ended, self._fed = True, False, False
+        self._last_was_ours, self._fed = True, False
         self._told = self._beside = False
 
     def training_changed(self) -> None:
@@ -160,9 +161,14 @@ class EvalLosses:
         self._trained = frozenset()
         self.trains_by.training_changed()
 
+    def data_came(self) -> None:
+        """A data loader gave a batch, of a new pass if the last had ended; losses of batches before may still come."""
+        self._begun += self._over
+        self._over = False
+
     def data_ended(self) -> None:
         """A pass over data came to its end."""
-        self._ended = bool(self._losses) and self._last_was_ours
+        self._over = True
 
     def model_ended(self, output: Any) -> None:
         """The call ended with `output`."""
@@ -191,13 +197,13 @@ class EvalLosses:
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
-        if not self._losses and not self._ended and self._passes == 1:
+        if not self._losses and self._first is None:
             return {}
         found: dict[int, dict[bool, list[_Loss]]] = {}
         for loss in self._losses:
             found.setdefault(loss.steps, {}).setdefault(loss.ours, []).append(loss)
         self._losses.clear()
-        self._most_passes, self._passes, self._ended = max(self._most_passes, self._passes), 1, False
+        self._most_passes, self._passes, self._first = max(self._most_passes, self._passes), 1, None
         means = {}
         for steps, kinds in found.items():
             others = len(kinds.get(False, ()))
