@@ -5,6 +5,7 @@ import re
 import zlib
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -28,10 +29,13 @@ from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import MOMENTS, finalize
 from narrowgauge.observe.stats import (
     host,
+    host_bits,
     host_kernel,
     host_moved,
+    host_part,
     host_rounding,
     host_sample,
+    host_scales,
     measure,
     team,
 )
@@ -182,6 +186,32 @@ MADE_OF = {
     host_kernel: ("bits", "compare", "part", "rounding", "sample", "scales", "team"),
     host_moved: ("bits", "team"),
 }
+
+
+WIDE = {
+    host_bits: ("bits_of", "extremes", "mean_of", "scan"),
+    host_part: ("_count_lost", "_compare", "add_columns"),
+    host_rounding: ("spread", "round_row", "decode_row", "zero_codes"),
+    host_sample: ("sample", "_place_ranges"),
+    host_scales: ("_runs", "make_scales"),
+}
+
+
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in WIDE.items() for name in names])
+def test_what_loops_over_numbers_does_so_in_the_widest_registers(of, name):
+    function = getattr(of, name)
+    assert "widely" in function.py_func.__code__.co_names
+
+
+def test_a_function_that_says_so_is_compiled_for_them():
+    def summed(x):
+        host_bits.widely()
+        return x.sum()
+
+    compiled = numba.njit(summed)
+    compiled(np.ones(3))
+    (code,) = compiled.inspect_llvm().values()
+    assert '"prefer-vector-width"="512"' in code
 
 
 @pytest.mark.parametrize("walk", MADE_OF, ids=lambda walk: walk.__name__)

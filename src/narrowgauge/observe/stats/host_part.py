@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from narrowgauge.observe.stats.host_bits import MAGNITUDE, NONE, ONE, Array, Number, bits_of, compiled, pointer
+from narrowgauge.observe.stats.host_bits import MAGNITUDE, NONE, ONE, Array, Number, bits_of, compiled, pointer, widely
 from narrowgauge.observe.stats.host_rounding import (
     BEYOND,
     FACTS,
@@ -81,6 +81,7 @@ def walk_part(told_at: Number) -> None:
 @compiled
 def _count_lost(told: Array, first: int, last: int, room: Array, found: Array) -> None:
     """Count flushed and saturated elements of some runs, with or without codes; `found` [FOUND] out."""
+    widely()
     x_at, shift, M, K, stride, step = told[_X], told[_SHIFT], told[_M], told[_K], told[_STRIDE], told[_STEP]
     codes_at, tall, wide = told[_CODES], told[_TALL], told[_WIDE]
     facts = carray(pointer(told[_FACTS]), (len(FACTS),), np.int64)
@@ -125,6 +126,7 @@ def _count_lost(told: Array, first: int, last: int, room: Array, found: Array) -
 @compiled
 def _compare(told: Array, first: int, last: int, room: Array) -> None:
     """Sum the errors of the rows of some chunks: of each chunk, along each row, and along columns."""
+    widely()
     x_at, shift, M, K, stride, step = told[_X], told[_SHIFT], told[_M], told[_K], told[_STRIDE], told[_STEP]
     codes_at, tall, wide, chunks = told[_CODES], told[_TALL], told[_WIDE], told[_CHUNKS]
     rows = -(-(M - told[_FIRST_COMPARED]) // told[_EVERY_COMPARED])
@@ -199,6 +201,7 @@ def _compare(told: Array, first: int, last: int, room: Array) -> None:
 @compiled
 def add_columns(part: Array, columns: Array) -> None:
     """Add sums along columns [2, K] to others."""
+    widely()
     for which in range(2):
         here, of_all = part[which], columns[which]
         for j in range(here.size):

@@ -27,6 +27,7 @@ from narrowgauge.observe.stats.host_bits import (
     as_float,
     compiled,
     exact,
+    widely,
 )  # fmt: skip
 
 Steps = tuple[Number, Number, Number]  # of rounding: see `steps_of`
@@ -109,6 +110,7 @@ def spread(values: Array, first: int, count: int, width: int, out: Array) -> Non
 
     Slices, from their beginning: any other index might be negative to the compiler, which then vectorizes nothing.
     """
+    widely()
     for g in range(count):
         value, part = values[first + g], out[g * width : min((g + 1) * width, out.size)]
         for j in range(part.size):
@@ -118,6 +120,7 @@ def spread(values: Array, first: int, count: int, width: int, out: Array) -> Non
 @compiled
 def round_row(x: Array, inv: Array, scale: Array, steps: Steps, d: Array) -> None:
     """What the numbers stand for once they are rounded."""
+    widely()
     for j in range(x.size):
         d[j] = nearest(x[j], inv[j], steps) * scale[j]
 
@@ -125,6 +128,7 @@ def round_row(x: Array, inv: Array, scale: Array, steps: Steps, d: Array) -> Non
 @compiled
 def decode_row(codes: Array, facts: Array, scale: Array, d: Array) -> None:
     """What the codes stand for, all of which are numbers."""
+    widely()
     digits, bias = np.int32(facts[_DIGITS]), np.int32((BIAS - facts[_BIAS]) << 23)
     first, unit = np.int32(1) << digits, as_float(np.int32(BIAS + 1 - facts[_BIAS] - facts[_DIGITS]) << DIGITS)
     for j in range(d.size):
@@ -138,6 +142,7 @@ def decode_row(codes: Array, facts: Array, scale: Array, d: Array) -> None:
 @compiled
 def zero_codes(bits: Array, codes: Array, facts: Array) -> Number:
     """How many numbers that are not zero, given by their bits, have a code that is; -1 if a code is no number."""
+    widely()
     add, mask = np.uint8(facts[_NAN_ADD]), np.uint8(facts[_NAN_MASK])
     least, last = np.uint8(0x7F), np.uint8(0)
     for j in range(codes.size):

@@ -29,6 +29,7 @@ from narrowgauge.observe.stats.host_bits import (
     as_long,
     bits_of,
     compiled,
+    widely,
 )
 
 WAYS = 4  # counters for every bin: one that was just written is not there to be read again at once
@@ -57,6 +58,7 @@ def sample(
         tallies: [TALLIES] int32 in and out, counts as in `metrics.bins`, to be added to.
         central: [5] float64 out: n, mean and the sums of (x - mean)^p for p = 2, 3, 4.
     """
+    widely()
     magnitude, places, total, n = room[1, :K], room[2, :K], 0.0, np.float64(count) * K
     for i in range(first, first + count * every, every):
         x = bits_of(x_at, shift, i * stride, K, room[0]).view(np.float32)
@@ -134,6 +136,7 @@ def _place_ranges(magnitude: Array, places: Array) -> None:
     The ratio is rounded to float32; where it is infinite, or NaN, x is a zero. Both are slices from their beginning:
     an index that starts anywhere else might be negative to the compiler, which then vectorizes nothing.
     """
+    widely()
     largest = np.int32(0)
     for j in range(magnitude.size):
         largest = max(largest, magnitude[j])

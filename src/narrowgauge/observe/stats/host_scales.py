@@ -25,6 +25,7 @@ from narrowgauge.observe.stats.host_bits import (
     mean_of,
     pointer,
     scan,
+    widely,
 )  # fmt: skip
 from narrowgauge.observe.stats.host_rounding import BEYOND, MOST, Steps, flushed_up_to, inv_scale_of, inverse
 from narrowgauge.observe.stats.host_team import by_all, mine, whom
@@ -94,6 +95,7 @@ _by_all: Any = by_all(_mine)
 @compiled
 def _runs(told: Array, first: int, last: int) -> None:
     """The runs of these rows: what is found of each is left at its place, granules' amaxes at theirs."""
+    widely()
     x_at, shift, M, K, stride, step = told[0], told[1], told[2], told[3], told[4], told[5]
     tall, wide, granules, runs = told[6], told[7], told[9], -(-M // step)
     C, about = -(-K // wide), carray(pointer(told[14]), (1,), np.float64)[0]
@@ -121,6 +123,7 @@ def _runs(told: Array, first: int, last: int) -> None:
 @compiled
 def make_scales(amax_of: Array, facts: Array, limits: Array, scale: Array, inv: Array) -> None:
     """A rule's scales, and what they are the inverses of; [R * C] each."""
+    widely()
     for g in range(scale.size):
         inv[g] = inv_scale_of(as_float(amax_of[g]), facts, limits)
         scale[g] = np.float32(1) / inv[g]
