@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
 
 import click
 
 
 def say(what: str) -> None:
     """Tell it on stderr, if that takes anything: it may be a file on a full disk, or a pipe whose reader is gone."""
-    with suppress(OSError):
+    try:
         click.echo(f"narrowgauge: {what}", err=True)
+    except OSError:
+        # What is left in the stream is written as the interpreter ends, and its exit code would tell of that.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)

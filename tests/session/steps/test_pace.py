@@ -84,7 +84,7 @@ def clock(seconds, monkeypatch):
     now, end_step = [0.0], Recorder.end_step
 
     def slowly(self):
-        now[0] += seconds if self.collector._open else 0.0
+        now[0] += seconds if self.collector.wants("") else 0.0
         end_step(self)
 
     monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
