@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -199,33 +199,40 @@ def test_a_time_limit_that_ends_while_we_look_ends_what_the_program_does(tmp_pat
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def at_alarm(handler):
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def watched_step(folder):
+    """A watch that one step was made under, and the model."""
+    watching, model = ng.watch(out=folder), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    return watching, model
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
 def test_a_time_limit_that_ends_while_the_watch_begins_is_the_program_s(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(armed, "_attached", [])
     monkeypatch.setattr(armed, "Watched", lambda *_: signal.raise_signal(signal.SIGALRM))
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        with pytest.raises(TookTooLong):
-            armed._attach(tmp_path, Family(), CompiledCalls(), [])
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with at_alarm(stop), pytest.raises(TookTooLong):
+        armed._attach(tmp_path, Family(), CompiledCalls(), [])
     assert "this process is not watched: TookTooLong" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="there is no such signal here")
 def test_a_time_limit_that_ends_while_a_watch_is_closed_is_the_program_s_and_the_run_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(Session, "facts", lambda session: signal.raise_signal(signal.SIGALRM))
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        watching = ng.watch(out=tmp_path / "run")
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
+    with at_alarm(stop):
+        watching, _ = watched_step(tmp_path / "run")
         with pytest.raises(TookTooLong):
             watching.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
     found = open_run(tmp_path / "run")
     assert (found.status, found.meta["notes"]) == ("complete", ["closing the run failed: TookTooLong()"])
     assert Live.current is None
@@ -245,18 +252,11 @@ def test_a_handler_that_closes_the_watch_while_it_is_closed_may_end_the_program(
         watching.close()
         sys.exit(3)
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        watching = ng.watch(out=tmp_path / "run")
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
+    with at_alarm(handler):
+        watching, model = watched_step(tmp_path / "run")
         monkeypatch.setattr(of, name, interrupted)
         with pytest.raises(SystemExit, match="3"):
             watching.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert Live.current is None
     assert open_run(tmp_path / "run").status == "complete"
     assert not model._forward_hooks
@@ -272,12 +272,8 @@ def test_a_handler_that_begins_a_watch_while_one_begins_is_told(tmp_path, monkey
         return begin(*args)
 
     monkeypatch.setattr(watching_module, "_begin", interrupted)
-    before = signal.signal(signal.SIGALRM, lambda *_: ng.watch(out=tmp_path / "b"))
-    try:
-        with pytest.raises(UsageError, match="about to be watched"):
-            ng.watch(out=tmp_path / "a")
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with at_alarm(lambda *_: ng.watch(out=tmp_path / "b")), pytest.raises(UsageError, match="about to be watched"):
+        ng.watch(out=tmp_path / "a")
     with ng.watch(out=tmp_path / "a"):
         assert Live.current is not None
 

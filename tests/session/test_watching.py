@@ -213,10 +213,16 @@ def test_cells_of_a_notebook_share_a_watch(tmp_path):
     assert names["run"].scalars("loss")["step"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(("error", "kept"), [(ValueError("no data"), "ValueError: no data"),
-                                             (SystemExit(2), "SystemExit: 2"),
-                                             (KeyboardInterrupt(), "KeyboardInterrupt")])  # fmt: skip
-def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, kept):
+@pytest.mark.parametrize(
+    ("error", "status", "kept"),
+    [
+        (ValueError("no data"), "failed", "ValueError: no data"),
+        (SystemExit(2), "failed", "SystemExit: 2"),
+        (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
+        *[(left, "complete", "") for left in (SystemExit(), SystemExit(0), GeneratorExit())],  # no errors
+    ],
+)
+def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, status, kept):
     model, optimizer = trained()
 
     def work():
@@ -227,22 +233,7 @@ def test_an_error_inside_is_kept_in_the_run_and_goes_on(tmp_path, error, kept):
     with pytest.raises(type(error)):
         work()
     found = meta(tmp_path / "a")
-    assert (found["status"], found["meta"]["error"], found["meta"]["steps"]) == ("failed", kept, 2)
-
-
-@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), GeneratorExit()])
-def test_a_program_that_leaves_without_an_error_completes_its_run(tmp_path, error):
-    model, optimizer = trained()
-
-    def work():
-        with ng.watch(model, out=tmp_path / "a"):
-            train(model, optimizer, 2)
-            raise error
-
-    with pytest.raises(type(error)):
-        work()
-    found = meta(tmp_path / "a")
-    assert (found["status"], found["meta"]["error"]) == ("complete", "")
+    assert (found["status"], found["meta"]["error"], found["meta"]["steps"]) == (status, kept, 2)
 
 
 def test_the_revision_is_the_one_that_the_program_began_with(tmp_path, monkeypatch):
