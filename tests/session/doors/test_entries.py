@@ -161,8 +161,4 @@ def test_calls_that_run_are_left_alone_meanwhile(told, elsewhere):
 
 def test_a_torch_that_reads_no_hooks_is_left_alone(told, monkeypatch):
     monkeypatch.setattr(entries, "_HOOKS", "hooks_of_another_name")
-    entries._reading.cache_clear()
-    try:
-        assert not told.open()
-    finally:
-        entries._reading.cache_clear()
+    assert not told.open()

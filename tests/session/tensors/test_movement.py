@@ -1,5 +1,6 @@
 """How far a step moved the weights: the compiled walk says what torch's passes say."""
 
+import math
 import weakref
 
 import pytest
@@ -40,6 +41,37 @@ def test_both_ways_say_the_same(dtype, monkeypatch):
     assert walked["param_norm"] == pytest.approx(float(before.norm()), rel=close)
     assert walked["update_ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=close)
     assert walked == pytest.approx(passed, rel=1e-6)
+
+
+@pytest.mark.parametrize("walks", [True, False])
+@pytest.mark.parametrize(("by", "ratio"), [(1.0, math.inf), (0.0, math.nan)])
+def test_of_weights_that_are_nothing_the_ratio_is_that_of_numbers(walks, by, ratio, monkeypatch):
+    weight = nn.Parameter(torch.zeros(40, 16))
+    weight.grad = torch.full_like(weight, by)
+    if not walks:
+        monkeypatch.setattr(host, "ready", lambda: False)
+    found = told(torch.optim.SGD([weight], lr=0.1))
+    assert found == pytest.approx({"param_norm": 0.0, "update_ratio": ratio}, nan_ok=True)
+
+
+@pytest.mark.parametrize("walked", [0, 1])
+def test_what_one_optimizer_walked_and_another_passed_adds_up(walked):
+    """The other's weights are float64, of which the walk knows nothing."""
+    g = torch.Generator().manual_seed(0)
+    some = [nn.Parameter(torch.randn(30, 20, generator=g)), nn.Parameter(torch.randn(9, generator=g).double())]
+    before = [p.detach().double().clone() for p in some]
+    movement = Movement()
+    optimizers = [torch.optim.SGD([p], lr=0.5) for p in (some if walked else reversed(some))]
+    for p in some:
+        p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        movement.before(optimizer)
+        optimizer.step()
+        movement.after(optimizer)
+    norm = sum(float(p.square().sum()) for p in before) ** 0.5
+    moved = sum(float((p.detach() - old).square().sum()) for p, old in zip(some, before, strict=True)) ** 0.5
+    found = {name: float(value) for name, value in movement.scalars().items()}
+    assert found == pytest.approx({"param_norm": norm, "update_ratio": moved / norm}, rel=1e-6)
 
 
 def test_weights_of_several_dtypes_are_measured_as_in_float64():
@@ -138,7 +170,7 @@ def test_a_few_columns_that_move_are_seen_in_every_turn(shape, columns, dtype):
         movement.before(optimizer)
         optimizer.step()
         movement.after(optimizer)
-        seen.append(movement.scalars()["update_ratio"].item())
+        seen.append(float(movement.scalars()["update_ratio"]))
     true = 0.5 * (len(range(*columns.indices(shape[1]))) / shape[1]) ** 0.5
     assert seen == pytest.approx([true] * 5, rel=0.02)
 
@@ -155,7 +187,7 @@ def test_a_short_last_line_counts_as_one_of_many():
         movement.before(optimizer)
         optimizer.step()
         movement.after(optimizer)
-        seen.append(movement.scalars()["update_ratio"].item() ** 2 * sum(sizes))
+        seen.append(float(movement.scalars()["update_ratio"]) ** 2 * sum(sizes))
     assert sum(seen) / 9 == pytest.approx(1.0, rel=1e-3)
     assert max(seen) <= 9.001  # its lines
 

@@ -19,6 +19,7 @@ import torch
 # In the order of host_team.TEAM.
 FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
 _TEAM = np.zeros(len(FUNCTIONS), np.int64)
+_AT = int(_TEAM.ctypes.data)  # to ask for it takes as long as the walk over a small tensor
 _FORKS: list[int] = []  # this process, if it is a fork, and those between it and the one that loaded this
 
 
@@ -26,7 +27,7 @@ def address() -> int:
     """Where the walk reads of the team whom to ask; the same for as long as the process lives."""
     settle()
     _find()
-    return int(_TEAM.ctypes.data)
+    return _AT
 
 
 def settle() -> None:

@@ -32,16 +32,21 @@ class Entries:
     def __init__(self, entered: Callable[[], Leave], failed: Callable[[Exception], None]) -> None:
         self._entered, self._failed = entered, failed
         self._calls: dict[int, Leave] = {}  # those of all threads, by their frames: one that runs keeps its number
-        self._code: CodeType | None = None  # that they run in
+        self._outer: CodeType | None = None  # of torch's class
+        self._code: CodeType | None = None  # in it, that they run in
         self._door = _Door(self._enter)
         self._asks: tuple[Any, Any] | None = None  # what torch asked for its reasons, and what it asks now
 
     def open(self) -> bool:
         """Tell from now on; False if this torch does not, or has no compiler loaded yet."""
-        self._code = _call()
+        contexts = _contexts()
+        outer = None if contexts is None else contexts.__call__.__code__
+        if outer is not self._outer:
+            self._outer, self._code = outer, None if outer is None else _reading(outer)
         if self._code is None:
             return False
-        setattr(_contexts(), _HOOKS, self._door)
+        if vars(contexts).get(_HOOKS) is not self._door:
+            setattr(contexts, _HOOKS, self._door)
         if self._asks is None and _REFUSES in self._code.co_names:
             self._hear_refusals(sys.modules[_MODULE])
         return True
@@ -147,14 +152,8 @@ def _contexts() -> Any:
     return getattr(sys.modules.get(_MODULE), _CLASS, None)
 
 
-def _call() -> CodeType | None:
-    """What runs while such a call does; None if it reads no hooks."""
-    contexts = _contexts()
-    return None if contexts is None else _reading(contexts.__call__.__code__)
-
-
-@functools.cache
 def _reading(code: CodeType) -> CodeType | None:
+    """What runs while such a call does; None if it reads no hooks."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return next((each for each in inner if _HOOKS in each.co_names), None)
 

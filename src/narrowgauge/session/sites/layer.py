@@ -142,9 +142,8 @@ class Layer:
         module = self._known()
         if module is None:
             return
-        for number in (self._number, IN_GRAPH):
-            if module._forward_hooks.pop(number, None) is not None:
-                module._forward_pre_hooks.pop(number, None)
-                module._forward_hooks_with_kwargs.pop(number, None)
-                module._forward_hooks_always_called.pop(number, None)
-        vars(module).pop(SEAT, None)
+        number = IN_GRAPH if vars(module).pop(SEAT, None) is not None else self._number
+        if module._forward_hooks.pop(number, None) is not None:
+            module._forward_pre_hooks.pop(number, None)
+            module._forward_hooks_with_kwargs.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)

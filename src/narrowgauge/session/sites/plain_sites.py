@@ -37,6 +37,7 @@ from narrowgauge.session.sites.census import Census, plain_name
 from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.known import kind_of, weight_shape
 from narrowgauge.session.sites.layer import Before, Layer
+from narrowgauge.session.sites.outside import Outside
 from narrowgauge.session.sites.part import Part, is_plain
 from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.running import Running
@@ -112,6 +113,7 @@ class PlainSites:
         self._beside: dict[Callable[[], AbstractContextManager[None]], None] = {}  # what kinds of layers have to hear
         self._census = Census()
         self._products = Products(self._heard, self.shown.said.failed, lambda: self._running.tells())
+        self._outside = Outside(self._census.lacks)
         self._steps = self._ident = 0
         self.uncompiled = self._graphs = False
         self._compiled: set[Whose] = set()  # whose calls have run compiled
@@ -126,6 +128,7 @@ class PlainSites:
         if self.shown.recipe is None:
             return []
         self._census.add(model, observer)
+        self._outside.begin_anew()
         self._layers = [layer for layer in self._layers if layer.module is not None]
         self._look_again()
         taken = {id(layer.module) for layer in self._layers}
@@ -158,7 +161,7 @@ class PlainSites:
     @property
     def notes(self) -> list[str]:
         """What was not looked at; empty if everything was."""
-        notes = [*self.shown.notes, *self.choice.notes]
+        notes = [*self.shown.notes, *self.choice.notes, *self._outside.notes]
         closed = {"unheard"} if self._eager else {"unheard", "followed"}
         if self._steps and self._compiled & closed and self._census.lacks():
             notes.append(_CLOSED if self._eager else _CONVERTED)
@@ -193,6 +196,8 @@ class PlainSites:
             return
         for heard in self._beside:
             self._open.enter_context(heard())
+        if not compiles and not self._outside.expected():
+            return
         if told or self.uncompiled or not compiles:
             self._products.open()
             self._open.callback(self._products.close)
@@ -234,6 +239,7 @@ class PlainSites:
                 self.choice.ended(frozenset(self.shown.heard), self._inside())
             self._open.close()
             self._census.end()
+            self._outside.ended(bool(self.shown.heard))
 
     def _failed(self, error: Exception) -> None:
         """The compiler could not make a graph for a recorded step."""
@@ -383,8 +389,10 @@ class PlainSites:
         if inside is not None and module is not None and own:
             inside.heard = True
             self._census.saw(module)
+            self._outside.hears()
             kept = None if owner is None else self._census.kept(owner.module, owner.name)
             self.shown.use(inside.layer.name, inside.layer.observer, part, kept)
             return
         if owner is not None:
+            self._outside.hears()
             self.shown.use(owner.site, owner.observer, part, self._census.saw(owner.module, owner.name))

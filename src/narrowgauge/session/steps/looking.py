@@ -56,7 +56,7 @@ def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps
         if isinstance(scale, Tensor):
-            found = found.over(scale.to(found.total.device).double().square())
+            found = found.over(scale.double().square())
         line.unclipped.append((frozenset(map(id, owners)), found))
 
 

@@ -31,6 +31,7 @@ class Runs(NamedTuple):
         kinds: their shapes and dtypes, and the device of all.
         elements: of all.
         numbers: the addresses once more.
+        asked: addresses, shapes and dtypes of what was asked, empty ones too.
     """
 
     ats: Array
@@ -38,6 +39,7 @@ class Runs(NamedTuple):
     kinds: tuple[list[torch.Size], list[torch.dtype], torch.device]
     elements: int
     numbers: list[int]
+    asked: tuple[list[int], list[torch.Size], list[torch.dtype]]
 
 
 def runs(tensors: Sequence[Tensor], known: Runs | None = None) -> Runs | None:
@@ -45,6 +47,8 @@ def runs(tensors: Sequence[Tensor], known: Runs | None = None) -> Runs | None:
 
     What was `known` of them is given back if it is still true.
     """
+    if known is not None and _unmoved(tensors, known):
+        return known
     if not tensors:
         return None
     device = tensors[0].device
@@ -69,8 +73,23 @@ def runs(tensors: Sequence[Tensor], known: Runs | None = None) -> Runs | None:
         sizes.append(size)
         shapes.append(x.shape)
         dtypes.append(dtype)
-    if known is not None and ats == known.numbers and (shapes, dtypes, device) == known.kinds:
-        return known
     if not ats:
         return None
-    return Runs(np.array(ats, np.int64), np.array(sizes, np.int64), (shapes, dtypes, device), sum(sizes), ats)
+    asked = [x.data_ptr() for x in tensors], [x.shape for x in tensors], [x.dtype for x in tensors]
+    return Runs(np.array(ats, np.int64), np.array(sizes, np.int64), (shapes, dtypes, device), sum(sizes), ats, asked)
+
+
+def _unmoved(tensors: Sequence[Tensor], known: Runs) -> bool:
+    """Whether all that was found out still holds: what lies at the same address and is as large was not freed."""
+    if not PLAIN.issuperset(map(type, tensors)):
+        return False
+    ats, shapes, dtypes = known.asked
+    try:
+        return (
+            list(map(Tensor.data_ptr, tensors)) == ats
+            and [x.shape for x in tensors] == shapes
+            and [x.dtype for x in tensors] == dtypes
+            and all(map(Tensor.is_contiguous, tensors))
+        )
+    except RuntimeError:  # what is sparse by now has no address
+        return False

@@ -27,9 +27,9 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.metrics.primes import stride_over
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.memory import runs
-from narrowgauge.session.tensors.norms import Parts, Squares, Term, cut_by_fsdp, named, squares
+from narrowgauge.session.tensors.norms import Parts, Squares, Term, named, some_cut_by_fsdp, squares
 from narrowgauge.session.tensors.rooms import Launched, Room, Walked, widths
-from narrowgauge.session.tensors.shares import group_of
+from narrowgauge.session.tensors.shares import some_in_groups
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
 
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     copies: Any
     partial: bool
 
-    def squares(self, total: Tensor) -> Squares:
+    def squares(self, total: Tensor | float) -> Squares:
         """Of all of them."""
         return Squares(Term(total, None if self.partial else 1))
 
@@ -74,13 +74,13 @@ class Movement:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         number = id(optimizer)
-        alone = not any(map(group_of, weights))  # else some count once for several ranks
-        plan = self._room.plan(number, weights, self._budget) if alone else None
+        # Where some are in groups, these count once for several ranks.
+        plan = None if some_in_groups(weights) else self._room.plan(number, weights, self._budget)
         if plan is None:
             self._pass(optimizer, weights, in_parts)
             return
         total, copies = plan.copy(self._turn)
-        held = self._copied[number] = Held(weights, plan, copies, in_parts or any(map(cut_by_fsdp, weights)))
+        held = self._copied[number] = Held(weights, plan, copies, in_parts or some_cut_by_fsdp(weights))
         self._weights = held.squares(total).and_also(self._weights)
         self.share = min(self.share, plan.share)
 
@@ -117,7 +117,7 @@ class Movement:
         if copied is not None:
             plan = copied.plan
             now = runs(copied.weights, plan.whole)  # a step may have put other memory in a weight's place
-            if now is None or now.kinds != plan.whole.kinds:
+            if now is None or (now is not plan.whole and now.kinds != plan.whole.kinds):
                 self._lost = True
             else:
                 self._moved = copied.squares(plan.moved(now, self._turn, copied.copies)).and_also(self._moved)
@@ -138,7 +138,7 @@ class Movement:
         moved = squares(copies, parts.copies, factors, parts.ranks)
         self._moved = self._moved if moved is None else moved.and_also(self._moved)
 
-    def scalars(self) -> dict[str, Tensor]:
+    def scalars(self) -> dict[str, Tensor | float]:
         """`param_norm` and `update_ratio`; or, of sharded weights, this rank's part of the squares of both norms."""
         weights, moved = self._weights, self._moved
         if weights is None:
@@ -148,7 +148,14 @@ class Movement:
             return found
         if moved.partial:
             return found | named("update", moved)
-        return found | {"update_ratio": (moved.total.to(weights.total.device) / weights.total).sqrt()}
+        return found | {"update_ratio": _ratio(moved.total, weights.total)}
+
+
+def _ratio(moved: Tensor | float, weights: Tensor | float) -> Tensor | float:
+    if isinstance(moved, Tensor) or isinstance(weights, Tensor):
+        weights = torch.as_tensor(weights)
+        return (torch.as_tensor(moved).to(weights.device) / weights).sqrt()
+    return math.sqrt(moved / weights) if weights else moved * math.inf
 
 
 def _every(x: Tensor, stride: int, turn: int) -> Tensor:

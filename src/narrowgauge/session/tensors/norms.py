@@ -12,6 +12,7 @@ copies   how many ranks hold the same part of x: the mesh's dimensions that repl
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from narrowgauge.session.tensors.sharded import is_distributed, local_of, mesh_size
 from narrowgauge.session.tensors.shares import copies_in_group, group_of, is_experts
 
+FSDP = "torch.distributed.fsdp"  # where parameters are marked
 PIECE = 1 << 16  # elements
 
 
@@ -28,11 +30,12 @@ class Term(NamedTuple):
     """A sum of squares of what is here, [] float64.
 
     Args:
+        total: a number where the walk on the CPU found it: to make a tensor of it takes longer than to square a layer.
         ranks: over how many ranks such sums are to be added up for the whole; 1: all of it is here, and on every other
             rank; None: other ranks have more, and nobody says how many.
     """
 
-    total: Tensor
+    total: Tensor | float
     ranks: int | None = 1
 
 
@@ -53,7 +56,12 @@ class Squares:
 
     def over(self, square: Tensor) -> Squares:
         """Of what all of it was, before it was multiplied by the root of `square`."""
-        return Squares(*(Term(each / square, ranks) for each, ranks in self._terms))
+        return Squares(
+            *(
+                Term(each / (square.to(each.device) if isinstance(each, Tensor) else square), ranks)
+                for each, ranks in self._terms
+            )
+        )
 
     @property
     def partial(self) -> bool:
@@ -66,11 +74,14 @@ class Squares:
         return max(term.ranks or 1 for term in self._terms)
 
     @property
-    def total(self) -> Tensor:
+    def total(self) -> Tensor | float:
         """Of what is here; what several of those `ranks` ranks have alike counts on each of them as much less."""
-        home, ranks = self._terms[0].total.device, self.ranks
+        ranks = self.ranks
         here = [t.total if t.ranks in (None, ranks) else t.total * (t.ranks / ranks) for t in self._terms]
-        return here[0] if len(here) == 1 else torch.stack([each.to(home) for each in here]).sum()
+        if len(here) == 1:
+            return here[0]
+        home = next((each.device for each in here if isinstance(each, Tensor)), torch.device("cpu"))
+        return torch.stack([torch.as_tensor(each, dtype=torch.float64).to(home) for each in here]).sum()
 
 
 class Parts:
@@ -122,6 +133,11 @@ def cut_by_fsdp(x: Tensor) -> bool:
     return bool(getattr(x, "_fsdp_flattened", False))
 
 
+def some_cut_by_fsdp(tensors: Iterable[Tensor]) -> bool:
+    """Whether it has sharded any of them."""
+    return FSDP in sys.modules and any(map(cut_by_fsdp, tensors))
+
+
 def squares(
     tensors: list[Tensor],
     copies: list[int],
@@ -170,9 +186,12 @@ def of_norm(norm: Tensor | float) -> Squares:
     return Squares(Term(square / copies, mesh.size()) if copies < mesh.size() else Term(square))
 
 
-def named(what: str, found: Squares) -> dict[str, Tensor]:
+def named(what: str, found: Squares) -> dict[str, Tensor | float]:
     """`<what>_norm`, or `<what>_square_local` where other ranks hold more of it."""
-    return {f"{what}_square_local": found.total} if found.partial else {f"{what}_norm": found.total.sqrt()}
+    total = found.total
+    if found.partial:
+        return {f"{what}_square_local": total}
+    return {f"{what}_norm": total.sqrt() if isinstance(total, Tensor) else math.sqrt(total)}
 
 
 def of_clips(norms: list[Tensor | float], found: Squares | None = None) -> Mapping[str, Tensor | float]:

@@ -10,6 +10,7 @@ Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_paralle
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +30,11 @@ def group_of(p: Tensor) -> list[int]:
     if not ranks and (experts or getattr(p, "tensor_model_parallel", False)):
         ranks = _asked("get_tensor_model_parallel_group")
     return ranks if len(ranks) > 1 else []
+
+
+def some_in_groups(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them has such ranks."""
+    return PLACE in sys.modules and any(map(group_of, parameters))
 
 
 def copies_in_group(p: Tensor) -> int:
