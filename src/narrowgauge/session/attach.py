@@ -187,6 +187,7 @@ class Session:
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
         self._estimates |= only_estimates(optimizer)
+        self.plain.weights_came()
         self.steps.evals.training_changed()
 
     def optimizer_restored(self, optimizer: Optimizer) -> None:
@@ -199,6 +200,7 @@ class Session:
         """It may hold other parameters than before; one that is just being made is not known yet."""
         if optimizer in self.optimizers:
             self.optimizers.changed()
+            self.plain.weights_came()
             self.steps.evals.training_changed()
 
     def compile_refused(self) -> None:

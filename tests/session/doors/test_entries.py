@@ -162,3 +162,11 @@ def test_calls_that_run_are_left_alone_meanwhile(told, elsewhere):
 def test_a_torch_that_reads_no_hooks_is_left_alone(told, monkeypatch):
     monkeypatch.setattr(entries, "_HOOKS", "hooks_of_another_name")
     assert not told.open()
+
+
+def test_a_class_of_torch_s_that_is_called_otherwise_by_now_is_read_anew(told, monkeypatch):
+    assert told.open()
+    with monkeypatch.context() as other:
+        other.setattr(torch._dynamo.eval_frame._TorchDynamoContext, "__call__", lambda self, function: function)
+        assert not told.open()
+    assert told.open()

@@ -77,6 +77,16 @@ def freed(some):
     return some
 
 
+def shorter(some):
+    some[0].untyped_storage().resize_(40)
+    return some
+
+
+def negative(some):
+    some[0].data = torch._neg_view(some[0].data)
+    return some
+
+
 class Own(torch.Tensor):
     pass
 
@@ -85,7 +95,9 @@ def of_the_programs_own_class(some):
     return [some[0].detach().as_subclass(Own), *some[1:]]
 
 
-@pytest.mark.parametrize("change", [turned, as_numbers_of_another_kind, sparse, freed, of_the_programs_own_class])
+@pytest.mark.parametrize(
+    "change", [turned, as_numbers_of_another_kind, sparse, freed, shorter, negative, of_the_programs_own_class]
+)
 def test_what_is_no_plain_memory_any_more_is_known_no_longer(change):
     some = weights()
     known = runs(some)

@@ -74,6 +74,23 @@ def test_what_one_optimizer_walked_and_another_passed_adds_up(walked):
     assert found == pytest.approx({"param_norm": norm, "update_ratio": moved / norm}, rel=1e-6)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e20, 1e-25])
+def test_what_moved_may_be_a_number_where_weights_are_a_tensor(factor):
+    """Two optimizers, of which only the one that was walked has stepped."""
+    g = torch.Generator().manual_seed(0)
+    walked, passed = (nn.Parameter(torch.randn(9, generator=g) * factor), nn.Parameter(torch.ones(3).double()))
+    movement, old = Movement(), walked.detach().double().clone()
+    walked.grad = torch.full_like(walked, factor)
+    optimizer = torch.optim.SGD([walked], lr=0.5)
+    movement.before(optimizer)
+    optimizer.step()
+    movement.after(optimizer)
+    movement.before(torch.optim.SGD([passed], lr=0.5))
+    moved = float((walked.detach().double() - old).norm())
+    norm = (float(old.square().sum()) + 3.0) ** 0.5
+    assert float(movement.scalars()["update_ratio"]) == pytest.approx(moved / norm, rel=1e-6)
+
+
 def test_weights_of_several_dtypes_are_measured_as_in_float64():
     g = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

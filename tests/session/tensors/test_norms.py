@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from narrowgauge.session.tensors.norms import Parts, named, of_clips, of_norm
+from narrowgauge.session.tensors.norms import Parts, Squares, Term, named, of_clips, of_norm
 
 
 @pytest.fixture
@@ -26,6 +26,19 @@ def mesh():
 
 def part(local, mesh, *placements):
     return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_and_tensors_add_up_in_float64_whatever_the_program_s_default_is(dtype):
+    big, small = 0.1e60, torch.tensor(1e59 / 3, dtype=torch.float64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            for terms in ((Term(big), Term(small)), (Term(small), Term(big)), (Term(big), Term(float(small)))):
+                assert float(Squares(*terms).total) == pytest.approx(big + float(small), rel=1e-15)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_plain_tensors_are_whole():

@@ -81,7 +81,7 @@ class Census:
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
         self._kept: dict[tuple[int, str], Tensor] = {}
         self.spread = False
-        self._late = False  # a lazy module had still to make a parameter when it was noted
+        self._late = False  # there may be parameters that were not noted: a lazy module had still to make one, say
 
     def add(self, model: nn.Module, observer: Observer) -> None:
         """Count a model's parameters too."""
@@ -108,6 +108,10 @@ class Census:
         self.spread = some_are_distributed()
         if self.spread:  # only of these it is not what they are when they are used
             self._kept = {(id(m), name): p for model, _ in self._living() for m, name, p in _parameters(model)}
+
+    def note_again(self) -> None:
+        """Known models may have parameters that they had not."""
+        self._late = True
 
     def _note_late(self) -> None:
         if self._late:

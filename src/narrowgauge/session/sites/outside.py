@@ -5,21 +5,23 @@ Python then looks through `Tensor` and its subclasses anew, and nothing of it is
 some milliseconds that takes as much as counting some of its tensors does. So where there is nothing to be heard, it is
 listened for only now and then:
 
-    the first WARM steps       always; and again when a model is taken in
+    the first WARM steps       always; and again when a model is taken in, or an optimizer gets parameters
     something was heard        always: the program multiplies outside of its layers
     a weight was not seen      always, unless it is looked up (an embedding's): nobody knows what is done with it
-    otherwise                  every SELDOM-th step
+    otherwise                  a step of NEAR to FAR, by chance: never in step with what a program does by turns
 
-What can be missed is a product by a weight that a layer of its own multiplies as well, if the program first takes it
-after the first steps: in SELDOM - 1 recorded steps at most, and a note says so.
+What can be missed is a product by a weight that a layer of its own multiplies as well, or that is looked up, if the
+program first takes it after the first steps: in FAR - 1 recorded steps at most where it takes it in each, in some of
+its occurrences where it does not. A note says so once it is heard.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 WARM = 4
-SELDOM = 8
+NEAR, FAR = 4, 12
 
 
 class Outside:
@@ -31,36 +33,44 @@ class Outside:
 
     def __init__(self, lacks: Callable[[], bool]) -> None:
         self._lacks = lacks
-        self._heard = self._late = False
-        self._steps = 0  # in which something was multiplied
-        self._all_seen: bool | None = None  # asked once, for it asks of every weight
+        self._chance = random.Random(0)  # its own: the program's numbers stay as they are
+        self._heard = False
+        self._passed = self._missed = 0  # steps that were not listened to; those before the first product
+        self.begin_anew()
 
     @property
     def notes(self) -> list[str]:
-        """That one may be missing."""
-        if not self._late:
+        """That some may be missing."""
+        if not self._missed:
             return []
+        steps = f"{self._missed} recorded step" + "s" * (self._missed > 1)
         return [
-            "Products outside of layers were heard for the first time when all weights had been seen, and only every "
-            f"{SELDOM}th recorded step was listened to: of up to {SELDOM - 1} before that one, they may be missing."
+            f"Products outside of layers were heard for the first time when {steps} had not been listened to, for "
+            "layers told of every weight that is multiplied: in those, they may be missing."
         ]
 
     def begin_anew(self) -> None:
-        """There is another model."""
-        self._steps, self._all_seen = 0, None
+        """There may be weights that were not there before."""
+        self._steps = 0  # in which something was multiplied
+        self._next = WARM - 1 + self._chance.randint(NEAR, FAR)  # the first that is listened to after the first ones
+        self._all_seen: bool | None = None  # asked once, for it asks of every weight
 
     def expected(self) -> bool:
         """Whether the step that begins is listened to."""
-        if self._heard or self._steps < WARM or self._steps % SELDOM == 0:
+        if self._heard or self._steps < WARM:
+            return True
+        if self._steps >= self._next:
+            self._next = self._steps + self._chance.randint(NEAR, FAR)
             return True
         if self._all_seen is None:
             self._all_seen = not self._lacks()
+        self._passed += self._all_seen
         return not self._all_seen
 
     def hears(self) -> None:
         """There was one."""
-        self._late |= not self._heard and self._all_seen is True
-        self._heard = True
+        if not self._heard:
+            self._heard, self._missed = True, self._passed
 
     def ended(self, some: bool) -> None:
         """A step ended, in which something was multiplied or not."""

@@ -41,25 +41,11 @@ from narrowgauge.session.sites.outside import Outside
 from narrowgauge.session.sites.part import Part, is_plain
 from narrowgauge.session.sites.products import Products
 from narrowgauge.session.sites.running import Running
+from narrowgauge.session.sites.said import AT_ONCE, CLOSED, CONVERTED, UNTOLD
 from narrowgauge.session.sites.showing import Showing
 
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
-_CLOSED = (
-    "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after ng.watch to "
-    "see its layers."
-)
-_CONVERTED = (
-    "Products outside of known layers are not recorded inside of what the program compiles: converted layers are "
-    "watched in its graphs."
-)
-_UNTOLD = (
-    "Products outside of known layers are not recorded: the program compiles, and this torch does not tell when what "
-    "it compiled is called."
-)
-_AT_ONCE = (
-    "What is compiled ran in one thread while another was recorded: products outside of known layers may be missing."
-)
 
 
 class PlainSites:
@@ -141,6 +127,11 @@ class PlainSites:
         self._beside |= dict.fromkeys(heard for layer in found if (heard := getattr(layer.kind, "heard", None)))
         return [layer.name for layer in found]
 
+    def weights_came(self) -> None:
+        """An optimizer got parameters: known modules may have some that they had not."""
+        self._census.note_again()
+        self._outside.begin_anew()
+
     def _look_again(self) -> None:
         """The program may have changed what layers are since they were taken in: their weights are computed, say."""
         for layer in self._layers:
@@ -164,9 +155,9 @@ class PlainSites:
         notes = [*self.shown.notes, *self.choice.notes, *self._outside.notes]
         closed = {"unheard"} if self._eager else {"unheard", "followed"}
         if self._steps and self._compiled & closed and self._census.lacks():
-            notes.append(_CLOSED if self._eager else _CONVERTED)
+            notes.append(CLOSED if self._eager else CONVERTED)
         if self._untold:
-            notes.append(_UNTOLD)
+            notes.append(UNTOLD)
         unseen = self._census.unseen() if self._steps else ""
         if unseen:
             notes.append(f"Not seen as a weight in any recorded step: {unseen}.")
@@ -202,7 +193,7 @@ class PlainSites:
             self._products.open()
             self._open.callback(self._products.close)
             if self._products.elsewhere():
-                self.shown.said.say(_AT_ONCE)
+                self.shown.said.say(AT_ONCE)
         else:
             self._untold = True  # their graphs would be made anew for functions that come and go
         if compiles:
@@ -216,7 +207,7 @@ class PlainSites:
             if self._listening and threading.get_ident() == self._ident:
                 self._launch(whose)
             elif self._listening and not (self._graphs or inside_backward()):
-                self.shown.said.say(_AT_ONCE)
+                self.shown.said.say(AT_ONCE)
         except Exception as error:
             self.compiled_unheard(error)
         return back

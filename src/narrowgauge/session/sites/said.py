@@ -1,4 +1,4 @@
-"""What a run's notes say of tensors that were shown: which were passed over, and what failed."""
+"""What a run's notes say of tensors that were shown: which were passed over, what failed, what compiling hides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from collections.abc import Callable
 from narrowgauge.errors import let_pass
 
 NO_FLOAT64 = "Training in BF16 or FP8 holds no float64"
+CLOSED = (
+    "What was compiled before the watch began is not seen inside, its steps are. Call torch.compile after ng.watch to "
+    "see its layers."
+)
+CONVERTED = (
+    "Products outside of known layers are not recorded inside of what the program compiles: converted layers are "
+    "watched in its graphs."
+)
+UNTOLD = (
+    "Products outside of known layers are not recorded: the program compiles, and this torch does not tell when what "
+    "it compiled is called."
+)
+AT_ONCE = (
+    "What is compiled ran in one thread while another was recorded: products outside of known layers may be missing."
+)
 
 
 class Said:

@@ -90,6 +90,7 @@ def _unmoved(tensors: Sequence[Tensor], known: Runs) -> bool:
             and [x.shape for x in tensors] == shapes
             and [x.dtype for x in tensors] == dtypes
             and all(map(Tensor.is_contiguous, tensors))
+            and not any(map(Tensor.is_neg, tensors))
         )
     except RuntimeError:  # what is sparse by now has no address
         return False

@@ -27,7 +27,15 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.metrics.primes import stride_over
 from narrowgauge.observe.stats import host
 from narrowgauge.session.tensors.memory import runs
-from narrowgauge.session.tensors.norms import Parts, Squares, Term, named, some_cut_by_fsdp, squares
+from narrowgauge.session.tensors.norms import (
+    Parts,
+    Squares,
+    Term,
+    as_tensor,
+    named,
+    some_cut_by_fsdp,
+    squares,
+)
 from narrowgauge.session.tensors.rooms import Launched, Room, Walked, widths
 from narrowgauge.session.tensors.shares import some_in_groups
 
@@ -153,8 +161,8 @@ class Movement:
 
 def _ratio(moved: Tensor | float, weights: Tensor | float) -> Tensor | float:
     if isinstance(moved, Tensor) or isinstance(weights, Tensor):
-        weights = torch.as_tensor(weights)
-        return (torch.as_tensor(moved).to(weights.device) / weights).sqrt()
+        weights = as_tensor(weights)
+        return (as_tensor(moved).to(weights.device) / weights).sqrt()
     return math.sqrt(moved / weights) if weights else moved * math.inf
 
 

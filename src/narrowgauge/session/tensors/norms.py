@@ -81,7 +81,12 @@ class Squares:
         if len(here) == 1:
             return here[0]
         home = next((each.device for each in here if isinstance(each, Tensor)), torch.device("cpu"))
-        return torch.stack([torch.as_tensor(each, dtype=torch.float64).to(home) for each in here]).sum()
+        return torch.stack([as_tensor(each).to(home) for each in here]).sum()
+
+
+def as_tensor(total: Tensor | float) -> Tensor:
+    """A sum of squares as a tensor, [] float64, whatever the program's default dtype and device are."""
+    return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 class Parts:
