@@ -3,12 +3,14 @@
     said      losses and gradient norms that the program logs: the same to the bit
     run       loss, gradient norm, microbatches and learning rate are those, step by step
     sites     every linear layer, by the names that the model gives them
-    tensors   the last step's rows, by what the program itself summed of the same tensors
+    tensors   the last step's rows of all of them, by what the program itself summed of the same tensors: in FP8 by
+              TransformerEngine's own quantizers, SQNR and scales too, and a delayed amax ratio by the layer's history
 
 Each case is a program of its own (`gpu_megatron_program.py`), by its recipe; `sharded` has the distributed optimizer,
-`parallel` has tensor-parallel layers on two GPUs, under torchrun. The layers whose sums are compared split what they
-multiply along K, so its parts make one tensor, and both ranks hold the whole gradient of the result. A case that
-raises is a line. The transcript goes to results/.
+`parallel` has tensor-parallel layers on two GPUs, under torchrun. A layer is cut by columns of its result, which all
+its ranks are given the same input for, or by what is summed over, K, and all hold the same result; the ranks' parts of
+all else make one tensor. What a layer norms itself is normed by hand as well, of which a BF16 number in ten thousand
+may be rounded otherwise. A case that raises is a line. The transcript goes to results/.
 
     python -m benchmarks.gpu_check_megatron [--cases "delayed,delayed parallel"]
 """
@@ -30,7 +32,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_megatron_program import LOOKED_AT, MICROBATCHES, STEPS
+from benchmarks.gpu_megatron_program import MICROBATCHES, NAMES, NORMING, STEPS
+from benchmarks.gpu_operand_sums import row, worst
 from benchmarks.record import transcript
 
 from narrowgauge.observe.store import open_run
@@ -38,9 +41,9 @@ from narrowgauge.observe.store import open_run
 PROGRAM = Path(__file__).with_name("gpu_megatron_program.py")
 CASES = ("none", "delayed", "tensorwise", "blockwise", "delayed sharded", "none parallel", "delayed parallel")
 RANKS = 2  # of parallel cases
-LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+BY_COLUMNS = (*NORMING, "output_layer")
 SAME_BITS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-WORST = 1e-5
+WORST = {True: 1e-4, False: 1e-5}  # whether it was normed by hand
 FAILED = "  FAILED "
 
 
@@ -52,7 +55,8 @@ def program(case: str, folder: Path, watched: bool) -> str:
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     started = [sys.executable, *(ranks if kind == "parallel" else ()), str(PROGRAM), recipe, str(folder)]
     command = [*(ours if watched else ()), *started]
-    environment = {**os.environ, **SAME_BITS, "SHARDED": "yes" if kind == "sharded" else ""}
+    path = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **SAME_BITS, "SHARDED": "yes" if kind == "sharded" else "", "PYTHONPATH": path}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     except subprocess.TimeoutExpired as late:
@@ -78,12 +82,11 @@ def checked(case: str, folder: Path) -> Iterator[str]:
         if len(found) != STEPS or any(not math.isclose(a, b, rel_tol=1e-5) for a, b in zip(found, want, strict=True)):
             raise AssertionError(f"{name} {found}, the program's {want}")
     yield f"  so are loss, microbatches and norm of the run; norms {min(norms):.3f} to {max(norms):.3f}, clipped at 0.5"
-    names = {f"decoder.layers.{i}.{layer}" for i in range(2) for layer in LAYERS} | {"output_layer"}
-    sites = {site.rpartition(":")[0] for site in run.sites}
-    if not names <= sites:
-        raise AssertionError(f"not seen: {sorted(names - sites)}; seen: {sorted(sites)}")
-    yield f"  {len(run.sites)} sites, of all {len(names)} linear layers"
-    yield from rows(run, seen_in(folder / "watched", ranks_of(case)))
+    sites = {f"{name}:{role}" for name in NAMES for role in ("input", "weight", "grad_output")}
+    if sites != set(run.sites):
+        raise AssertionError(f"not seen: {sorted(sites - set(run.sites))}; seen: {sorted(run.sites)}")
+    yield f"  {len(run.sites)} sites, of all {len(NAMES)} linear layers"
+    yield from rows(run, seen_in(folder / "watched", ranks_of(case)), case.partition(" ")[0])
     yield from (f"  note: {note}" for note in run.meta.get("notes", []))
 
 
@@ -99,36 +102,45 @@ def said_by(folder: Path, rank: int) -> list[dict[str, float]]:
 
 
 def seen_in(folder: Path, ranks: range) -> dict[str, dict[str, float]]:
-    """What the ranks summed of a site's parts, merged, by a metric's name; of what both hold, the first one's."""
+    """What the ranks summed of a site's parts, by a metric's name; of what all of them hold, the first one's."""
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
     for rank in ranks:
-        for site, sums in json.loads((folder / f"seen.{rank}.json").read_text()).items():
-            if not (rank and site.endswith(":grad_output")):
-                parts[site].append(sums)
-    return {site: merged(of_ranks) for site, of_ranks in parts.items()}
+        for site, of_rank in json.loads((folder / f"seen.{rank}.json").read_text()).items():
+            if not (rank and alike(site)):
+                parts[site] += of_rank
+    return {site: row(of_ranks) for site, of_ranks in parts.items()}
 
 
-def merged(parts: list[dict[str, float]]) -> dict[str, float]:
-    """By a metric's name."""
-    numel, xx, total = (sum(part[name] for part in parts) for name in ("numel", "xx", "total"))
-    return {"numel": numel, "amax": max(part["amax"] for part in parts), "l2": xx**0.5, "mean": total / numel}
+def alike(site: str) -> bool:
+    """Whether all ranks of its layer hold the same of it."""
+    name, _, role = site.rpartition(":")
+    return role == ("input" if name.endswith(BY_COLUMNS) else "grad_output")
 
 
-def rows(run: Any, seen: dict[str, dict[str, float]]) -> Iterator[str]:
+def rows(run: Any, seen: dict[str, dict[str, float]], recipe: str) -> Iterator[str]:
     """The last step's, against the program's own sums."""
-    if len(seen) != 3 * len(LOOKED_AT):
+    if set(seen) != set(run.sites):
         raise AssertionError(f"the program saw {sorted(seen)}")
     for site, want in seen.items():
         table = run.tensors(sites=[site], steps=[STEPS])
-        if not table.rows:
-            yield f"  {site}: not recorded"
-            continue
-        row = {name: float(table[name][0]) for name in want}
-        typical = want["l2"] / want["numel"] ** 0.5
-        worst = max(abs(row[c] - want[c]) / max(abs(want[c]), typical) for c in want)
-        if row["numel"] != want["numel"] or worst > WORST:
-            raise AssertionError(f"{site}: recorded {row}, by hand {want}")
-        yield f"  {site}: numel {int(row['numel'])}, amax {row['amax']:.5g}, worst of {', '.join(want)} {worst:.1e}"
+        if table.rows != 1:
+            raise AssertionError(f"{site}: {table.rows} rows")
+        found = {name: float(table[name][0]) for name in want}
+        gap = worst(found, want)
+        name, _, role = site.rpartition(":")
+        if found["numel"] != want["numel"] or not gap <= WORST[role == "input" and name.endswith(NORMING)]:
+            raise AssertionError(f"{site}: recorded {found}, by hand {want}")
+        told = f"numel {int(found['numel'])}, amax {found['amax']:.5g}, {found['sqnr_db']:.4f} dB"
+        yield f"  {site}: {told}, worst of {len(want)} columns {gap:.1e}"
+    delayed = [want["amax_ratio"] for want in seen.values() if "amax_ratio" in want]
+    apart = sum(abs(ratio - 1) > 1e-3 for ratio in delayed)
+    powers = sum(
+        all(math.log2(want[name]).is_integer() for name in ("scale_min", "scale_max")) for want in seen.values()
+    )
+    yield f"  {len(delayed)} delayed scales, of which {apart} are not those of now; {powers} operands by powers of two"
+    in_fp8 = len(seen) - 3  # the output layer is in BF16
+    if not {"delayed": len(delayed) == in_fp8 and apart, "blockwise": powers >= in_fp8}.get(recipe, True):
+        raise AssertionError("under another rule the rows would be the same")
 
 
 def outcome(case: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 Its schedule calls forward and backward, its distributed data parallelism holds the gradients, its mixed-precision
 optimizer clips and steps; the layers are those that it builds on TransformerEngine. What it says of each step is
-saved, and what some layers multiplied in the last one, by the formulas, in float64.
+saved, and what all layers multiplied in the last one: in FP8 by a copy of their own quantizers, in float64 by the
+formulas (`gpu_operand_sums`). The delayed recipe takes the newest amax alone, so that nearly every scale is another one
+than the tensor's own would be, and one that is an update early or late would show.
 
     python gpu_megatron_program.py RECIPE FOLDER          RECIPE: none, delayed, tensorwise or blockwise
 
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu_operand_sums import Sums, normed, own
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -34,22 +37,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 STEPS, MICROBATCHES, BATCH, SEQ, WIDTH = 6, 2, 4, 128, 256
-LOOKED_AT = ("decoder.layers.0.self_attention.linear_proj", "decoder.layers.1.mlp.linear_fc2")
-
-
-class Sums:
-    """Of one operand in all microbatches."""
-
-    def __init__(self) -> None:
-        self.numel, self.amax, self.xx, self.total = 0, 0.0, 0.0, 0.0
-
-    def add(self, x: Tensor) -> None:
-        """One more."""
-        wide = x.detach().double()
-        self.numel += wide.numel()
-        self.amax = max(self.amax, float(wide.abs().max()))
-        self.xx += float(wide.square().sum())
-        self.total += float(wide.sum())
+LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+NAMES = (*(f"decoder.layers.{i}.{layer}" for i in range(2) for layer in LAYERS), "output_layer")
+NORMING = ("linear_qkv", "linear_fc1")  # norm what they are given
 
 
 def config_of(recipe: str, ranks: int) -> TransformerConfig:
@@ -89,16 +79,22 @@ def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def keep(model: torch.nn.Module, into: dict[str, Sums]) -> None:
-    """From now on sums of what some layers multiply."""
+    """From now on sums of what the layers multiply."""
+
+    def add(name: str, layer: Any, role: str, x: Tensor) -> None:
+        into[f"{name}:{role}"].add(x, role, *own(layer, role))
 
     def saw(name: str, layer: Any, args: Any, output: Any) -> None:
-        into[f"{name}:input"].add(args[0])
+        add(name, layer, "input", normed(layer, args[0]) if name.endswith(NORMING) else args[0])
         if f"{name}:weight" not in into:
-            into[f"{name}:weight"].add(layer.weight)
+            add(name, layer, "weight", layer.weight)
         y = output[0] if isinstance(output, tuple) else output
-        y.register_hook(lambda dy: into[f"{name}:grad_output"].add(dy))
+        y.register_hook(partial(arrived, name, layer))
 
-    for name in LOOKED_AT:
+    def arrived(name: str, layer: Any, dy: Tensor) -> None:
+        add(name, layer, "grad_output", dy)
+
+    for name in NAMES:
         model.get_submodule(name).register_forward_hook(partial(saw, name))
 
 
@@ -139,7 +135,7 @@ def main() -> None:
         loss = sum(float(each["lm loss"]) for each in logged) / len(logged)
         said.append({"loss": loss, "norm": float(norm), "done": bool(done)})
     (folder / f"said.{rank}.json").write_text(json.dumps(said))
-    (folder / f"seen.{rank}.json").write_text(json.dumps({site: vars(sums) for site, sums in seen.items()}))
+    (folder / f"seen.{rank}.json").write_text(json.dumps({site: sums.parts for site, sums in seen.items()}))
     torch.distributed.destroy_process_group()
 
 
