@@ -7,6 +7,10 @@
     drift       inputs that grow eightfold: what the delayed scale saturates, current scaling does not
     training    TransformerEngine's own loop (`gpu_te_program.py`), with `narrowgauge run` and without: the same losses
                 to the bit, and rows that its own FP8 tensors confirm, their scale too
+    loop        a longer one (`gpu_te_loop_program.py`) in the same way, of all layers, with two microbatches, experts
+                and a checkpointed block: every row of every recorded step by the layers' own quantizers and histories
+    grown       the first layer's input of that loop, delayed and current, in a step in which it has grown eightfold,
+                which saturates, and in one in which it has shrunk, which underflows
 
 Each case is tried by itself; one that raises is a line. The transcript goes to results/.
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu_operand_sums import row as row_of
+from benchmarks.gpu_operand_sums import worst as worst_of
 from benchmarks.record import transcript
 from torch import Tensor, nn
 
@@ -41,8 +48,10 @@ from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.sites.te_quantizers import rule_of
 
 COLUMNS = ("amax", "std", "sqnr_db", "gain")
-PROGRAM = Path(__file__).with_name("gpu_te_program.py")
+PROGRAM, LOOP = (Path(__file__).with_name(f"gpu_te_{name}.py") for name in ("program", "loop_program"))
 STEPS, EVERY = 8, 4
+GROWN, SHRUNK = "6", "8"  # of the loop, whose every second step is recorded
+NORMED = 1e-4  # of what a layer norms itself: by hand a BF16 number in ten thousand may be rounded otherwise
 WORST = 1e-5  # of a column, relative: our sums against float64 are within 4e-7, a BF16 rounding is not
 BF16 = {"params_dtype": torch.bfloat16, "device": "cuda"}
 
@@ -200,30 +209,38 @@ def drift(layer: Callable[[], nn.Module], delayed: Any, current: Any) -> Iterato
         raise AssertionError("the delayed scale should saturate, and the current one not")
 
 
-def program(recipe: str, folder: Path, watched: bool) -> str:
-    """Run the loop, alone or under the watch, into a folder; what went wrong."""
+def program(words: list[str], every: int, folder: Path, watched: bool) -> str:
+    """Run a loop, alone or under the watch, into a folder; what went wrong."""
     folder.mkdir()
-    watch = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", str(EVERY), "--out", str(folder / "run")]
-    command = [sys.executable, str(PROGRAM), recipe, str(STEPS), str(folder)]
+    watch = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", str(every), "--out", str(folder / "run")]
+    command = [sys.executable, *words, str(folder)]
     command = [*watch, "--", *command] if watched else command
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    path = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     return f"exit code {done.returncode}: {done.stderr[-800:]}" if done.returncode else ""
+
+
+def both(words: list[str], every: int, folder: Path) -> tuple[list[float], Any, Any]:
+    """A loop alone and under the watch: the losses of either, the run, and what the watched one saw by itself."""
+    folders = folder / "alone", folder / "watched"
+    with ThreadPoolExecutor(2) as pool:
+        failures = list(pool.map(program, (words,) * 2, (every,) * 2, folders, (False, True)))
+    if any(failures):
+        raise AssertionError("; ".join(filter(None, failures)))
+    losses = [json.loads((each / "losses.json").read_text()) for each in folders]
+    if losses[0] != losses[1]:
+        raise AssertionError(f"losses differ: {losses}")
+    return losses[0], open_run(folders[1] / "run"), json.loads((folders[1] / "seen.json").read_text())
 
 
 def training(recipe: str) -> Iterator[str]:
     """The program alone, and under the watch."""
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
-        folders = Path(name) / "alone", Path(name) / "watched"
-        for failure in pool.map(program, (recipe,) * 2, folders, (False, True)):
-            if failure:
-                raise AssertionError(failure)
-        losses = [json.loads((folder / "losses.json").read_text()) for folder in folders]
-        if losses[0] != losses[1]:
-            raise AssertionError(f"losses differ: {losses}")
-        yield f"  {STEPS} losses the same to the bit, {losses[0][0]:.6f} to {losses[0][-1]:.6f}"
-        run = open_run(folders[1] / "run")
+    with tempfile.TemporaryDirectory() as name:
+        losses, run, seen = both([str(PROGRAM), recipe, str(STEPS)], EVERY, Path(name))
+        yield f"  {STEPS} losses the same to the bit, {losses[0]:.6f} to {losses[-1]:.6f}"
         yield f"  sites: {', '.join(run.sites)}"
-        for site, want in json.loads((folders[1] / "seen.json").read_text()).items():
+        for site, want in seen.items():
             table = run.tensors(sites=[site], steps=[STEPS])
             row = {name: float(table[name][0]) for name in table.columns if name in want}
             worst = max(abs(row[c] - want[c]) / max(abs(want[c]), 1e-9) for c in want)
@@ -232,6 +249,52 @@ def training(recipe: str) -> Iterator[str]:
                 raise AssertionError(f"{site}: recorded {row}")
         for note in run.meta.get("notes", []):
             yield f"  note: {note}"
+
+
+def loop(recipe: str, kept: dict[str, Any]) -> Iterator[str]:
+    """The longer one; the rows of its first layer's input are `kept`, by recipe and step."""
+    with tempfile.TemporaryDirectory() as name:
+        losses, run, seen = both([str(LOOP), recipe], 2, Path(name))
+        yield f"  {len(losses)} losses the same to the bit, {losses[0]:.6f} to {losses[-1]:.6f}"
+        yield f"  SQNR in steps {', '.join(seen)}"
+        if run.scalars()["microbatches"].tolist() != [2] * len(losses):
+            raise AssertionError(f"microbatches {run.scalars()['microbatches'].tolist()}")
+        apart = 0
+        for site in run.sites:
+            gaps, decibels, normed = [], [], site in ("norm:input", "mlp.fc1:input")
+            for step, sites in seen.items():
+                if set(sites) != set(run.sites):
+                    raise AssertionError(f"recorded {run.sites}, by hand in step {step} {sorted(sites)}")
+                table, want = run.tensors(sites=[site], steps=[int(step)]), row_of(sites[site])
+                if table.rows != 1 or ("amax_ratio" in want) != (recipe == "delayed"):
+                    raise AssertionError(f"{site}, step {step}: {table.rows} rows, by hand {want}")
+                row = {name: float(table[name][0]) for name in want}
+                gaps.append(worst_of(row, want))
+                decibels.append(f"{row['sqnr_db']:.3f}")
+                apart += abs(want.get("amax_ratio", 1.0) - 1) > 1e-3
+                if not gaps[-1] <= (NORMED if normed else WORST):
+                    raise AssertionError(f"{site}, step {step}: recorded {row}, by hand {want}")
+                if site == "first:input":
+                    kept[recipe, step] = {c: float(table[c][0]) for c in (*want, "amax_ratio")}
+            yield f"  {site:19} {', '.join(decibels)} dB, worst of {len(want)} columns {max(gaps):.1e}"
+        yield f"  {apart} delayed scales are not those of now"
+        if recipe == "delayed" and not apart:
+            raise AssertionError("under a current scale the rows would be the same")
+        for note in run.meta.get("notes", []):
+            yield f"  note: {note}"
+
+
+def grown(kept: dict[str, Any]) -> Iterator[str]:
+    """Delayed and current, of the same tensors."""
+    for step, name in ((GROWN, "saturation_pct"), (SHRUNK, "underflow_pct")):
+        delayed, current = kept["delayed", step], kept["current", step]
+        for recipe, row in (("delayed", delayed), ("current", current)):
+            columns = ("amax", "amax_ratio", "saturation_pct", "underflow_pct", "sqnr_db")
+            yield f"  step {step}, {recipe}: {', '.join(f'{c} {row[c]:.5g}' for c in columns)}"
+        same = all(delayed[c] == current[c] for c in ("numel", "amax", "l2", "mean"))
+        far = step != GROWN or delayed["amax_ratio"] > 4  # the larger one of two microbatches
+        if not (same and far and delayed[name] > 5 > 1 > current[name] and delayed["sqnr_db"] < current["sqnr_db"] - 3):
+            raise AssertionError(f"the delayed scale should show in {name} and SQNR, of the same tensors")
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
@@ -258,6 +321,10 @@ def cases() -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
     yield "drift, Linear", lambda: drift(linear, made["delayed"](), made["current"]())
     for recipe in made:
         yield f"training, {recipe}", partial(training, recipe)
+    kept: dict[str, Any] = {}
+    for recipe in made:
+        yield f"loop, {recipe}", partial(loop, recipe, kept)
+    yield "grown, delayed and current", partial(grown, kept)
 
 
 def _of(check: Any, build: Any, recipe: Callable[[], Any], args: tuple[Any, ...]) -> Iterator[str]:
