@@ -353,7 +353,8 @@ def main():
         keep_casts()
     if os.environ.get("STAGES"):
         stage = importlib.import_module("torch.distributed.pipelining").PipelineStage
-        stage._forward_metadata_inference = trial(stage._forward_metadata_inference)
+        for name in {"_forward_metadata_inference", "_shape_inference"} & vars(stage).keys():  # the latter before 2.13
+            setattr(stage, name, trial(getattr(stage, name)))
     found = runpy.run_path(script, run_name="__main__")
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]

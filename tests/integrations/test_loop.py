@@ -4,7 +4,15 @@ autocast to float16, whose first step overflows and is skipped by its gradient s
 import math
 
 import pytest
-from tests.integrations.watched import check_converted, check_logged, check_scalars, check_tensors, check_unharmed, play
+from tests.integrations.watched import (
+    DEVICE,
+    check_converted,
+    check_logged,
+    check_scalars,
+    check_tensors,
+    check_unharmed,
+    play,
+)
 from tests.integrations.works_with import WorksWith
 
 WORKS = (
@@ -66,9 +74,10 @@ def test_errors_of_a_share_of_the_rows_are_as_near_to_those_of_all_as_the_share_
     rows = seen.case.rows()
     off = {key: abs(rows[key]["mse"] - row["mse"]) for key, row in want.items()}
     shared = {key for key, row in want.items() if row["deviation"]}
-    assert {site for _, site in shared} == {f"{layer}:{role}" for layer in "13" for role in ("input", "grad_output")}
+    sites = {f"{layer}:{role}" for layer in "13" for role in ("input", "grad_output")}
+    assert {site for _, site in shared} == (sites if DEVICE == "cpu" else set())  # a GPU takes all rows of so few
     assert all(off[key] <= 4 * row["deviation"] + 1e-3 * row["mse"] for key, row in want.items())
-    assert max(off[key] / want[key]["mse"] for key in shared) > 0.01  # they are not of all
+    assert not shared or max(off[key] / want[key]["mse"] for key in shared) > 0.01  # they are not of all
 
 
 def test_its_layers_are_converted(seen):

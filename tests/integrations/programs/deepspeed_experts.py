@@ -7,6 +7,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from text import place
 from torch import nn
 
 
@@ -27,15 +28,16 @@ def name_in_whole(name):
     return f"{before}{found}{int(number) + 2 * rank}{dot}{rest}" if found else name
 
 
-deepspeed.init_distributed("gloo")
+device = place()
+deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
 rank = dist.get_rank()
 torch.manual_seed(rank)
-model = Model()
+model = Model().to(device)
 model.moe.set_deepspeed_parallelism()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 said = []
 for _ in range(2):
-    x = torch.randn(2, 16, 16)
+    x = torch.randn(2, 16, 16).to(device)
     loss = (model(x) - x).square().mean()
     loss.backward()
     optimizer.step()

@@ -1,6 +1,6 @@
 """Megatron-Core, spread over two ranks: a GPTModel in two pipeline stages, then experts that are two on each rank.
 
-Its own pipeline communicates on GPUs alone, so activations and gradients are sent by hand.
+Its own pipeline communicates on GPUs alone, so activations and gradients are sent by hand, on GPUs as well.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from text import pieces
+from text import pieces, place
 from torch import nn
 
 
@@ -40,8 +40,9 @@ def stages(batches):
     layers.submodules.self_attention.submodules.core_attention = Attention
     ends = {"pre_process": rank == 0, "post_process": rank == 1, "share_embeddings_and_output_weights": False}
     model = GPTModel(settings(pipeline_model_parallel_size=2), layers, vocab_size=128, max_sequence_length=32, **ends)
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    positions = torch.arange(31).expand(4, 31)
+    positions = torch.arange(31, device=device).expand(4, 31)
     for tokens in batches:
         if rank == 0:
             sent = model(tokens[:, :-1], positions, None)
@@ -50,7 +51,7 @@ def stages(batches):
             dist.recv(gradient, 1)
             sent.backward(gradient)
         else:
-            received = torch.empty(31, 4, 32)
+            received = torch.empty(31, 4, 32, device=device)
             dist.recv(received, 0)
             model.set_input_tensor(received.requires_grad_())
             loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
@@ -74,17 +75,17 @@ class Experts(nn.Module):
         self.experts = SequentialMLP(2, config, parts, ProcessGroupCollection.use_mpu_process_groups())
 
     def forward(self, x):
-        return self.experts(x, torch.tensor([24, 40]), torch.ones(64))[0]
+        return self.experts(x, torch.tensor([24, 40]), torch.ones(64, device=device))[0]
 
 
 def experts():
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     torch.manual_seed(rank)
-    model = Experts()
+    model = Experts().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
-        x = torch.randn(64, 32)
+        x = torch.randn(64, 32).to(device)
         (model(x) - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,11 +102,12 @@ def name_in_whole(name):
     )
 
 
-dist.init_process_group("gloo")
+device = place()
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 said = []
-models = [stages(pieces(count=12).split(4)), experts()]
+models = [stages(pieces(count=12).to(device).split(4)), experts()]
 if rank == 1:
     Path("said.json").write_text(json.dumps(said))
 dist.destroy_process_group()
