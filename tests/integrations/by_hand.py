@@ -20,12 +20,13 @@ both rounded down to a prime or 1, from row `turn` modulo s or k on: how many st
 EVERY-th being. Sums of errors are multiplied by (all rows / compared rows). So docs/watching.md has it, for CPUs; what
 these programs have on a GPU is small enough to be taken as a whole.
 
-Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them. So is a tensor
-that is cut over ranks, part by part, but for torchao's, which has one scale. A tensor that is not all finite has no
-row. A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips,
-and the next begins with a forward or backward. A layer's name is that in `model`, the script's variable (or in
-`models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses are what
-`backward` was called on, or those of the script's own `losses`, step by step, where it calls another.
+Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them, but on a GPU,
+whose kernels count the columns of each. So is a tensor that is cut over ranks, part by part, but for torchao's, which
+has one scale. A tensor that is not all finite has no row. A step ends with the optimizer's, however many of its own
+steps that is, or with one that a gradient scaler skips, and the next begins with a forward or backward. A layer's name
+is that in `model`, the script's variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has
+it, if that is given. The losses are what `backward` was called on, or those of the script's own `losses`, step by step,
+where it calls another.
 """
 
 import importlib
@@ -60,7 +61,7 @@ class Sums:
         self.amin = math.inf
         self.scales = []
         self.columns = 0.0, 0.0
-        self.rows, self.binades = Counter(), Counter()
+        self.rows, self.binades, self.apart = Counter(), Counter(), Counter()
 
     def add(self, x, dtype, groups=1):
         x, cut = operand(x.detach())
@@ -101,7 +102,11 @@ class Sums:
     def compare(self, x, d, flushed, numel):
         energies = [each**2 for each in (x, x - d)]
         self.rows.update(halves(*(each.sum(1) for each in energies)))
-        self.columns = tuple(before + each.sum(0) for before, each in zip(self.columns, energies, strict=True))
+        columns = tuple(each.sum(0) for each in energies)
+        if on_cpu(x):
+            self.columns = tuple(before + each for before, each in zip(self.columns, columns, strict=True))
+        else:
+            self.apart.update(halves(*columns))
         times = numel / x.numel()
         self.signal += times * (x**2).sum().item()
         self.lost += times * (x[flushed] ** 2).sum().item()
@@ -129,7 +134,7 @@ class Sums:
             "sums": {name: getattr(self, name) for name in SUMS},
             "counts": {
                 "rows": dict(self.rows),
-                "columns": Counter(halves(*self.columns)),
+                "columns": Counter(halves(*self.columns)) if torch.is_tensor(self.columns[0]) else self.apart,
                 "binades": {**self.binades, "zeros": self.sampled - sum(self.binades.values())},
             },
             "scale_min": min(self.scales, default=None),
@@ -140,11 +145,15 @@ class Sums:
 def distances(x):
     """From one row to the next of those that histograms are taken from, and of those that are compared."""
     rows, numel = len(x), x.numel()
-    if not x.is_cpu:
+    if not on_cpu(x):
         assert numel <= 1 << 16, "a GPU takes histograms of so large a tensor from other rows"
         return 1, 1
     large = rows >= 256 and numel >= 32768
     return prime(min(rows, numel // 2048)), prime(min(32, rows // 64, numel // 8192)) if large else 1
+
+
+def on_cpu(x):
+    return x.is_cpu
 
 
 def prime(most):
