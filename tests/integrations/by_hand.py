@@ -22,11 +22,13 @@ these programs have on a GPU is small enough to be taken as a whole.
 
 Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them, but on a GPU,
 whose kernels count the columns of each. So is a tensor that is cut over ranks, part by part, but for torchao's, which
-has one scale. A tensor that is not all finite has no row. A step ends with the optimizer's, however many of its own
-steps that is, or with one that a gradient scaler skips, and the next begins with a forward or backward. A layer's name
-is that in `model`, the script's variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has
-it, if that is given. The losses are what `backward` was called on, or those of the script's own `losses`, step by step,
-where it calls another.
+has one scale. A tensor that is not all finite has no row. If RECIPES names any, what they make of the same tensors is
+computed as well (by_hand_recipes.py), in every step or in those that ASKED names, by whose order their rows turn.
+
+A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips, and
+the next begins with a forward or backward. A layer's name is that in `model`, the script's variable (or in `models`, if
+it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses are what `backward` was
+called on, or those of the script's own `losses`, step by step, where it calls another.
 """
 
 import importlib
@@ -52,8 +54,8 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 class Sums:
     """One operand of one layer in one step."""
 
-    def __init__(self, turn=0):
-        self.turn, self.finite = turn, True
+    def __init__(self, turn=0, rule=None):
+        self.turn, self.finite, self.rule = turn, True, rule or tensorwise
         self.numel = self.flushed = self.saturated = self.sampled = 0
         self.errors = self.scatter = 0.0
         self.amax = self.x = self.xx = self.signal = self.xd = self.dd = self.ee = self.lost = 0.0
@@ -69,19 +71,17 @@ class Sums:
         if not x.isfinite().all():
             self.finite = False
             return
-        amaxes, largest = x.reshape(groups, -1).abs().amax(1), LARGEST[dtype]
-        scales = torch.where(amaxes > 0, amaxes.double() / largest, 1.0)  # of zeros alone: 1
-        # 448 / amax, rounded once: a Python number in place of the tensor would be multiplied by the rounded 1 / amax.
-        inverses = torch.where(amaxes > 0, torch.tensor(largest) / amaxes, 1.0)
-        scale, inverse = (each.repeat_interleave(len(x) // groups)[:, None] for each in (scales, inverses))
+        largest, amax = LARGEST[dtype], x.abs().max().item()
+        each = [self.rule(part, largest) for part in x.chunk(groups)]
+        scale, inverse = (torch.cat(parts) for parts in zip(*each, strict=True))
         codes = (x * inverse).clamp(-largest, largest).to(dtype).double()
         flushed, nonzero = (codes == 0) & (x != 0), x[x != 0].abs()
         self.numel += x.numel()
         self.flushed += int(flushed.sum())
         self.saturated += int(((x * inverse).abs() > largest * (1 + 2**-20)).sum())
-        self.amax = max(self.amax, amaxes.max().item())
+        self.amax = max(self.amax, amax)
         self.amin = min(self.amin, nonzero.min().item()) if len(nonzero) else self.amin
-        self.scales += scales.tolist() if amaxes.max() > 0 else []  # zeros alone have none
+        self.scales += [scale.min().item(), scale.max().item()] if amax > 0 else []  # zeros alone have none
         self.x += x.double().sum().item()
         self.xx += (x.double() ** 2).sum().item()
         for part, d, lost in zip(*(each.tensor_split(*cut) for each in (x, codes * scale, flushed)), strict=True):
@@ -140,6 +140,15 @@ class Sums:
             "scale_min": min(self.scales, default=None),
             "scale_max": max(self.scales, default=None),
         }
+
+
+def tensorwise(x, largest):
+    """The recipe `current`: every row's scale, and what it is multiplied by; 1 of zeros alone."""
+    amax = x.abs().max()
+    scale = amax.double() / largest if amax > 0 else torch.ones_like(amax, dtype=torch.float64)
+    # 448 / amax, rounded once: a Python number in place of the tensor would be multiplied by the rounded 1 / amax.
+    inverse = torch.tensor(largest) / amax if amax > 0 else torch.ones_like(amax)
+    return scale.expand(len(x), 1), inverse.expand(len(x), 1)
 
 
 def distances(x):
@@ -224,6 +233,8 @@ step, stepped = 1, False
 trying = False  # whether a pipeline's stage runs to learn its shapes
 every = int(os.environ.get("EVERY", "1"))  # of so many steps, one is recorded
 seen = {}  # (step, module, role) -> its sums
+others = {}  # recipe -> (its rule by role, its own such sums)
+asked = [int(word) for word in os.environ.get("ASKED", "").split()]  # the steps of others, or all
 losses = defaultdict(float)
 alive = {}
 
@@ -248,11 +259,11 @@ def watch(module, x, output):
 
 
 def count(owner, x, weight, output, groups=1):
-    sums(owner, "input").add(x, torch.float8_e4m3fn)
+    add(owner, "input", x, torch.float8_e4m3fn)
     if (step, id(owner), "weight") not in seen:
-        sums(owner, "weight").add(weight, torch.float8_e4m3fn, groups)
+        add(owner, "weight", weight, torch.float8_e4m3fn, groups)
     if output is not None and output.requires_grad:
-        output.register_hook(lambda g: sums(owner, "grad_output").add(g, torch.float8_e5m2))
+        output.register_hook(lambda g: add(owner, "grad_output", g, torch.float8_e5m2))
 
 
 def grouping(multiply):
@@ -266,8 +277,12 @@ def grouping(multiply):
     return multiplied
 
 
-def sums(module, role):
-    return seen.setdefault((step, id(module), role), Sums(max(0, step // every - 1)))
+def add(module, role, x, dtype, groups=1):
+    key = step, id(module), role
+    seen.setdefault(key, Sums(max(0, step // every - 1))).add(x, dtype, groups)
+    for rules, its in others.values() if not asked or step in asked else ():
+        turn = asked.index(step) if asked else max(0, step // every - 1)
+        its.setdefault(key, Sums(turn, rules[role])).add(x, torch.float8_e4m3fn, groups)
 
 
 def begin():
@@ -337,6 +352,8 @@ def read(module, args, output):
 
 def main():
     folder, script = Path("hand"), os.environ["SCRIPT"]  # a launcher may put words of its own before ours
+    for recipe in os.environ.get("RECIPES", "").split():  # beside this file
+        others[recipe] = importlib.import_module("by_hand_recipes").RULES[recipe], {}
     sys.argv[0] = script
     sys.path[0] = str(Path(script).resolve().parent)
     nn.modules.module.register_module_forward_hook(called)
@@ -370,11 +387,14 @@ def main():
     whole = found.get("name_in_whole", str)
     owners = [each for model in models for each in (*model.named_modules(), *model.named_parameters())]
     names = {id(owner): whole(name) for name, owner in owners}
-    rows = [
-        {"step": number, "site": f"{names[which]}:{role}", **each.row()}
-        for (number, which, role), each in seen.items()
-        if which in names and each.finite
-    ]
+    rows = {
+        recipe: [
+            {"step": number, "site": f"{names[which]}:{role}", **each.row()}
+            for (number, which, role), each in its.items()
+            if which in names and each.finite
+        ]
+        for recipe, its in {"current": seen, **{name: its for name, (_, its) in others.items()}}.items()
+    }
     folder.mkdir(exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))
     (folder / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "losses": losses, "scalars": scalars}))

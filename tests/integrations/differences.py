@@ -10,7 +10,7 @@ TOLERANCES = {
     "l2": 1e-5,
     "mse": 1e-3,
     "underflow_pct": 1e-3,
-    "saturation_pct": 0.0,
+    "saturation_pct": 1e-12,
     "amin": 1e-6,
     "lost_energy_pct": 1e-3,
     "p5_row_sqnr_db": 0.0,
