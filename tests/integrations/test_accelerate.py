@@ -1,7 +1,17 @@
-"""A loop of one's own on Accelerate: two ranks, autocast to BF16, accumulation, clipping, a schedule."""
+"""A loop of one's own on Accelerate: two ranks, autocast to BF16, accumulation, clipping, a schedule; what
+every recipe would do to its tensors, as any run tells it."""
 
 import pytest
-from tests.integrations.watched import check_converted, check_logged, check_scalars, check_tensors, check_unharmed, play
+from tests.integrations import what_if
+from tests.integrations.watched import (
+    DEVICE,
+    check_converted,
+    check_logged,
+    check_scalars,
+    check_tensors,
+    check_unharmed,
+    play,
+)
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -15,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by o
 def seen(tmp_path_factory, warm_python):
     words = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "bf16"]
     launcher = ("accelerate", "launch", *words, "--dynamo_backend", "no", "--main_process_port", "PORT")
-    return play(WORKS, tmp_path_factory, "accelerate_loop", launcher, warm_python)
+    return play(WORKS, tmp_path_factory, "accelerate_loop", launcher, warm_python, hand={**what_if.HAND, "ASKED": "1"})
 
 
 def test_the_program_is_as_without_us(seen):
@@ -28,6 +38,14 @@ def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):
     check_tensors(seen, want)
     assert {site.partition(":")[0] for _, site in want} == {"1", "3"}  # not module.1: the wrapper leaves no mark
     assert seen.case.run().meta["baseline_dtype"] == "bfloat16"
+
+
+def test_what_every_other_recipe_would_make_of_the_ranks_tensors_together_is_what_it_is_by_hand(seen):
+    # Of what nobody asked for by name, kernels of a GPU count the first three alone.
+    recipes = what_if.RECIPES if DEVICE == "cpu" else what_if.RECIPES[:3]
+    want = what_if.by_hand(seen, recipes, steps=[1])
+    what_if.check_recipes(seen, want)
+    what_if.check_ranked(seen, want)
 
 
 def test_loss_norm_and_rate_are_those_of_the_script(seen):
