@@ -1,5 +1,5 @@
 """A loop of one's own on Accelerate: two ranks, autocast to BF16, accumulation, clipping, a schedule; what
-every recipe would do to its tensors, as any run tells it."""
+every recipe would do to its tensors, as any run tells it, and how long the ranks wait for their data."""
 
 import pytest
 from tests.integrations import what_if
@@ -10,6 +10,7 @@ from tests.integrations.watched import (
     check_scalars,
     check_tensors,
     check_unharmed,
+    check_waits,
     play,
 )
 from tests.integrations.works_with import WorksWith
@@ -46,6 +47,12 @@ def test_what_every_other_recipe_would_make_of_the_ranks_tensors_together_is_wha
     want = what_if.by_hand(seen, recipes, steps=[1])
     what_if.check_recipes(seen, want)
     what_if.check_ranked(seen, want)
+
+
+def test_what_each_step_waited_for_its_data_is_that_of_the_slower_rank(seen):
+    ranks = seen.case.waits().values()
+    waits = [{name: max(row[name] for row in step) for name in step[0]} for step in zip(*ranks, strict=True)]
+    check_waits(seen.case.run().scalars()["data_seconds"].tolist(), waits, slept=True)
 
 
 def test_loss_norm_and_rate_are_those_of_the_script(seen):

@@ -1,5 +1,5 @@
 """Hugging Face's Trainer: Llama under activation checkpointing, then GPT-2, whose layers are Conv1D, then a Llama held
-in BF16; and what every recipe without state would do to them."""
+in BF16; what every recipe without state would do to them, and how long they wait for their data."""
 
 import json
 
@@ -11,6 +11,7 @@ from tests.integrations.watched import (
     check_scalars,
     check_tensors,
     check_unharmed,
+    check_waits,
     play,
 )
 from tests.integrations.works_with import WorksWith
@@ -77,3 +78,13 @@ def test_loss_norm_and_rate_are_those_that_the_trainer_logs(seen):
 
 def test_its_layers_are_converted(seen):
     check_converted(seen, named=named)
+
+
+def test_what_each_step_waited_for_its_data_is_what_it_is_from_outside(seen):
+    waits = seen.case.waits()[0]
+    found = iter(seen.case.run().scalars()["data_seconds"].tolist())
+    told = {name: [next(found) for _ in its] for name, its in waits.items()}
+    for name in ("llama", "held"):
+        check_waits(told[name], waits[name], slept=True)
+    # A worker had made the batches of the last two steps before they were asked for: what they slept is not waited for.
+    check_waits(told["gpt2"], waits["gpt2"])

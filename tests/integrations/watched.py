@@ -78,7 +78,7 @@ class Case:
         self.folder, self.ranks, self._env = folder, ranks, gpus | env
         self._warm = warm if DEVICE == "cpu" else None  # a fork has no GPU
         self._words = list(launcher)
-        for program in (name, "text", "attention"):
+        for program in (name, "text", "attention", "slow_data"):
             source = PROGRAMS / f"{program}.py"
             if source.exists():
                 shutil.copy(source, folder)
@@ -141,6 +141,10 @@ class Case:
         """rank -> step -> the rate, the norm of all gradients before they were clipped, and the tokens that it read."""
         found = {rank: self._hand(rank, name)["scalars"] for rank in range(self.ranks)}
         return {rank: {int(step): row for step, row in rows.items()} for rank, rows in found.items()}
+
+    def waits(self, name="watched"):
+        """rank -> what the program wrote down of how long it waited for its data (programs/slow_data.py)."""
+        return {rank: json.loads((self.folder / name / f"waits{rank}.json").read_text()) for rank in range(self.ranks)}
 
     def _hand(self, rank, name):
         return json.loads((self.folder / name / "hand" / f"rank{rank}.json").read_text())
@@ -254,6 +258,15 @@ def check_scalars(seen, *, same_data=False, stages=False, in_bf16=()):
         assert found[name].tolist()[begun:] == want, name
     told = [sum(rank[step]["tokens"] for rank in (ranks[:1] if same_data else ranks)) for step in steps]
     assert found["tokens"].tolist()[begun:] == told
+
+
+def check_waits(found, waits, *, slept=False):
+    """No step waited longer for data than by the program's own clock around it, nor less than its samples `slept`."""
+    assert len(found) == len(waits)
+    assert all(0.0 < here <= step["waited"] for here, step in zip(found, waits, strict=True)), (found, waits)
+    if slept:
+        assert all(step["slept"] > 0.0 for step in waits), waits
+        assert all(step["slept"] <= here for here, step in zip(found, waits, strict=True)), (found, waits)
 
 
 def check_tensors(seen, want, without=(), ranks=()):
