@@ -346,11 +346,16 @@ def read(module, args, output):
     reads = isinstance(module, nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
     if reads and module.training and not trying and torch._C._current_graph_task_id() == -1:
         begin()
-        reading[step, id(module)] += args[0].numel()
-        scalars[step]["tokens"] = max(count for (at, _), count in reading.items() if at == step)
+        came(module, args[0].numel())
+
+
+def came(module, tokens):
+    reading[step, id(module)] += tokens
+    scalars[step]["tokens"] = max(count for (at, _), count in reading.items() if at == step)
 
 
 def main():
+    importlib.import_module("by_hand_convolutions").watch(begin, count, came)  # beside this file
     folder, script = Path("hand"), os.environ["SCRIPT"]  # a launcher may put words of its own before ours
     for recipe in os.environ.get("RECIPES", "").split():  # beside this file
         others[recipe] = importlib.import_module("by_hand_recipes").RULES[recipe], {}
