@@ -40,8 +40,17 @@ def engine(site, names):
     return names[int(before.removeprefix("Sequential") or 0)] if rest else names[0]
 
 
+def check_rate_and_tokens(seen):
+    """As `check_scalars`; of gradients and weights its optimizers have shares, the gradients already clipped."""
+    found, ranks = seen.case.run().scalars(), list(seen.case.scalars_by_hand().values())
+    assert found["step"].tolist() == sorted(ranks[0])
+    assert found["lr"].tolist() == pytest.approx([ranks[0][step]["lr"] for step in sorted(ranks[0])], rel=1e-5)
+    assert found["tokens"].tolist() == [sum(rank[step]["tokens"] for rank in ranks) for step in sorted(ranks[0])]
+
+
 def test_the_program_is_as_without_us(seen):
     check_unharmed(seen)
+    check_rate_and_tokens(seen)
 
 
 def test_every_tensor_of_both_ranks_is_what_it_is_by_hand(seen):
