@@ -1,6 +1,7 @@
 """Real programs run twice, by hand and watched, and what the two say of the same tensors."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +24,8 @@ RANKS = str(HERE / "ranks.py")
 BIN = Path(sys.executable).parent
 NARROWGAUGE = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()"]
 ROLES = ("input", "weight", "grad_output")
-OPTIONS = ("--out", "out", "--every", "1")
+OF_RECORDED = ("param_norm", "update_ratio")  # scalars; others are of all steps
+OPTIONS = ("--out", "out")
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # "cuda": the programs train on GPUs, one for each rank
 OURS = Path(narrowgauge.__file__).parents[1]
 # A GPU's kernels sum on tensor cores, within 3e-6 of float64 (docs/looks.md).
@@ -71,11 +73,13 @@ def alone(words, cwd, env):
 
 
 class Case:
-    """A program of `programs/` under its launcher: by hand, watched at every step, and converted."""
+    """A program of `programs/` under its launcher: by hand, watched at every step, or each EVERY-th, and converted."""
 
     def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, **env):
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))} if DEVICE == "cuda" else {}
         self.folder, self.ranks, self._env = folder, ranks, gpus | env
+        self.every = int(env.get("EVERY", "1"))
+        self._options = [*OPTIONS, "--every", str(self.every)]
         self._warm = warm if DEVICE == "cpu" else None  # a fork has no GPU
         self._words = list(launcher)
         for program in (name, "text", "attention", "slow_data"):
@@ -103,7 +107,7 @@ class Case:
 
     def watched(self, *options, really=True, name="watched", **env):
         """Under `narrowgauge run`; `really`, as anyone would start it."""
-        words = ["run", *OPTIONS, *options, "--", *self._launcher(really), self._script]
+        words = ["run", *self._options, *options, "--", *self._launcher(really), self._script]
         if really or self._warm is None:
             return execute(self.folder / name, [*NARROWGAUGE, *words], alone, **self._env, **env)
         return execute(self.folder / name, words, self._warm.narrowgauge, **self._env, **env)
@@ -111,7 +115,7 @@ class Case:
     def converted(self, *options, name="converted", hand=True, **env):
         """Converted, its tensors measured by hand as well; it need not be started as anyone would."""
         script = BY_HAND if hand else self._script
-        words = ["run", *OPTIONS, "--convert", "current", *options, "--", *self._launcher(), script]
+        words = ["run", *self._options, "--convert", "current", *options, "--", *self._launcher(), script]
         folder, env = self.folder / name, {"SCRIPT": self._script, **self._env, **env}
         if self._warm is None:
             return execute(folder, [*NARROWGAUGE, *words], alone, **env)
@@ -140,7 +144,12 @@ class Case:
     def scalars_by_hand(self, name="plain"):
         """rank -> step -> the rate, the norm of all gradients before they were clipped, and the tokens that it read."""
         found = {rank: self._hand(rank, name)["scalars"] for rank in range(self.ranks)}
-        return {rank: {int(step): row for step, row in rows.items()} for rank, rows in found.items()}
+        return {
+            rank: {int(step): self._told(int(step), row) for step, row in rows.items()} for rank, rows in found.items()
+        }
+
+    def _told(self, step, row):
+        return row if step % self.every == 0 else row | dict.fromkeys(OF_RECORDED, math.nan)
 
     def waits(self, name="watched"):
         """rank -> what the program wrote down of how long it waited for its data (programs/slow_data.py)."""

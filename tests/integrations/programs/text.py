@@ -8,7 +8,8 @@ import torch
 
 
 def pieces(length=32, count=64):
-    """[count, length] token ids below 128."""
+    """[count, length] token ids below 128; a longer training has COUNT of them."""
+    count = int(os.environ.get("COUNT", count))
     codes = torch.tensor([ord(c) % 128 for c in inspect.getsource(textwrap)])
     return codes[: length * count].reshape(count, length)
 
