@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.integrations.by_hand import Sums
 from tests.integrations.by_hand_recipes import RULES
+from tests.integrations.by_hand_sums import Sums
 from tests.integrations.differences import TOLERANCES, differences, finished, of_stages
 
 KEY = (1, "0:input")

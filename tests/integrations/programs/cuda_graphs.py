@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from by_hand import Sums
+from by_hand_sums import Sums
 from text import place
 from torch import nn
 
@@ -124,5 +124,5 @@ else:
         step(train, call)
 folder = Path("hand")
 folder.mkdir()
-(folder / "rank0.json").write_text(json.dumps({"rows": rows, "losses": losses, "scalars": scalars}))
+(folder / "rank0.json").write_text(json.dumps({"rows": {"current": rows}, "losses": losses, "scalars": scalars}))
 Path("said.json").write_text(json.dumps(list(losses.values())))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.integrations import by_hand
+from tests.integrations import by_hand_sums
 from tests.integrations.differences import TOLERANCES, differences, finished
 from tests.integrations.watched import _row
 
@@ -26,9 +26,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids=["small", "the largest that is taken as a whole"],
 )
 def test_every_statistic_of_two_microbatches(monkeypatch, role, dtype, rows, columns):
-    monkeypatch.setattr(by_hand, "on_cpu", lambda x: False)  # an interpreted kernel takes what one on a GPU does
+    monkeypatch.setattr(by_hand_sums, "on_cpu", lambda x: False)  # an interpreted kernel takes what one on a GPU does
     looks, generator = Looks(DEVICE), torch.Generator().manual_seed(0)
-    there, sums = Held(1, 0, lambda: looks), by_hand.Sums(1)
+    there, sums = Held(1, 0, lambda: looks), by_hand_sums.Sums(1)
     for size in (1.0, 8.0):
         loud = torch.linspace(-6, 0, columns).exp2()[torch.randperm(columns, generator=generator)]
         x = (size * loud * torch.randn(rows, columns, generator=generator) ** 3).to(DEVICE)
