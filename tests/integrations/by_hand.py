@@ -214,12 +214,21 @@ def came(module, tokens):
 
 
 def main():
-    importlib.import_module("by_hand_convolutions").watch(begin, count, came)  # beside this file
-    folder, script = Path("hand"), os.environ["SCRIPT"]  # a launcher may put words of its own before ours
-    for recipe in os.environ.get("RECIPES", "").split():  # beside this file
-        others[recipe] = importlib.import_module("by_hand_recipes").RULES[recipe], {}
+    script = os.environ["SCRIPT"]  # a launcher may put words of its own before ours
     sys.argv[0] = script
+    listen()
     sys.path[0] = str(Path(script).resolve().parent)
+    tell(runpy.run_path(script, run_name="__main__"))
+    # Not by taking all apart: gloo's threads may wait for the interpreter that waits for them.
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)
+
+
+def listen():
+    """From here on; what comes next is the script. What is imported by name lies beside this file."""
+    importlib.import_module("by_hand_convolutions").watch(begin, count, came)
+    for recipe in os.environ.get("RECIPES", "").split():
+        others[recipe] = importlib.import_module("by_hand_recipes").RULES[recipe], {}
     nn.modules.module.register_module_forward_hook(called)
     nn.modules.module.register_module_forward_hook(read)
     register_optimizer_step_pre_hook(ends)
@@ -245,7 +254,10 @@ def main():
         stage = importlib.import_module("torch.distributed.pipelining").PipelineStage
         for name in {"_forward_metadata_inference", "_shape_inference"} & vars(stage).keys():  # the latter before 2.13
             setattr(stage, name, trial(getattr(stage, name)))
-    found = runpy.run_path(script, run_name="__main__")
+
+
+def tell(found):
+    """What was heard of a script that had these variables."""
     losses.update(found.get("losses", {}))
     models = found.get("models") or [found["model"]]
     whole = found.get("name_in_whole", str)
@@ -259,12 +271,10 @@ def main():
         ]
         for recipe, its in {"current": seen, **{name: its for name, (_, its) in others.items()}}.items()
     }
+    folder = Path("hand")
     folder.mkdir(exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))
     (folder / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "losses": losses, "scalars": scalars}))
-    # Not by taking all apart: gloo's threads may wait for the interpreter that waits for them.
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

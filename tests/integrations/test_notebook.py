@@ -1,85 +1,104 @@
-"""A Jupyter notebook, its cells run by a kernel of its own: `ng.watch` in one, training in others, errors between."""
+"""A Jupyter notebook, its cells run by a kernel of its own: `ng.watch` in one, training in others, errors between; and
+the same cells in another kernel without us, where what layers see is measured by hand."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.integrations.watched import environment
+from tests.integrations.differences import differences
+from tests.integrations.watched import HERE, ROLES, Case, environment
 from tests.integrations.works_with import WorksWith
 
-from narrowgauge.observe.store import open_run
-
-WORKS = WorksWith("Jupyter notebooks", ("ipykernel", "nbclient"), "`ng.watch` in one cell, training in others")
+WORKS = WorksWith(
+    "Jupyter notebooks", ("ipykernel", "nbclient"), "`ng.watch` in one cell, training and errors in others"
+)
 
 pytestmark = [pytest.mark.slow]
 
-CELLS = (
-    "import torch, narrowgauge as ng\nfrom torch import nn\ntorch.manual_seed(0)",
-    "model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))\n"
-    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
-    "watching = ng.watch(model, out='run', every=1)\nwatching",
-    "x = torch.randn(8, 16)\nloss = (model(x) - x).square().mean()\nloss.backward()\noptimizer.step()\nloss.item()",
-    "ng.watch(model, out='another')",
-    "model(torch.ones(2, 3))",
-    "optimizer.zero_grad()\nh = model[1](model[0](x))\n(model[2](h) * 0).sum()\n"
-    "loss = (model(x) - x).square().mean()\nloss.backward()\noptimizer.step()\n"
-    "[loss.item(), x.abs().max().item(), h.abs().max().item()]",
-    "def by_hand(x, largest, dtype):\n"
-    "    x, amax = x.detach(), x.detach().abs().max()\n"
-    "    codes = (x * (largest / amax)).clamp(-largest, largest).to(dtype).double()\n"
-    "    error, lost = x.double() - codes * (amax.double() / largest), (codes == 0) & (x != 0)\n"
-    "    return [x.numel(), amax.item(), x.double().norm().item(), error.square().mean().item(), "
-    "100 * lost.double().mean().item()]\n"
-    "kept = {}\n"
-    "def keep(module, args, output):\n"
-    "    kept.update(x=args[0].detach().clone(), w=module.weight.detach().clone())\n"
-    "    output.register_hook(lambda g: kept.update(g=g.clone()))\n"
-    "handle = model[2].register_forward_hook(keep)",
-    "optimizer.zero_grad()\nloss = (model(x) - x).square().mean()\nloss.backward()\noptimizer.step()\n"
-    "[loss.item(), by_hand(kept['x'], 448.0, torch.float8_e4m3fn), by_hand(kept['w'], 448.0, torch.float8_e4m3fn), "
-    "by_hand(kept['g'], 57344.0, torch.float8_e5m2)]",
-)
+HAND = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport by_hand\nby_hand.listen()"
+TELL = "by_hand.tell(globals())"
+STEP = "optimizer.zero_grad()\nloss = (model(x) - x).square().mean()\nloss.backward()\noptimizer.step()\nloss.item()"
+CELLS = {
+    "import": "import torch, narrowgauge as ng\ntorch.manual_seed(0)\nfrom torch import nn",
+    "model": "model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))\n"
+    "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\nx = torch.randn(8, 16)",
+    "watch": "watching = ng.watch(model, out='out', every=1)\nwatching",
+    "first": STEP,
+    "another": "ng.watch(model, out='another')",
+    "wrong shape": "model(torch.ones(2, 3))",
+    "second": "optimizer.zero_grad()\nh = model[:2](x)\n(model[2](h) * 0).sum()\n" + STEP,
+    "loop": "said = []\nfor _ in range(3):\n    x = torch.randn(8, 16)\n    " + STEP.replace("\n", "\n    ") + "\n"
+    "    said.append(loss.item())\nsaid",
+    "show": "print(model[4])\n[p.abs().max().item() for p in model.parameters()]",
+}
+OURS = ("watch", "another")  # cells that a notebook has which is watched
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
-    """The cells' outputs, and the folder that the kernel ran in; the kernel is shut down as Jupyter does it."""
+def case(tmp_path_factory):
     if reason := WORKS.missing():
         pytest.skip(reason)
+    case = Case(tmp_path_factory.mktemp("notebook"), "notebook")
+    case.works = WORKS
+    return case
+
+
+@pytest.fixture(scope="module")
+def outputs(case):
+    """What each cell showed, watched and alone; a kernel is shut down as Jupyter does it."""
+    alone = {"hand": HAND, **{name: cell for name, cell in CELLS.items() if name not in OURS}, "tell": TELL}
+    with ThreadPoolExecutor() as pool:
+        played = [
+            pool.submit(play, case.folder / name, cells) for name, cells in (("watched", CELLS), ("plain", alone))
+        ]
+    return [each.result() for each in played]
+
+
+def play(folder, cells):
     import nbclient
     import nbformat
 
-    folder = tmp_path_factory.mktemp("notebook")
-    found = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    client = nbclient.NotebookClient(found, timeout=100, kernel_name="python3", allow_errors=True)
+    folder.mkdir()
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells.values()])
+    client = nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True)
     client.execute(cwd=str(folder), env=environment(folder))
-    return [cell.outputs for cell in found.cells], folder
+    return {name: cell.outputs for name, cell in zip(cells, notebook.cells, strict=True)}
 
 
 def shown(outputs):
     return next(output.data["text/plain"] for output in outputs if output.output_type == "execute_result")
 
 
-def test_cells_show_what_they_would_and_an_error_is_only_its_cell_s(notebook):
-    outputs, folder = notebook
-    errors = [[each.ename for each in cell if each.output_type == "error"] for cell in outputs]
-    assert errors == [[], [], [], [], ["UsageError"], ["RuntimeError"], [], [], []]
-    assert shown(outputs[2]) == f"<narrowgauge watch into {folder / 'run'}>"
-    assert "one watch at a time" in outputs[4][-1].evalue
+def told(outputs):
+    """What a cell shows, whatever its number is."""
+    return [{name: value for name, value in each.items() if name != "execution_count"} for each in outputs]
 
 
-def test_the_run_is_whole_when_the_kernel_has_been_shut_down(notebook):
-    outputs, folder = notebook
-    run = open_run(folder / "run")
-    assert (run.status, run.meta["error"], run.meta["steps"]) == ("complete", "", 3)
-    losses = [float(shown(outputs[3])), eval(shown(outputs[6]))[0], eval(shown(outputs[8]))[0]]
-    assert run.scalars("loss")["loss"].tolist() == pytest.approx(losses, rel=1e-7)
-    _, x, h = eval(shown(outputs[6]))
-    assert run.series("0:input", "amax")[1].tolist() == pytest.approx([x, x, x], rel=1e-6)
-    assert run.series("2:input", "amax")[1][1] == pytest.approx(h, rel=1e-6)
-    assert not (folder / "another").exists()
+def test_cells_show_what_they_show_without_us_and_an_error_is_only_its_cell_s(case, outputs):
+    watched, plain = outputs
+    errors = [(name, each.ename) for name, cell in watched.items() for each in cell if each.output_type == "error"]
+    assert errors == [("another", "UsageError"), ("wrong shape", "RuntimeError")]
+    assert shown(watched["watch"]) == f"<narrowgauge watch into {case.folder / 'watched' / 'out'}>"
+    assert "one watch at a time" in watched["another"][-1].evalue
+    assert plain["hand"] == plain["tell"] == []
+    assert plain["wrong shape"][-1].evalue == watched["wrong shape"][-1].evalue  # its traceback has the cell's number
+    for name in CELLS.keys() - {*OURS, "wrong shape"}:
+        assert told(watched[name]) == told(plain[name]), name
 
 
-def test_every_statistic_of_a_layer_is_what_a_cell_computes(notebook):
-    outputs, folder = notebook
-    run, (_, *wanted) = open_run(folder / "run"), eval(shown(outputs[8]))
-    for role, want in zip(("input", "weight", "grad_output"), wanted, strict=True):
-        found = [run.series(f"2:{role}", column)[1][-1] for column in ("numel", "amax", "l2", "mse", "underflow_pct")]
-        assert found == pytest.approx(want, rel=1e-5), role
+def test_the_run_is_whole_when_the_kernel_has_been_shut_down(case, outputs):
+    run, (watched, _) = case.run(), outputs
+    assert (run.status, run.meta["error"], run.meta["steps"]) == ("complete", "", 5)
+    found, by_hand = run.scalars(), case.scalars_by_hand()[0]
+    losses = [float(shown(watched["first"])), float(shown(watched["second"])), *eval(shown(watched["loop"]))]
+    assert found["loss"].tolist() == pytest.approx(losses, rel=1e-7)
+    for name in ("lr", "grad_norm", "param_norm"):
+        assert found[name].tolist() == pytest.approx([by_hand[step][name] for step in range(1, 6)], rel=1e-5), name
+    assert not (case.folder / "watched" / "another").exists()
+
+
+def test_every_tensor_is_what_it_is_by_hand(case, outputs):
+    want = case.rows_by_hand()
+    sites = {f"{n}:{role}" for n in (0, 2, 4) for role in ROLES}
+    assert want.keys() == {(step, site) for step in range(1, 6) for site in sites}
+    assert want[2, "2:input"]["numel"] == 2 * want[1, "2:input"]["numel"]  # the cell that calls it twice
+    assert differences(case.rows(), want) == []
