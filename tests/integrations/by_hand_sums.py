@@ -17,7 +17,7 @@ on a GPU is small enough to be taken as a whole.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 
@@ -36,8 +36,8 @@ class Sums:
         self.x1 = self.x2 = self.x3 = self.x4 = 0.0
         self.amin = math.inf
         self.scales = []
-        self.columns = 0.0, 0.0
-        self.rows, self.binades, self.apart = Counter(), Counter(), Counter()
+        self.columns = defaultdict(lambda: (0.0, 0.0))  # of each part; on a GPU, of each in each microbatch
+        self.rows, self.binades = Counter(), Counter()
 
     def add(self, x, dtype, groups=1, cut=(1, 0)):
         """One more, of groups of rows that have a scale each; `cut` into so many parts along which dimension."""
@@ -58,10 +58,11 @@ class Sums:
         self.scales += [scale.min().item(), scale.max().item()] if amax > 0 else []  # zeros alone have none
         self.x += x.double().sum().item()
         self.xx += (x.double() ** 2).sum().item()
-        for part, d, lost in zip(*(each.tensor_split(*cut) for each in (x, codes * scale, flushed)), strict=True):
+        parts = zip(*(each.tensor_split(*cut) for each in (x, codes * scale, flushed)), strict=True)
+        for which, (part, d, lost) in enumerate(parts):
             sampled, compared = (slice(self.turn % every, None, every) for every in distances(part))
             self.sample(part[sampled])
-            self.compare(part[compared].double(), d[compared], lost[compared], part.numel())
+            self.compare(part[compared].double(), d[compared], lost[compared], part.numel(), which)
             self.foresee(((part.double() - d) ** 2).sum(1), len(part[compared]))
 
     def sample(self, x):
@@ -73,14 +74,12 @@ class Sums:
             before + (x**power).sum().item() for power, before in enumerate((self.x1, self.x2, self.x3, self.x4), 1)
         )
 
-    def compare(self, x, d, flushed, numel):
+    def compare(self, x, d, flushed, numel, which):
         energies = [each**2 for each in (x, x - d)]
         self.rows.update(halves(*(each.sum(1) for each in energies)))
-        columns = tuple(each.sum(0) for each in energies)
-        if on_cpu(x):
-            self.columns = tuple(before + each for before, each in zip(self.columns, columns, strict=True))
-        else:
-            self.apart.update(halves(*columns))
+        which = which if on_cpu(x) else len(self.columns)
+        before = self.columns[which]
+        self.columns[which] = tuple(sums + each.sum(0) for sums, each in zip(before, energies, strict=True))
         times = numel / x.numel()
         self.signal += times * (x**2).sum().item()
         self.lost += times * (x[flushed] ** 2).sum().item()
@@ -108,7 +107,7 @@ class Sums:
             "sums": {name: getattr(self, name) for name in SUMS},
             "counts": {
                 "rows": dict(self.rows),
-                "columns": Counter(halves(*self.columns)) if torch.is_tensor(self.columns[0]) else self.apart,
+                "columns": Counter(at for part in self.columns.values() for at in halves(*part)),
                 "binades": {**self.binades, "zeros": self.sampled - sum(self.binades.values())},
             },
             "scale_min": min(self.scales, default=None),

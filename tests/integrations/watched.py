@@ -278,14 +278,10 @@ def check_waits(found, waits, *, slept=False):
         assert all(step["slept"] <= here for here, step in zip(found, waits, strict=True)), (found, waits)
 
 
-def check_tensors(seen, want, without=(), ranks=()):
-    """Every row of the run is there, and says what was computed by hand, but for the statistics in `without`.
-
-    `ranks` is as in `Case.rows`.
-    """
+def check_tensors(seen, want, ranks=()):
+    """Every row of the run is there, and says what was computed by hand; `ranks` is as in `Case.rows`."""
     assert want
-    compared = {name: NEAR[name] for name in NEAR if name not in without}
-    found = differences(seen.case.rows(ranks=ranks), want, compared)
+    found = differences(seen.case.rows(ranks=ranks), want, NEAR)
     assert not found, "\n".join(found[:8])
 
 
