@@ -250,6 +250,8 @@ def listen():
     if os.environ.get("KEEP_CASTS"):
         importlib.import_module("torchao.float8")
         keep_casts()
+    if os.environ.get("KEEP_HEADS"):
+        importlib.import_module("by_hand_heads").keep(begin, count)
     if os.environ.get("STAGES"):
         stage = importlib.import_module("torch.distributed.pipelining").PipelineStage
         for name in {"_forward_metadata_inference", "_shape_inference"} & vars(stage).keys():  # the latter before 2.13
@@ -262,7 +264,7 @@ def tell(found):
     models = found.get("models") or [found["model"]]
     whole = found.get("name_in_whole", str)
     owners = [each for model in models for each in (*model.named_modules(), *model.named_parameters())]
-    names = {id(owner): whole(name) for name, owner in owners}
+    names = {id(owner): whole(name).removesuffix(".weight") for name, owner in owners}
     rows = {
         recipe: [
             {"step": number, "site": f"{names[which]}:{role}", **each.row()}
