@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BENCHMARKS := $(filter-out benchmarks/gpu_% benchmarks/record.py benchmarks/soak.py, $(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak docs clean
+.PHONY: help demo test table lint bench soak docs clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z][a-z]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-14s%s\n", $$1, $$2 }'
@@ -24,6 +24,10 @@ demo: $(READY)  ## train a small Llama in BF16 and in three kinds of FP8, then o
 test: lint $(WATCHED)  ## lint, then run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations  # a module's programs run once
+
+table: $(WATCHED)  ## watch other packages' own loops, and write what passed into the README's table
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations --write-outcomes
+	$(BIN)/python docs/generate.py
 
 lint: $(READY)  ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import click
 import pytest
+from tests.integrations.outcomes import module, read
+from tests.integrations.works_with import pinned
 
 from narrowgauge.cli.main import VERBS, cli
 
@@ -103,6 +106,16 @@ def test_index_leads_to_every_page():
     index = (ROOT / "docs" / "index.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
+
+
+def test_every_program_that_the_readme_says_is_watched_is_declared_by_its_tests_and_has_the_versions_of_today():
+    """That these tests pass is checked where they run, and their packages may be missing here."""
+    declared = {}
+    for file in sorted((ROOT / "tests" / "integrations").glob("test_*.py")):
+        works = getattr(importlib.import_module(f"tests.integrations.{file.stem}"), "WORKS", ())
+        for each in works if isinstance(works, tuple) else (works,):
+            declared[each.name, each.seen] = file.name, pinned(each.packages)
+    assert {(row["program"], row["seen"]): (module(row), row["versions"]) for row in read()} == declared
 
 
 def test_generated_pages_are_what_the_code_says():

@@ -11,7 +11,7 @@ from tests.integrations.works_with import WorksWith
 WORKS = WorksWith(
     "torch.compile in the Trainer",
     ("transformers", "accelerate"),
-    "`torch_compile=True`: one graph, no break",
+    "`torch_compile`, one graph, no break; every second step, beside an uncompiled execution",
     converted=True,
 )
 
@@ -33,7 +33,7 @@ if DEVICE != "cpu":
 def case(tmp_path_factory, warm_python):
     if reason := WORKS.missing():
         pytest.skip(reason)
-    return Case(tmp_path_factory.mktemp("hf_compiled"), "hf_compiled", warm=warm_python)
+    return Case(tmp_path_factory.mktemp("hf_compiled"), "hf_compiled", warm=warm_python, works=WORKS)
 
 
 @pytest.fixture(scope="module")

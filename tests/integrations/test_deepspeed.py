@@ -22,7 +22,7 @@ def seen(tmp_path_factory, warm_python):
     if reason := WORKS.missing():
         pytest.skip(reason)
     launcher = ("deepspeed", "--num_gpus", "2", "--master_port", "PORT")
-    case = Case(tmp_path_factory.mktemp("deepspeed"), "deepspeed_zero", launcher, WORKS.ranks, warm_python)
+    case = Case(tmp_path_factory.mktemp("deepspeed"), "deepspeed_zero", launcher, WORKS.ranks, warm_python, WORKS)
     plain = case.by_hand()
     assert plain.code == 0, plain.err
     return Seen(case, plain, case.watched(), case.converted(STAGES="0 2 3 bf16-1 bf16-3"))

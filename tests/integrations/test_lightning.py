@@ -6,8 +6,8 @@ from tests.integrations.watched import check_converted, check_scalars, check_ten
 from tests.integrations.works_with import WorksWith
 
 WORKS = (
-    WorksWith("Lightning", ("lightning",), "`Trainer.fit`, accumulation, clipping, validation", converted=True),
-    WorksWith("Lightning, two devices", ("lightning",), "`strategy='ddp'`, its own launcher", ranks=2, converted=True),
+    WorksWith("Lightning", ("lightning",), "`trainer.fit`, accumulation, clipping, validation", converted=True),
+    WorksWith("Lightning, two devices", ("lightning",), "strategy `ddp`, its own launcher", ranks=2, converted=True),
 )
 DDP = {"DEVICES": "2", "STRATEGY": "ddp"}
 

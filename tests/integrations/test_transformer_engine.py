@@ -1,18 +1,20 @@
-"""TransformerEngine's layers, which need a GPU: the check runs there, and here its transcript is looked at."""
+"""TransformerEngine's layers, which need a GPU: the check runs there, and its transcript is the table's row."""
 
 import re
 import subprocess
 import sys
 
 import pytest
-from tests.integrations.works_with import ROOT, WorksWith
+from tests.integrations.outcomes import transcript
+from tests.integrations.works_with import ROOT, WorksWith, pinned
 
 WORKS = WorksWith(
     "TransformerEngine",
     ("transformer-engine",),
-    "delayed, current and blockwise; `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`",
-    where="1 GPU",
+    "delayed, current and blockwise, one step of `Linear`, `LayerNormLinear`, `LayerNormMLP` and `GroupedLinear` each; "
+    "a loop of ours: losses, and two operands",
 )
+TRANSCRIPT = "benchmarks/results/gpu_transformer_engine_h200.txt"
 CHECK = "benchmarks.gpu_check_transformer_engine"
 
 
@@ -26,13 +28,11 @@ def test_losses_are_as_without_us_and_every_tensor_is_what_it_is_by_hand():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_what_the_readme_says_is_what_was_run():
-    text = (ROOT / "benchmarks" / "results" / "gpu_transformer_engine_h200.txt").read_text()
-    assert f"transformer_engine {WORKS.pinned['transformer-engine']}," in text.splitlines()[0]
-    assert f"python -m {CHECK}" in text
-    passed, tried = re.search(r"^(\d+) of (\d+) cases as they should be$", text, re.MULTILINE).groups()
-    assert passed == tried
+def test_every_case_of_the_transcript_is_as_it_should_be():
+    text, compared = (ROOT / TRANSCRIPT).read_text(), transcript(TRANSCRIPT, WORKS.packages)
+    assert compared["versions"] == pinned(WORKS.packages)
+    assert f"# python -m {CHECK}" in text
     for recipe in ("delayed", "current", "blockwise"):
+        assert {f"{recipe}, {layer}" for layer in re.findall(r"`(\w+)`", WORKS.seen)} <= {*compared["cases"]}
         assert re.search(rf"^training, {recipe}\n  \d+ losses the same to the bit", text, re.MULTILINE)
-        for layer in re.findall(r"`(\w+)`", WORKS.seen):
-            assert f"\n{recipe}, {layer}\n" in text
+    WORKS.compared.append(compared)

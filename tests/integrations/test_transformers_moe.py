@@ -7,7 +7,7 @@ from tests.integrations.works_with import WorksWith
 WORKS = WorksWith(
     "Hugging Face Trainer",
     ("transformers", "accelerate"),
-    "Mixtral, experts in `grouped_mm`, gradient accumulation",
+    "Mixtral, experts in `grouped_mm` (not converted), gradient accumulation",
     converted=True,
 )
 

@@ -75,7 +75,7 @@ def alone(words, cwd, env):
 class Case:
     """A program of `programs/` under its launcher: by hand, watched at every step, or each EVERY-th, and converted."""
 
-    def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, **env):
+    def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, works=None, **env):
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))} if DEVICE == "cuda" else {}
         self.folder, self.ranks, self._env = folder, ranks, gpus | env
         self.every = int(env.get("EVERY", "1"))
@@ -87,6 +87,10 @@ class Case:
             if source.exists():
                 shutil.copy(source, folder)
         self._script = str(folder / f"{name}.py")
+        self.works = works
+        if works:
+            unsaid = works.unsaid(" ".join([*launcher, *env.values(), (PROGRAMS / f"{name}.py").read_text()]))
+            assert not unsaid, f"what is launched has no {unsaid}"
 
     def _launcher(self, really=False):
         """Its words, "PORT" being a new one each time; if not `really`, of forks where that will do."""
@@ -164,6 +168,8 @@ class Case:
         columns = {column: table[column].tolist() for column in ("step", "site", *TOLERANCES, "exponent_histogram")}
         assert set(table["rank"].tolist()) == {0}
         assert self.ranks == 1 or set(table["ranks"].tolist()) == set(ranks or [self.ranks])
+        if self.works:
+            self.works.compares(self.run(name))
         keys = zip(columns["step"], columns["site"], strict=True)
         return {key: _row(columns, n) for n, key in enumerate(keys)}
 
@@ -186,6 +192,10 @@ class Seen:
     watched: Ended
     converted: Ended | None
 
+    @property
+    def works(self):
+        return self.case.works
+
 
 def play(works, folders, name, launcher=("python",), warm=None, really=True, apart=False, options=(), hand=None, **env):
     """Execute a program in every way that `works` speaks of; skipped where its packages are missing.
@@ -196,7 +206,7 @@ def play(works, folders, name, launcher=("python",), warm=None, really=True, apa
     """
     if reason := works.missing():
         pytest.skip(reason)
-    case = Case(folders.mktemp(name), name, launcher, works.ranks, warm, **env)
+    case = Case(folders.mktemp(name), name, launcher, works.ranks, warm, works, **env)
     plain = case.by_hand(**(hand or {}))
     assert plain.code == 0, plain.err
     plain = replace(plain, said=case.alone().said) if apart else plain
