@@ -4,7 +4,7 @@ leave no row, and in the third all is heard again, as it was."""
 from dataclasses import replace
 
 import pytest
-from tests.integrations import test_deepspeed, test_lightning, test_torch, test_transformers
+from tests.integrations import test_compiled, test_deepspeed, test_lightning, test_torch
 from tests.integrations.watched import OF_RECORDED, check_scalars, check_tensors, check_unharmed, play
 
 STEPS = 7  # of each model
@@ -12,11 +12,11 @@ STEPS = 7  # of each model
 PROGRAMS = {
     "fsdp2": (test_torch.WORKS[1], {"COUNT": "56"}, ""),
     "deepspeed_zero": (test_deepspeed.WORKS, {"COUNT": "112", "STAGES": "3 bf16-3"}, "Sequential1"),
-    "hf_trainer": (test_transformers.WORKS, {"STEPS": "7"}, "GPT2LMHeadModel"),
+    "hf_compiled": (test_compiled.WORKS, {"STEPS": "7", "COMPILED": "no", "CHECKPOINTS": "yes"}, ""),
     "lightning_fit": (test_lightning.WORKS[1], {"COUNT": "112", **test_lightning.DDP}, ""),
 }
 # Measuring by hand moves its memory, and so the last place of its sums.
-NEAR = {"hf_trainer": 1e-6}
+NEAR = {"hf_compiled": 1e-6}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -1,4 +1,7 @@
-"""A small Llama trained by transformers' Trainer, compiled if COMPILED is "yes"; says what was compiled."""
+"""A small Llama trained by transformers' Trainer, compiled if COMPILED is "yes"; says what was compiled.
+
+It makes STEPS steps, and recomputes its layers if CHECKPOINTS is "yes".
+"""
 
 import json
 import os
@@ -22,9 +25,10 @@ model = LlamaForCausalLM(
 compiled = os.environ.get("COMPILED") == "yes"
 arguments = TrainingArguments(
     output_dir="trained",
-    max_steps=5,
+    max_steps=int(os.environ.get("STEPS", "5")),
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
+    gradient_checkpointing=os.environ.get("CHECKPOINTS") == "yes",
     learning_rate=1e-2,
     logging_steps=1,
     save_strategy="no",
