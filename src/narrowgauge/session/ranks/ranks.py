@@ -136,7 +136,8 @@ class Ranks:
                 self._together.landing = Landing(self._writer, self._keep, self._all.world)
             if self._plan.watch.get("ranks"):
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
-                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank)
+                # `beside`: the interpreter's end would close it before the session hands over the last steps.
+                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank, beside=True)
         except Exception as error:
             self._failed(error)
         return True
@@ -177,7 +178,9 @@ class Ranks:
         self._keep_unmerged()
         if self._own is not None:
             self._collector.flush()
-            self._own.close()
+            self._own.close("failed" if failed else "complete")
+            if self._own.problem:
+                self.notes.append(f"watch.ranks: it ended early, and rows of it are missing: {self._own.problem}")
 
     def others_have(self, scalar: str) -> bool:
         """Whether this is rank 0 and another one told of such a scalar: a pipeline's loss is its last stage's."""
