@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -175,16 +177,37 @@ def with_path(folder):
     return {**PLAIN, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)])}
 
 
+def at_home(folder):
+    """The environment with a home and a place for temporary files of its own in a folder, both empty."""
+    own = {"HOME": folder / "home", "TMPDIR": folder / "temporary"}
+    for path in own.values():
+        path.mkdir()
+    return PLAIN | {name: str(path) for name, path in own.items()}
+
+
+def kept_at_home(folder):
+    return {str(path.relative_to(folder)) for name in ("home", "temporary") for path in (folder / name).rglob("*")}
+
+
 @pytest.fixture(scope="module")
-def basic_alone(warm_python, tmp_path_factory):
-    """What BASIC prints unwatched."""
+def basic_alone(tmp_path_factory):
+    """What BASIC prints unwatched, and leaves behind: torch has a folder of its own for what it compiles."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(programs.BASIC)
-    return warm_python.run([sys.executable, "train.py"], cwd=folder, env=PLAIN).stdout
+    words, env = [sys.executable, "train.py"], at_home(folder)  # a fork's torch has made its folder before
+    printed = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+    return printed, kept_at_home(folder)
 
 
 def steps(folder):
     return json.loads((folder / "run.json").read_text())["meta"]["steps"]
+
+
+def installed():
+    """All files of the environment, but for what Python keeps of any that it imports."""
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "scripts")}
+    walked = (found for folder in folders for found in os.walk(folder) if "__pycache__" not in found[0])
+    return {os.path.join(folder, name) for folder, _, names in walked for name in names}
 
 
 def test_programs_of_these_tests_run_what_the_tests_import():
@@ -196,16 +219,17 @@ def test_programs_of_these_tests_run_what_the_tests_import():
 @pytest.mark.parametrize("words", [["train.py"], ["python", "train.py"], ["python", "-m", "train"], ["sh", "train.sh"]])
 def test_a_program_runs_as_without_us_and_leaves_a_run(tmp_path, basic_alone, words):
     (tmp_path / "train.sh").write_text(f"exec {sys.executable} train.py\n")
-    (tmp_path / "home").mkdir()
-    done = run(tmp_path, *words, script=programs.BASIC, env={**PLAIN, "HOME": str(tmp_path / "home")})
-    assert (done.returncode, done.stdout) == (0, basic_alone)
+    before, (printed, kept) = installed(), basic_alone
+    done = run(tmp_path, *words, script=programs.BASIC, env=at_home(tmp_path))
+    assert (done.returncode, done.stdout) == (0, printed)
     assert done.stderr == FEW.format("8 steps") + "narrowgauge: the run is in out\n"
     found = open_run(tmp_path / "out")
     assert found.status == "complete"
     assert steps(tmp_path / "out") == 8
     left = {p.name for p in tmp_path.iterdir()} - {"__pycache__"}
-    assert left == {"home", "out", "train.py", "train.sh"}
-    assert not list((tmp_path / "home").iterdir())
+    assert left == {"home", "temporary", "out", "train.py", "train.sh"}
+    assert kept_at_home(tmp_path) == kept
+    assert installed() == before
 
 
 def test_the_ranks_of_a_launcher_are_recorded_as_one(tmp_path, free_port):
@@ -296,6 +320,67 @@ def test_a_compilers_workers_open_no_run(tmp_path):
     assert done.stdout.splitlines()[:2] == ["True", "[True, False]"]  # they are other processes, and have torch
     assert steps(tmp_path / "out") == 8
     assert not list((tmp_path / "out").glob("process-*"))
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_program_that_never_steps_is_told_and_keeps_its_code(warm_python, tmp_path, code):
+    script = f"{programs.NO_STEP}\nimport sys\nprint('finished')\nsys.exit({code})\n"
+    done = run(tmp_path, "train.py", options=("--every", "1"), script=script, warm=warm_python)
+    plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN)
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout) == (code, "finished\n")
+    told = "No step was seen: no torch.optim optimizer stepped."
+    nothing = f"nothing was recorded{' before the command ended (exit code 7)' if code else ''}"
+    assert done.stderr == f"narrowgauge: {told}\nnarrowgauge: the run is in out; {nothing}\n"
+    found = open_run(tmp_path / "out")
+    assert (found.status, found.meta["steps"], found.meta["not_found"]) == ("complete", 0, [told])
+    assert (found.scalars().rows, found.metrics) == (0, ())
+
+
+PATCHES = """
+import atexit, sys, torch
+from torch import nn
+method, function, calls = torch.Tensor.backward, torch.autograd.backward, []
+def own_method(tensor, *args, **kwargs):
+    calls.append("method")
+    return method(tensor, *args, **kwargs)
+def patch():
+    current = torch.autograd.backward
+    def own_function(*args, **kwargs):
+        calls.append("function")
+        return current(*args, **kwargs)
+    torch.Tensor.backward, torch.autograd.backward = own_method, own_function
+    # asked behind whatever else happens at the end
+    kept = lambda: print(torch.Tensor.backward is own_method, torch.autograd.backward is own_function)
+    atexit.register(kept)
+torch.manual_seed(3)
+model = nn.Linear(32, 32)
+if sys.argv[1] == "before":
+    patch()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if sys.argv[1] == "after":
+    patch()
+for step in range(3):
+    for x in torch.ones(2, 16, 32):
+        loss = (model(x) - step).square().mean()
+        loss.backward()
+        print(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+print(calls)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])  # the optimizer is made, with which the watch begins
+def test_a_program_that_patches_backward_is_as_without_us_and_its_losses_are_heard(warm_python, tmp_path, when):
+    done = run(tmp_path, "train.py", when, options=("--every", "1"), script=PATCHES, warm=warm_python)
+    plain = warm_python.run([sys.executable, "train.py", when], cwd=tmp_path, env=PLAIN)
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain.stdout, "narrowgauge: the run is in out\n")
+    *said, calls, kept = plain.stdout.splitlines()
+    assert (calls, kept) == (str(["method", "function"] * 6), "True True")
+    losses = [float(line) for line in said]
+    table = open_run(tmp_path / "out").scalars()
+    assert table["loss"].tolist() == pytest.approx([a + b for a, b in zip(losses[::2], losses[1::2], strict=True)])
+    assert table["microbatches"].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -566,8 +651,20 @@ import sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
 how = sys.argv[1]
+class Block(nn.Module):  # of torch's own modules that compile themselves in place, nothing is compiled
+    def __init__(self, k, n):
+        super().__init__()
+        self.linear = nn.Linear(k, n)
+    def forward(self, x):
+        return self.linear(x)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Block(64, 128), Block(128, 64)
+    def forward(self, x):
+        return self.down(self.up(x).relu())
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+model = Net()
 early = sys.argv[2] == "early"
 optimizer = None if early else torch.optim.AdamW(model.parameters(), lr=1e-3)
 called = model
@@ -576,7 +673,7 @@ if how == "module":
 elif how == "in place":
     model.compile(backend="aot_eager")
 elif how == "blocks":
-    for block in (model[0], model[2]):
+    for block in (model.up, model.down):
         block.compile(backend="aot_eager")
 def loss_of(x):
     return (called(x) - x).square().mean()
@@ -591,20 +688,32 @@ print(counters["stats"]["unique_graphs"], "graphs", sum(counters["graph_break"].
 """
 
 
+@pytest.fixture(scope="module")
+def compiled_alone(warm_python, tmp_path_factory):
+    """What COMPILED prints unwatched, by how it compiles."""
+    folder = tmp_path_factory.mktemp("compiled")
+    (folder / "train.py").write_text(COMPILED)
+    return cache(lambda how: warm_python.run([sys.executable, "train.py", how, "late"], cwd=folder, env=PLAIN).stdout)
+
+
 @pytest.mark.parametrize("when", ["early", "late"])  # before the optimizer is made, or after
 @pytest.mark.parametrize("how", ["module", "in place", "function", "blocks"])
-def test_what_is_compiled_stays_one_graph_watched_or_converted(warm_python, tmp_path, how, when):
+def test_what_is_compiled_has_the_graphs_and_breaks_that_it_has_without_us(
+    warm_python, tmp_path, compiled_alone, how, when
+):
     (tmp_path / "train.py").write_text(COMPILED)
+    alone = compiled_alone(how)
+    assert alone == f"{2 if how == 'blocks' else 1} graphs 0 breaks\n"
     warm = None if (how, when) == ("module", "late") else warm_python  # one that starts as programs do
     done = run(tmp_path, "train.py", how, when, warm=warm)
     assert (done.returncode, quiet(done.stderr)) == (0, "narrowgauge: the run is in out\n")
-    assert done.stdout.endswith("0 breaks\n")
+    assert done.stdout == alone
     assert steps(tmp_path / "out") == 6
     (tmp_path / "out").rename(tmp_path / "watched")
     done = run(tmp_path, "train.py", how, when, options=("--convert", "current", "--every", "2"), warm=warm_python)
-    assert (done.returncode, done.stdout.endswith("0 breaks\n"), quiet(done.stderr)) == (
+    assert (done.returncode, done.stdout, quiet(done.stderr)) == (
         0,
-        True,
+        alone,
         "narrowgauge: 2 of 2 linear layers in FP8 (current, emulated)\nnarrowgauge: the run is in out\n",
     )
     found = open_run(tmp_path / "out")
