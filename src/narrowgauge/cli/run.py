@@ -32,7 +32,7 @@ def run_command(
     from narrowgauge.cli.outcome import converted, not_found, unended, unrecorded, what_came_of_it
     from narrowgauge.observe.export import check
     from narrowgauge.session.config import load
-    from narrowgauge.session.folder import named, prepare
+    from narrowgauge.session.folder import named, not_empty, prepare
     from narrowgauge.session.plan import Plan
     from narrowgauge.session.process.command import arguments, short_name
     from narrowgauge.session.process.launch import describe_code, watch
@@ -56,6 +56,10 @@ def run_command(
         compiling=True,
         **{**settings.for_watching(recipe), **({"every": every} if every else {})},
     )
+    try:
+        plan.write(new=True)
+    except FileExistsError as error:  # another command found the folder empty at the same time, and was quicker
+        raise not_empty(folder) from error
     try:
         code = watch(plan, argv)
     except UsageError:  # it could not be started

@@ -26,6 +26,11 @@ def named(folder: str | os.PathLike[str], how: str = "with --out") -> Path:
     return Path(name)
 
 
+def not_empty(folder: Path, how: str = "with --out") -> UsageError:
+    """The error that somebody else's files are there."""
+    return UsageError(f"{folder} is not empty; give another folder {how}, or delete it first.")
+
+
 def prepare(folder: Path, how: str = "with --out") -> None:
     """Make `folder`, or find it empty; `how` is how a user names another one.
 
@@ -37,7 +42,7 @@ def prepare(folder: Path, how: str = "with --out") -> None:
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; give a folder {how}.")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty; give another folder {how}, or delete it first.")
+            raise not_empty(folder, how)
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         try:

@@ -56,12 +56,17 @@ class Plan:
         """The run's folder, absolute."""
         return Path(self.out)
 
-    def write(self) -> Path:
-        """Write `plan.json` into the run's folder and return its path."""
+    @property
+    def path(self) -> Path:
+        """Its file in the run's folder."""
+        return self.folder / PLAN_FILE
+
+    def write(self, *, new: bool = False) -> Path:
+        """Write `plan.json` into the run's folder and return its path; FileExistsError if it is to be `new` and not."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / PLAN_FILE
-        path.write_text(json.dumps(asdict(self), indent=1))
-        return path
+        with self.path.open("x" if new else "w") as file:
+            file.write(json.dumps(asdict(self), indent=1))
+        return self.path
 
     @classmethod
     def read(cls, path: Path) -> Plan:

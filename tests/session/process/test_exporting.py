@@ -31,6 +31,7 @@ def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_tol
     (tmp_path / "out").mkdir()
     export = {"tensorboard": {"dir": "board"}, "prometheus": {"file": "train.py/x.prom"}, "sites": ["lm_head"]}
     plan = Plan(variant="asis", out="out", command=("train.py",), every=4, judge="current", export=export)
+    plan.write()
     code = watch(plan, [sys.executable, "train.py"])
     run, said = open_run(tmp_path / "out"), capfd.readouterr()
 

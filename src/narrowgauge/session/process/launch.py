@@ -79,11 +79,10 @@ def launch(plan: Plan, tell: Callable[[status.Status], None] | None = None, *, q
 def watch(plan: Plan, argv: Sequence[str]) -> int:
     """Run `argv` with its own input, output and signals, all of its processes watched as `plan` says; its exit code.
 
-    Raises UsageError if it cannot be started.
+    The plan's file is written. Raises UsageError if the program cannot be started.
     """
-    path = plan.write()
     with exporting(plan.folder, plan.export) as told:
-        code, pid = _follow(path, argv)
+        code, pid = _follow(plan.path, argv)
         untold.tell(plan.folder, pid, code)
     for line in told:
         print(f"narrowgauge: {line}", file=sys.stderr)
