@@ -1,7 +1,7 @@
 """Megatron-Core's GPTModel on two ranks, each of which multiplies its share of every layer."""
 
 import pytest
-from tests.integrations.watched import check_scalars, check_tensors, check_unharmed, play
+from tests.integrations.watched import check_refused, check_scalars, check_tensors, check_unharmed, play
 from tests.integrations.works_with import WorksWith
 
 WORKS = WorksWith(
@@ -41,3 +41,9 @@ def test_losses_are_those_of_the_script(seen):
     found = seen.case.run().scalars()
     assert found["loss"].tolist() == pytest.approx(seen.watched.said, rel=1e-5)
     assert set(found["microbatches"].tolist()) == {2}
+
+
+def test_a_conversion_finds_none_of_its_layers_and_ends_the_program_in_words(seen):
+    kinds = "ColumnParallelLinear, Embedding, LayerNorm, RowParallelLinear, VocabParallelEmbedding"
+    said = f"GPTModel has no linear layer to convert; its parameters are in modules of class {kinds}."
+    check_refused(seen.case, seen.case.converted(hand=False), said)

@@ -318,3 +318,18 @@ def check_converted(seen, *, named=lambda step, site: site, within=0.02, steps=N
     assert here == pytest.approx(there, rel=within)
     assert here != there
     assert here[-1] < here[0]
+
+
+def check_refused(case, ended, said):
+    """`--convert` found nothing to convert: the program was ended before its first step, and told why; no run is left.
+
+    Of several ranks, each tells that comes to it before the launcher ends it.
+    """
+    assert (ended.code, ended.out, ended.said) == (1, "", {})
+    told = [line for line in ended.err.splitlines() if line.startswith("narrowgauge: ")]
+    why = f"narrowgauge: --convert: {said} The program was ended; without --convert it is watched as it is."
+    nothing = "narrowgauge: nothing was trained, so there is no run; out can be used again"
+    assert (set(told[:-1]), told[-1]) == ({why}, nothing)
+    assert len(told) <= 1 + case.ranks
+    assert "Traceback" not in ended.err
+    assert not (case.folder / "converted" / "out").exists()
