@@ -31,7 +31,5 @@ def test_losses_are_those_of_the_script(seen):
 
 def test_where_all_layers_are_its_own_a_conversion_ends_the_program_in_words(seen, tmp_path, warm_python):
     case = Case(tmp_path, "torchao_float8", warm=warm_python, LEFT_OUT="none")
-    said = (
-        "none of the 2 linear layers of Sequential can be converted ('1', '3': Float8Linear is a subclass of nn.Linear "
-    )
-    check_refused(case, case.converted(hand=False), f"{said}with a behaviour of its own).")
+    why = "('1', '3': Float8Linear is a subclass of nn.Linear with a behaviour of its own)."
+    check_refused(case, case.converted(hand=False), f"none of the 2 linear layers of Sequential can be converted {why}")
