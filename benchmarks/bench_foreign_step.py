@@ -97,11 +97,20 @@ def compiled_in(kind: str) -> bool:
 
 
 class Program(CompiledCalls):
-    """Hears what the program compiles, of which all is training."""
+    """Hears what the program of a kind compiles, of which all is training."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.listener = self
+        self._kind = kind
+
+    def any(self) -> bool:
+        """Whether it compiles, whatever the kinds before it did."""
+        return compiled_in(self._kind)
+
+    def told(self) -> bool:
+        """Nobody hears of graphs here."""
+        return False
 
     def compiled_begins(self, *call: Any) -> None:
         """Nobody need know."""
@@ -144,10 +153,7 @@ class Stepper:
             "current",
             eager=True,
             training=lambda: True,
-            compiles=lambda: compiled_in(kind),
-            eagerly=program.eagerly,
-            in_graphs=program.in_graphs,
-            inside=program.inside,
+            compilations=program,
             choice=Choice(self.way),
         )
         self.layers = len(self.sites.add(model, self.collector))
@@ -256,7 +262,7 @@ def _share(milliseconds: dict[str, float], name: str, plain: str = "plain") -> f
 
 def row_of(kind: str, plain: nn.Module, size: gpt.Size, device: torch.device, rounds: int) -> dict[str, Any]:
     """A kind's row; the model is gone afterwards."""
-    program = Program()
+    program = Program(kind)
     with many_graphs():
         stepper = Stepper(made(plain, kind, device.type == "cpu"), size, device, kind, program)
         row = measured(stepper, rounds)

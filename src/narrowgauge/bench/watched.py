@@ -7,15 +7,18 @@ uncompiled and shows what there is to be seen. Of CUDA graphs a recorded step of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from narrowgauge.bench.variants import Stepper
 from narrowgauge.compute.nn import set_observer
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import recorded_graphs
+from narrowgauge.session.doors.compilations import Compilations
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.plain_sites import PlainSites
@@ -33,13 +36,11 @@ class Watched:
         if stepper.variant.peer is None:
             set_observer(stepper.model, self.collector)
         else:
-            compiles = stepper.mode != "eager"
             self.sites = PlainSites(
                 "current",
                 eager=True,
                 training=lambda: True,
-                compiles=lambda: compiles,
-                in_graphs=self._in_graphs,
+                compilations=_Loss(stepper),
                 choice=Choice("graphs"),
             )
             self.sites.add(stepper.model, self.collector)
@@ -56,20 +57,37 @@ class Watched:
             self.sites.end(seen=True)
         self.collector.end_step()
 
-    @contextmanager
-    def _in_graphs(self, failed: Callable[[Exception], None]) -> Iterator[None]:
-        compiled = self.stepper.loss_of
-
-        def call(*args: Any) -> Any:
-            return recorded_graphs.run(compiled, args, {}, failed)
-
-        self.stepper.loss_of = call
-        try:
-            yield
-        finally:
-            self.stepper.loss_of = compiled
-
     def close(self) -> None:
         """Write what is still held, and end the run."""
         self.collector.flush()
         self.writer.close()
+
+
+class _Loss(Compilations):
+    """What a stepper compiles: the function of its loss."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+
+    def any(self) -> bool:
+        """Whether it does."""
+        return self._stepper.mode != "eager"
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Meanwhile it runs uncompiled."""
+        stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return stance
+
+    @contextmanager
+    def in_graphs(self, failed: Callable[[Exception], None]) -> Iterator[None]:
+        """Meanwhile it runs in graphs of recorded steps."""
+        compiled = self._stepper.loss_of
+
+        def call(*args: Any) -> Any:
+            return recorded_graphs.run(compiled, args, {}, failed)
+
+        self._stepper.loss_of = call
+        try:
+            yield
+        finally:
+            self._stepper.loss_of = compiled

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 from weakref import ref
@@ -96,20 +96,15 @@ class Session:
             plan.judge,
             eager=plan.recipe is None,
             training=lambda: self.calls.training,
-            compiles=lambda: self._compiled is not None and self._compiled.any(),
-            followed=lambda: self._compiled is None or self._compiled.followed(),
-            telling=lambda: self._compiled is not None and self._compiled.told(),
-            eagerly=lambda: nullcontext() if self._compiled is None else self._compiled.eagerly(),
-            unheard=self.hearing.nothing,
             mine=lambda: self.calls.of_training(),
-            in_graphs=lambda failed: nullcontext() if self._compiled is None else self._compiled.in_graphs(failed),
-            inside=lambda: self._compiled is not None and self._compiled.inside(),
+            compilations=self._compiled,
             choice=Choice(
                 plan.watch.get("compiled", "auto"),
                 lambda: self.ledger.rows.lost(),
                 compiling_seconds,
                 lambda: self.ranks.dear if Ranks.world() > 1 else None,
             ),
+            unheard=self.hearing.nothing,
             told=self._trouble,
         )
         self.roots = Roots(plan, self.recorder, self.plain, family)
@@ -150,7 +145,7 @@ class Session:
             self._compiled.listener = CompiledModels(
                 *(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers)
             )
-            self._compiled.graphs = self.plain
+            self._compiled.graphs = self.plain.compiled
             self._compiled.told()
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
 
@@ -262,7 +257,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
-        pace = steps.ledger.rows.pace.note(self.plain.why())
+        pace = steps.ledger.rows.pace.note(self.plain.choice.why())
         few = self.roots.taken and too_few(self.plan, self.recorder.selection, steps.ledger.steps, conversions.observed)
         return {
             **self.roots.facts(),

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.observe.stats import Collector, host
-from narrowgauge.session.sites import plain_sites
+from narrowgauge.session.sites import layer_calls
+from narrowgauge.session.sites.layer_calls import LayerCalls
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.sites.torchao import TorchAO
 from narrowgauge.session.sites.transformer_engine import TransformerEngine
@@ -100,7 +101,7 @@ def test_rows_are_the_same_by_either_way(run, monkeypatch):
         return rows, watch.sites.notes, {key[1:] for key in watch.sites.shown.heard}
 
     short = found()
-    monkeypatch.setattr(PlainSites, "_called_again", lambda *args: False)
+    monkeypatch.setattr(LayerCalls, "_called_again", lambda *args: False)
     assert short == found()
     assert "0:input" in short[0]
 
@@ -108,8 +109,8 @@ def test_rows_are_the_same_by_either_way(run, monkeypatch):
 def test_a_call_as_before_is_not_taken_apart(monkeypatch):
     model, x = net(), torch.randn(4, 32)
     watch, calls = Watch(model, x), []
-    called = PlainSites.called
-    monkeypatch.setattr(PlainSites, "called", lambda *args: calls.append(args[1].name) or called(*args))
+    called = LayerCalls.called
+    monkeypatch.setattr(LayerCalls, "called", lambda *args: calls.append(args[1].name) or called(*args))
     rows = watch.step(lambda: model(x).square().mean().backward())
     assert not calls
     assert len(rows) == 6
@@ -201,7 +202,7 @@ def test_a_step_that_runs_uncompiled_is_told_what_no_graph_sees():
         watch = Watch(model, x)
 
         def uncompiled(watch=watch):
-            watch.sites.uncompiled = True
+            watch.sites.choice.uncompiled = True
 
         if type(layer) is nn.Linear:
             watch.step(lambda model=model: model(x), uncompiled)
@@ -263,13 +264,13 @@ def test_in_a_graph_a_recomputed_input_changes_nothing(monkeypatch):
     layer = watch.sites._layers[0]
 
     def run():
-        watch.sites.input_in_graph(layer, x)
+        watch.sites.calls.input_in_graph(layer, x)
         latest = layer.latest
         with monkeypatch.context() as patched:
-            patched.setattr(plain_sites, "inside_backward", lambda: True)
-            watch.sites.input_in_graph(layer, x)
+            patched.setattr(layer_calls, "inside_backward", lambda: True)
+            watch.sites.calls.input_in_graph(layer, x)
         assert layer.latest is latest
-        watch.sites.gradient_in_graph(layer, torch.randn(4, 48))
+        watch.sites.calls.gradient_in_graph(layer, torch.randn(4, 48))
 
     assert set(watch.step(run)) == {"0:input", "0:weight", "0:grad_output"}
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from tests.session.inline import followed
+from tests.session.sites.compiled_programs import Compiles
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,10 +14,11 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.session.sites.plain_sites import PlainSites
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of an input
+TOLD = Compiles(some=False, told=True)
 
 
 def test_where_torch_does_not_tell_of_graphs_products_are_not_listened_to_and_that_is_told():
-    sites = PlainSites("current", eager=False, training=lambda: True, compiles=lambda: True)
+    sites = PlainSites("current", eager=False, training=lambda: True, compilations=Compiles())
     sites.add(nn.Linear(8, 8), Collector(None, every=1))
     before = F.linear, torch.matmul
     sites.begin()
@@ -29,16 +31,16 @@ def test_where_torch_does_not_tell_of_graphs_products_are_not_listened_to_and_th
 
 
 def test_while_something_compiled_runs_torch_is_as_it_was_found():
-    sites = PlainSites("current", eager=False, training=lambda: True, compiles=lambda: True, telling=lambda: True)
+    sites = PlainSites("current", eager=False, training=lambda: True, compilations=Compiles(told=True))
     before, during = F.linear, []
     sites.begin()
     during.append(F.linear)
-    outer, inner = sites.compiled_runs("followed"), sites.compiled_runs("bare")
+    outer, inner = sites.compiled.compiled_runs("followed"), sites.compiled.compiled_runs("bare")
     inner()
     during.append(F.linear)
     outer()
     during.append(F.linear)
-    spanning = sites.compiled_runs("followed")
+    spanning = sites.compiled.compiled_runs("followed")
     sites.end()
     sites.begin()  # in it: the next recorded step
     during.append(F.linear)
@@ -50,11 +52,11 @@ def test_while_something_compiled_runs_torch_is_as_it_was_found():
 
 
 def test_another_thread_that_runs_something_compiled_meanwhile_is_told():
-    sites, notes = PlainSites("current", eager=False, training=lambda: True, telling=lambda: True), []
+    sites, notes = PlainSites("current", eager=False, training=lambda: True, compilations=TOLD), []
     sites.begin()
-    sites.compiled_runs("bare")()
+    sites.compiled.compiled_runs("bare")()
     notes.append(" ".join(sites.notes))
-    thread = threading.Thread(target=lambda: sites.compiled_runs("bare")())
+    thread = threading.Thread(target=lambda: sites.compiled.compiled_runs("bare")())
     thread.start()
     thread.join()
     notes.append(" ".join(sites.notes))
@@ -65,13 +67,13 @@ def test_another_thread_that_runs_something_compiled_meanwhile_is_told():
 
 @pytest.mark.parametrize("before", [False, True])
 def test_one_that_still_runs_when_the_step_begins_is_told_if_it_is_another_threads(before):
-    sites, over = PlainSites("current", eager=False, training=lambda: True, telling=lambda: True), []
+    sites, over = PlainSites("current", eager=False, training=lambda: True, compilations=TOLD), []
     if before:
-        thread = threading.Thread(target=lambda: over.append(sites.compiled_runs("unheard")))
+        thread = threading.Thread(target=lambda: over.append(sites.compiled.compiled_runs("unheard")))
         thread.start()
         thread.join()
     else:
-        over.append(sites.compiled_runs("unheard"))
+        over.append(sites.compiled.compiled_runs("unheard"))
     sites.begin()
     told = " ".join(sites.notes)
     sites.end()

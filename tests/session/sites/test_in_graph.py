@@ -399,9 +399,9 @@ HEARD = frozenset({(1, "a", "input")})
 
 def chosen(wish="auto", lost=0.0, compiling=10.0, agreed=None):
     choice = Choice(wish, lambda: lost, lambda: compiling, lambda: agreed)
-    assert not choice.begin()  # nothing has shown yet what there is to be seen
+    assert not choice.begin(free=True)  # nothing has shown yet what there is to be seen
     choice.ended(HEARD, inside=False)
-    return choice.begin()
+    return choice.begin(free=True)
 
 
 def test_graphs_are_made_when_uncompiled_steps_have_lost_what_they_take():
@@ -418,20 +418,20 @@ def test_graphs_are_made_when_uncompiled_steps_have_lost_what_they_take():
 def test_graphs_stay_though_making_them_has_lengthened_what_compiling_took():
     spent = [1.0]
     choice = Choice("auto", lambda: 5.0, lambda: spent[0])
-    assert not choice.begin()
+    assert not choice.begin(free=True)
     choice.ended(HEARD, inside=False)
-    assert choice.begin()
+    assert choice.begin(free=True)
     spent[0] = 100.0
     choice.ended(HEARD, inside=False)
-    assert choice.begin()
+    assert choice.begin(free=True)
     choice.ended(HEARD, inside=False)
-    assert choice.begin()
+    assert choice.begin(free=True)
 
 
 def test_what_is_missing_in_a_graph_is_looked_at_uncompiled_and_ends_graphs_the_third_time():
     choice, ways = Choice("graphs"), ""
     for _ in range(16):
-        graphs = choice.begin()
+        graphs = choice.begin(free=True)
         ways += "g" if graphs else "u"
         choice.ended(frozenset() if graphs else HEARD, inside=False)
     assert ways == "ug" + "uug" + "uuug" + "uuuuuuu"
@@ -442,7 +442,7 @@ def test_steps_of_two_kinds_are_held_to_what_both_have():
     first, second = HEARD | {(1, "b", "input")}, HEARD | {(2, "c", "input")}
     choice, ways = Choice("graphs"), ""
     for number in range(12):
-        ways += "g" if choice.begin() else "u"
+        ways += "g" if choice.begin(free=True) else "u"
         choice.ended(second if number % 2 else first, inside=False)
     assert ways == "ug" + "uu" + 8 * "g"
     assert choice.refused == ""

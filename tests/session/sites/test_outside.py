@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tests.session.sites.compiled_programs import Compiles
 from tests.session.sites.recorded import Rows, same
 from torch import nn
 from torch.nn import functional as F
@@ -25,7 +26,7 @@ class Program:
         self.model, self.heard, self.rows = model, [], []
         self._writer = Rows()
         self._collector = Collector(self._writer, every=1)
-        self.sites = PlainSites("current", eager=True, training=lambda: True, compiles=lambda: compiles)
+        self.sites = PlainSites("current", eager=True, training=lambda: True, compilations=Compiles(some=compiles))
         self.sites.add(model, self._collector)
 
     def step(self, run):

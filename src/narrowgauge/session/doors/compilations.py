@@ -1,9 +1,11 @@
-"""What is compiled: whose it is, how much of it there is, and who hears of its calls (compiled_calls.py)."""
+"""What is compiled: whose it is, how much of it there is, and who hears of its calls or has it run otherwise."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, Literal, Protocol
 from weakref import ref
@@ -45,6 +47,34 @@ class HearsGraphs(Protocol):
 
     def compiled_unheard(self, error: Exception) -> None:
         """Hearing of one failed."""
+
+
+class Compilations:
+    """What a program compiles: a recorded step asks for it, and has it run otherwise. This one's compiles nothing."""
+
+    def any(self) -> bool:
+        """Whether there is any."""
+        return False
+
+    def followed(self) -> bool:
+        """Whether calls of any are followed."""
+        return True
+
+    def told(self) -> bool:
+        """Whether who hears of graphs is told of each call that begins from now on."""
+        return False
+
+    def inside(self) -> bool:
+        """Whether a call that is followed runs."""
+        return False
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Meanwhile it runs uncompiled."""
+        return nullcontext()
+
+    def in_graphs(self, failed: Callable[[Exception], None]) -> AbstractContextManager[object]:
+        """Meanwhile it runs in graphs that are kept for recorded steps; `failed` is told why one cannot be made."""
+        return nullcontext()
 
 
 def of_a_library(function: Any) -> bool:

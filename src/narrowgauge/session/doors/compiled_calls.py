@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors import compilations, recorded_graphs
-from narrowgauge.session.doors.compilations import HearsCompiled, HearsGraphs, Whose
+from narrowgauge.session.doors.compilations import Compilations, HearsCompiled, HearsGraphs, Whose
 from narrowgauge.session.doors.entries import Entries, Leave, nothing
 from narrowgauge.session.doors.stance import Uncompiled, count_as_compiled, stance
 from narrowgauge.session.doors.unseen import unseen
@@ -46,7 +46,7 @@ class _OfThread(threading.local):
 _here = _OfThread()
 
 
-class CompiledCalls:
+class CompiledCalls(Compilations):
     """Wraps what is compiled from now on, and tells `listener` of its calls.
 
     `graphs` is told of all calls that run compiled, whatever was compiled when.

@@ -19,6 +19,7 @@ from narrowgauge.compute.nn.conversion.rule_checks import some
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.parallel.placements import some_are_distributed
+from narrowgauge.session.sites.part import Part
 from narrowgauge.session.tensors.sharded import shape_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -149,6 +150,17 @@ class Census:
             return self.kept(module, names[0]) if self._kept else None
         self._seen.update((id(m), name) for m in module.modules() for name in m._parameters)
         return None
+
+    def multiplied(self, module: nn.Module, part: Part) -> Tensor | None:
+        """A part of the module's call was: its weight is seen. Returns what that was when the step began."""
+        own, name = module._parameters, None
+        if part.w is not None:
+            name = "weight" if own.get("weight") is part.w else next((n for n in own if own[n] is part.w), None)
+        owner = None if part.w is None or name is not None else self.owner(part.w)
+        if owner is not None:
+            return self.saw(owner.module, owner.name)
+        self.saw(module, *part.holds)
+        return self.kept(module, name or "")
 
     def lacks(self) -> bool:
         """Whether a weight was not seen that could have been, or no model is known."""

@@ -33,7 +33,7 @@ class Choice:
 
     Attributes:
         refused: why recorded steps have no graphs, or no longer; "" if nothing is against them.
-        graphs: whether the open step, or the last one, has graphs of its own.
+        graphs, uncompiled: whether the open step, or the last one, has graphs of its own, or runs uncompiled.
         steps: how many have had some.
     """
 
@@ -47,14 +47,22 @@ class Choice:
         self._wish, self._lost, self._compiling, self._agreed = wish, lost, compiling, agreed
         self._always: Heard | None = None  # what was heard in every uncompiled step
         self.refused = self._missing = ""
-        self.graphs = False
-        self.steps = self._failures = self._uncompiled = 0
+        self.graphs = self.uncompiled = False
+        self.steps = self._failures = self._waits = 0  # of the last: uncompiled steps before the next try
 
-    def begin(self) -> bool:
-        """A recorded step begins; whether it has graphs."""
-        self.graphs = bool(self._always) and not self.refused and not self._uncompiled and self._wanted()
+    def begin(self, free: bool) -> bool:
+        """A recorded step begins, and is `free` to go either way; whether it has graphs."""
+        self.graphs = free and bool(self._always) and not self.refused and not self._waits and self._wanted()
+        self.uncompiled = free and not self.graphs
         self.steps += self.graphs
         return self.graphs
+
+    def why(self) -> str:
+        """What makes recorded steps of this program long, in words; "" if it is not this."""
+        if not self.uncompiled:
+            return ""
+        because = f", as {self.refused}" if self.refused else ""
+        return f"what it compiled ran uncompiled{because}"
 
     @property
     def notes(self) -> list[str]:
@@ -86,11 +94,11 @@ class Choice:
             self.refuse("its optimizer steps within a compiled function")
         if not self.graphs:
             self._always = heard if self._always is None else self._always & heard
-            self._uncompiled = max(0, self._uncompiled - 1)
+            self._waits = max(0, self._waits - 1)
         elif self._always is not None and not self._always <= heard:
             _, name, role = min(self._always - heard)
             self._missing = self._missing or f"{name}:{role}"
             self._failures += 1
-            self._uncompiled = 1 + self._failures
+            self._waits = 1 + self._failures
             if self._failures == TRIES:
                 self.refuse(f"{self._missing} was not seen in a graph")

@@ -117,7 +117,7 @@ def prepare() -> None:
 def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
     """The hook of every layer that has a seat; behind its first branch it is traced, and the same for all of them.
 
-    Without an output it is being taken away (see `PlainSites.ended`).
+    Without an output it is being taken away (see `LayerCalls.ended`).
     """
     if output is None:
         return None

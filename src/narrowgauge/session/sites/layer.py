@@ -15,7 +15,7 @@ from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.session.doors.leaving import SEAT
 from narrowgauge.session.sites import in_graph
-from narrowgauge.session.sites.part import Kind, Product
+from narrowgauge.session.sites.part import Kind, Part, Product
 
 IN_GRAPH = (
     -1
@@ -91,6 +91,15 @@ class Layer:
     def becomes(self, kind: Kind, of: type[nn.Module]) -> None:
         """The module is `of` another class by now, and perhaps of another kind."""
         self.kind, self._class, self.before = kind, of, None
+
+    def seen(self, module: nn.Module, part: Part, state: LayerState | None) -> None:
+        """A call of it was shown, as one part: what the next one need not find out, if that was a `Product`."""
+        product = getattr(self.kind, "product", None)
+        if product is None or state is None or part.x is None or module is not self._known():
+            return
+        now = product(module, part.x)
+        if now is not None and now[0] is part.w:
+            self.before = Before(product, state)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It was called outside of graphs, in a step that has graphs of its own."""

@@ -162,7 +162,7 @@ class Steps:
 
     def left(self) -> None:
         """A model's call was left without a word: of its layers none runs any more."""
-        self._plain.left()
+        self._plain.calls.left()
 
     def another_model(self) -> None:
         """A model is about to be taken: what the last step recorded is of others, though names may be alike."""
