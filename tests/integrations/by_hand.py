@@ -7,7 +7,7 @@ output; each tensor is quantized as the recipe `current` says, and summed (by_ha
 the recorded steps, every EVERY-th being one.
 
 Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them, but on a GPU,
-whose kernels count the columns of each. So is a tensor that is cut over ranks, part by part, but for torchao's, which
+whose kernels count the columns of each (those of `mxfp8` are counted without kernels). So is a tensor that is cut over ranks, part by part, but for torchao's, which
 has one scale. A tensor that is not all finite has no row. If RECIPES names any, what they make of the same tensors is
 computed as well (by_hand_recipes.py), in every step or in those that ASKED names, by whose order their rows turn.
 
@@ -92,7 +92,7 @@ step, stepped = 1, False
 trying = False  # whether a pipeline's stage runs to learn its shapes
 every = int(os.environ.get("EVERY", "1"))  # of so many steps, one is recorded
 seen = {}  # (step, module, role) -> its sums
-others = {}  # recipe -> (its rule by role, its own such sums)
+others = {}  # recipe -> (its rule by role, whether a GPU's kernels judge by it, its own such sums)
 asked = [int(word) for word in os.environ.get("ASKED", "").split()]  # the steps of others, or all
 losses = defaultdict(float)
 alive = {}
@@ -139,9 +139,9 @@ def grouping(multiply):
 def add(module, role, x, dtype, groups=1):
     (x, cut), key = operand(x.detach()), (step, id(module), role)
     seen.setdefault(key, Sums(max(0, step // every - 1))).add(x, dtype, groups, cut)
-    for rules, its in others.values() if not asked or step in asked else ():
+    for rules, kernels, its in others.values() if not asked or step in asked else ():
         turn = asked.index(step) if asked else max(0, step // every - 1)
-        its.setdefault(key, Sums(turn, rules[role])).add(x, torch.float8_e4m3fn, groups, cut)
+        its.setdefault(key, Sums(turn, rules[role], kernels)).add(x, torch.float8_e4m3fn, groups, cut)
 
 
 def begin():
@@ -228,7 +228,8 @@ def listen():
     """From here on; what comes next is the script. What is imported by name lies beside this file."""
     importlib.import_module("by_hand_convolutions").watch(begin, count, came)
     for recipe in os.environ.get("RECIPES", "").split():
-        others[recipe] = importlib.import_module("by_hand_recipes").RULES[recipe], {}
+        recipes = importlib.import_module("by_hand_recipes")
+        others[recipe] = recipes.RULES[recipe], recipe in recipes.KERNELS, {}
     nn.modules.module.register_module_forward_hook(called)
     nn.modules.module.register_module_forward_hook(read)
     register_optimizer_step_pre_hook(ends)
@@ -271,7 +272,7 @@ def tell(found):
             for (number, which, role), each in its.items()
             if which in names and each.finite
         ]
-        for recipe, its in {"current": seen, **{name: its for name, (_, its) in others.items()}}.items()
+        for recipe, its in {"current": seen, **{name: its for name, (*_, its) in others.items()}}.items()
     }
     folder = Path("hand")
     folder.mkdir(exist_ok=True)

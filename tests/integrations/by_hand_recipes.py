@@ -61,3 +61,4 @@ RULES = {
     "mxfp8": dict.fromkeys(ROLES, blocks(1, 32, scale_up)),
     "mxfp8-ocp": dict.fromkeys(ROLES, blocks(1, 32, scale_down)),
 }
+KERNELS = {"rowwise", "blockwise"}  # by these, what a GPU is asked is counted by kernels

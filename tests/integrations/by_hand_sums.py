@@ -28,15 +28,15 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 class Sums:
     """One operand of one layer in one step."""
 
-    def __init__(self, turn=0, rule=None):
-        self.turn, self.finite, self.rule = turn, True, rule or tensorwise
+    def __init__(self, turn=0, rule=None, kernels=True):
+        self.turn, self.finite, self.rule, self.kernels = turn, True, rule or tensorwise, kernels
         self.numel = self.flushed = self.saturated = self.sampled = 0
         self.errors = self.scatter = 0.0
         self.amax = self.x = self.xx = self.signal = self.xd = self.dd = self.ee = self.lost = 0.0
         self.x1 = self.x2 = self.x3 = self.x4 = 0.0
         self.amin = math.inf
         self.scales = []
-        self.columns = defaultdict(lambda: (0.0, 0.0))  # of each part; on a GPU, of each in each microbatch
+        self.columns = defaultdict(lambda: (0.0, 0.0))  # of each part; a GPU's kernels: of each microbatch
         self.rows, self.binades = Counter(), Counter()
 
     def add(self, x, dtype, groups=1, cut=(1, 0)):
@@ -77,7 +77,7 @@ class Sums:
     def compare(self, x, d, flushed, numel, which):
         energies = [each**2 for each in (x, x - d)]
         self.rows.update(halves(*(each.sum(1) for each in energies)))
-        which = which if on_cpu(x) else len(self.columns)
+        which = len(self.columns) if self.kernels and not on_cpu(x) else which
         before = self.columns[which]
         self.columns[which] = tuple(sums + each.sum(0) for sums, each in zip(before, energies, strict=True))
         times = numel / x.numel()

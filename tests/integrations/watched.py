@@ -331,5 +331,5 @@ def check_refused(case, ended, said):
     nothing = "narrowgauge: nothing was trained, so there is no run; out can be used again"
     assert (set(told[:-1]), told[-1]) == ({why}, nothing)
     assert len(told) <= 1 + case.ranks
-    assert "Traceback" not in ended.err
+    assert DEVICE != "cpu" or "Traceback" not in ended.err  # there, torchrun tells by one that its children ended
     assert not (case.folder / "converted" / "out").exists()

@@ -51,7 +51,7 @@ losses, said = {}, []
 for step, tokens in enumerate(pieces(length=33, count=32).to(device).split(8), 1):
     rate, loss = scheduler.get_last_lr()[0], torch.zeros((), device=device)
     if rank == 0:
-        schedule.step(tokens[:, :-1])
+        schedule.step(tokens[:, :-1].contiguous())  # torch 2.11 compares strides
     else:
         each = []
         schedule.step(target=tokens[:, 1:], losses=each)
