@@ -7,9 +7,10 @@ output; each tensor is quantized as the recipe `current` says, and summed (by_ha
 the recorded steps, every EVERY-th being one.
 
 Microbatches of a step are quantized one by one, and their sums added; a column's are over all of them, but on a GPU,
-whose kernels count the columns of each (those of `mxfp8` are counted without kernels). So is a tensor that is cut over ranks, part by part, but for torchao's, which
-has one scale. A tensor that is not all finite has no row. If RECIPES names any, what they make of the same tensors is
-computed as well (by_hand_recipes.py), in every step or in those that ASKED names, by whose order their rows turn.
+whose kernels count the columns of each (those of `mxfp8` are counted without kernels). So is a tensor that is cut over
+ranks, part by part, but for torchao's, which has one scale. A tensor that is not all finite has no row. If RECIPES
+names any, what they make of the same tensors is computed as well (by_hand_recipes.py), in every step or in those that
+ASKED names, by whose order their rows turn.
 
 A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips, and
 the next begins with a forward or backward. A layer's name is that in `model`, the script's variable (or in `models`, if
