@@ -11,8 +11,8 @@ from tests.integrations.works_with import ROOT, WorksWith, pinned
 WORKS = WorksWith(
     "TransformerEngine",
     ("transformer-engine",),
-    "delayed, current and blockwise, one step of `Linear`, `LayerNormLinear`, `LayerNormMLP` and `GroupedLinear` each; "
-    "a loop of ours: losses, and two operands",
+    "delayed, current and blockwise: one step of `Linear`, `LayerNormLinear`, `LayerNormMLP` and `GroupedLinear` each; "
+    "a loop of all of them, accumulation, a checkpointed block, every second step",
 )
 TRANSCRIPT = "benchmarks/results/gpu_transformer_engine_h200.txt"
 CHECK = "benchmarks.gpu_check_transformer_engine"
@@ -35,4 +35,6 @@ def test_every_case_of_the_transcript_is_as_it_should_be():
     for recipe in ("delayed", "current", "blockwise"):
         assert {f"{recipe}, {layer}" for layer in re.findall(r"`(\w+)`", WORKS.seen)} <= {*compared["cases"]}
         assert re.search(rf"^training, {recipe}\n  \d+ losses the same to the bit", text, re.MULTILINE)
+        loop = re.search(rf"^loop, {recipe}\n  \d+ losses the same to the bit.*\n((?:  .*\n)+)", text, re.MULTILINE)
+        assert len(re.findall(r"^  [\w.]+:(?:input|weight|grad_output) .* dB, worst", loop[1], re.MULTILINE)) == 25
     WORKS.compared.append(compared)
