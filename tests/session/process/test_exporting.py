@@ -1,13 +1,16 @@
 """`narrowgauge run` exports beside the program, which knows nothing of it, loads nothing of it and never waits."""
 
 import json
+import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.observe.export.test_trackers import wandb_records
 from tests.session import programs
+from tests.session.test_watch import NARROWGAUGE, PLAIN
 
 from narrowgauge.cli.main import cli
 from narrowgauge.errors import UsageError
@@ -55,6 +58,50 @@ def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_tol
             found = [(event.step, event.value) for event in read.Scalars(f"tensors/sqnr_db/{role}/{stat}")]
             assert [step for step, _ in found] == [4, 8]
             assert [value for _, value in found] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_so_it_is_to_weights_and_biases_and_to_mlflow(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    (tmp_path / "train.py").write_text(programs.BASIC + LOADED)
+    (tmp_path / "ng.toml").write_text(
+        f'[export]\nwandb = {{ mode = "offline", project = "p" }}\nmlflow = {{ uri = "{uri}", experiment = "fp8" }}\n'
+    )
+    run = watched("run", "--every", "4", "--config", "ng.toml", "--out", "out", "--", "python", "train.py")
+    loss = dict(zip(range(1, 9), run.scalars("loss")["loss"].tolist(), strict=True))
+    worst = [run.series(f"{layer}:input", "sqnr_db")[1] for layer in (0, 2, 4)]
+    lowest = dict(zip((4, 8), np.min(worst, 0), strict=True))
+
+    curves = {}
+    (path,) = (tmp_path / "out").glob("wandb/offline-run-*/*.wandb")
+    for record in wandb_records(path):
+        if record.HasField("history"):
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for name, value in row.items():
+                curves.setdefault(name, {})[row["step"]] = value
+    assert curves["run/loss"] == pytest.approx(loss, rel=1e-12)
+    assert curves["tensors/sqnr_db/input/min"] == pytest.approx(lowest, rel=1e-12)
+
+    client = MlflowClient(tracking_uri=uri)
+    (made,) = client.search_runs([client.get_experiment_by_name("fp8").experiment_id])
+    assert made.info.status == "FINISHED"
+    for name, wanted in (("run/loss", loss), ("tensors/sqnr_db/input/min", lowest)):
+        found = {m.step: m.value for m in client.get_metric_history(made.info.run_id, name)}
+        assert found == pytest.approx(wanted, rel=1e-12)
+    assert made.data.tags["worst/sqnr_db/input"].startswith(f"{np.argmin([each[-1] for each in worst]) * 2}:input")
+
+
+def watched(*words):
+    """The run of a program under the command, which has loaded nothing of what it is exported to."""
+    env = {**PLAIN, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = subprocess.run([*NARROWGAUGE, *words], env=env, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout[-15:]) == (0, "finished\nset()\n"), done.stderr
+    return open_run("out")
 
 
 def test_a_site_that_no_program_has_is_told_with_the_file_that_asks_for_it(tmp_path, monkeypatch, capfd):
