@@ -81,6 +81,16 @@ def value_of(run, step):
     return column(run, "amax", "input", step)[CHOSEN]
 
 
+def wandb_run(path, patience=30.0):
+    """All records of W&B's own file: its process may still write when a run that was finished is left."""
+    until = time.monotonic() + patience
+    while True:
+        records = list(wandb_records(path))
+        if any(record.HasField("exit") for record in records) or time.monotonic() > until:
+            return records
+        time.sleep(0.1)
+
+
 def wandb_records(path):
     """W&B's own file: a log in LevelDB's format (blocks of 32 KiB; checksum, length and type before each piece)."""
     from wandb.proto import wandb_internal_pb2 as messages
@@ -108,7 +118,7 @@ def test_wandb_offline(run, monkeypatch):
     assert follower.problem == ""
     (path,) = run.glob("wandb/offline-run-*/*.wandb")
     curves, ended = {}, None
-    for record in wandb_records(path):
+    for record in wandb_run(path):
         if record.HasField("run"):
             about = record.run
         if record.HasField("exit"):

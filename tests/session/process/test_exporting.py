@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.observe.export.test_trackers import wandb_records
+from tests.observe.export.test_trackers import wandb_run
 from tests.session import programs
 from tests.session.test_watch import NARROWGAUGE, PLAIN
 
@@ -79,7 +79,7 @@ def test_so_it_is_to_weights_and_biases_and_to_mlflow(tmp_path, monkeypatch):
 
     curves = {}
     (path,) = (tmp_path / "out").glob("wandb/offline-run-*/*.wandb")
-    for record in wandb_records(path):
+    for record in wandb_run(path):
         if record.HasField("history"):
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             for name, value in row.items():
