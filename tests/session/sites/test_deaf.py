@@ -120,3 +120,36 @@ def test_only_what_is_compiled_is_not_listened_to(tmp_path, monkeypatch, how):
     assert (len(heard), len(told)) == ((0, 1) if how == "in place" else (3, 0))
     assert {"layer:input", "layer:weight", "layer:grad_output"} <= seen
     assert len(graphs) == (how in ("in place", "another function"))
+
+
+class Head(nn.Module):
+    """A layer that cannot be converted."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_plain_model_that_is_first_called_in_a_recorded_step_is_compiled_once(tmp_path):
+    """Its layers have hooks then, and none afterwards."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with followed(tmp_path, recipe="current", judge="current", every=1, compiling=True):
+        torch.manual_seed(0)
+        body, head = nn.Linear(32, 32), Head()
+        head.compile(backend=backend, fullgraph=True)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (body, head)]
+        for _ in range(3):
+            head(body(torch.ones(16, 32))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(graphs) == 1

@@ -13,6 +13,7 @@ import torch
 from tests.session.sites.compiled_programs import (
     EVERY,
     STEPS,
+    Block,
     Counting,
     Net,
     compiled,
@@ -402,6 +403,34 @@ def chosen(wish="auto", lost=0.0, compiling=10.0, agreed=None):
     assert not choice.begin(free=True)  # nothing has shown yet what there is to be seen
     choice.ended(HEARD, inside=False)
     return choice.begin(free=True)
+
+
+@pytest.mark.parametrize("first", [0, 3])  # a step that runs uncompiled, and one that has graphs
+def test_a_model_that_is_first_called_in_a_recorded_step_is_seen_in_graphs(first, tmp_path):
+    def of(way):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        config, folder = tmp_path / f"{way}.toml", tmp_path / way
+        config.write_text(f'[watch]\nevery = 1\ncompiled = "{way}"\n')
+        body, head = Block(32), Block(32)
+        for model in (body, head):
+            model.compile(backend="aot_eager")
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (body, head)]
+        with ng.watch(out=folder, config=config):
+            for step in range(6):
+                y = body(torch.ones(8, 32))
+                (head(y) if step >= first else y).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return ng.open_run(folder)
+
+    graphs, uncompiled = of("graphs"), of("uncompiled")
+    assert graphs.meta["watch"]["steps_in_graphs"] == 5
+    table = graphs.tensors()
+    assert table["step"][table["site"] == "Block1.up:input"].tolist() == [*range(first + 1, 7)]
+    assert notes(graphs) == notes(uncompiled) == []
+    same_rows(graphs, uncompiled)
 
 
 def test_graphs_are_made_when_uncompiled_steps_have_lost_what_they_take():

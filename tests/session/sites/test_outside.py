@@ -198,6 +198,37 @@ def test_another_model_is_listened_to_from_its_beginning():
     assert program.heard == [True] * WARM + [False] + [True] * WARM + [False]
 
 
+def test_a_model_that_is_taken_in_a_recorded_step_tells_of_its_first_call_itself():
+    torch.manual_seed(0)
+    model, other, x = two(), nn.ModuleDict({"other": nn.Linear(16, 16)}), torch.randn(8, 16)
+    program = Program(model)
+
+    def first():
+        y = model(x)
+        program.sites.add(other, program._collector)
+        other["other"](y).square().mean().backward()
+
+    program.step(first)
+    for _ in range(WARM):
+        program.step(lambda: other["other"](model(x)).square().mean().backward())
+    assert program.heard == [True] * WARM + [False]
+    assert program.rows[0].keys() == program.rows[-1].keys()
+    for rows in program.rows:
+        same(rows, "other", model(x), "input")
+    assert not other["other"]._forward_hooks
+
+
+def test_so_does_one_that_is_taken_when_a_recorded_step_is_not_listened_to():
+    model, x = two(), torch.randn(8, 16)
+    other = nn.ModuleDict({"other": nn.Linear(16, 16)})
+    program = Program(model)
+    for _ in range(WARM):
+        program.step(lambda: model(x).square().mean().backward())
+    program.step(lambda: (program.sites.add(other, program._collector), other["other"](model(x)).mean().backward()))
+    assert program.heard == [True] * WARM + [False]
+    same(program.rows[-1], "other", model(x), "input")
+
+
 def test_what_a_program_compiles_runs_uncompiled_and_is_always_listened_to():
     model, x = two(), torch.randn(8, 16)
     program = Program(model, compiles=True)

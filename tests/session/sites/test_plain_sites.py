@@ -1,6 +1,7 @@
 """Plain linear layers in a watched program: counted as the same tensors are by hand, in recorded steps alone."""
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from narrowgauge.compute.recipes import by_name
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.recorder import Recorder
+from narrowgauge.session.sites import known, linear
 from narrowgauge.session.sites.plain_sites import PlainSites
 
 PROGRAM = """
@@ -146,6 +148,31 @@ def test_steps_that_are_not_recorded_have_no_hooks():
     assert len(model[0]._forward_hooks) == 1
     sites.end()
     assert not model[0]._forward_hooks
+
+
+def test_what_a_kind_has_to_hear_beside_its_layers_is_heard_once_from_the_first_of_them_on(monkeypatch):
+    open_now = []
+
+    class Hears(linear.Plain):
+        @contextmanager
+        def heard(self):
+            open_now.append(self)
+            yield
+            open_now.remove(self)
+
+    monkeypatch.setattr(known, "KINDS", (Hears(),))
+    sites = PlainSites("current", eager=False, training=lambda: True)
+    found = []
+    for _ in range(2):
+        sites.begin()
+        found.append(len(open_now))
+        for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))):
+            sites.add(model, Collector(None, every=1))
+            found.append(len(open_now))
+            assert model[0]._forward_hooks
+        sites.end()
+        found.append(len(open_now))
+    assert found == [0, 1, 1, 0, 1, 1, 1, 0]
 
 
 def test_losses_are_the_same_to_the_last_bit(warm_python, tmp_path):

@@ -58,13 +58,12 @@ class CompiledSteps:
         self._whose: set[Whose] = set()  # calls have run compiled
         self._untold = False  # nobody told of them, and products were not listened to
 
-    def choose(self) -> bool:
-        """A recorded step is about to begin: how it runs what is compiled; whether in graphs of its own."""
+    def choose(self) -> None:
+        """A recorded step is about to begin: how it runs what is compiled."""
         self.some = self._compilations.any()
-        graphs = self._choice.begin(free=self.some and self._eager and self._compilations.followed())
+        self._choice.begin(free=self.some and self._eager and self._compilations.followed())
         self._told = self._compilations.told()
         self._thread, self._launched = threading.get_ident(), False
-        return graphs
 
     def listens(self) -> bool:
         """Whether products of such a step can be listened to."""

@@ -12,7 +12,7 @@ is named in the run's notes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from torch import nn
@@ -80,7 +80,11 @@ class PlainSites:
         self._listened = False  # in any
 
     def add(self, model: nn.Module, observer: Observer) -> list[str]:
-        """Take in the layers of a model; those that are of a known kind, and no model's that was taken before."""
+        """Take in the layers of a model; those that are of a known kind, and no model's that was taken before.
+
+        In a recorded step they tell at once, of the call that the model was found by: heard as products outside of
+        layers, it would be listened to for good, and graphs be refused.
+        """
         if self.shown.recipe is None:
             return []
         self._census.add(model, observer)
@@ -94,7 +98,11 @@ class PlainSites:
             if id(module) not in taken and (kind := kind_of(module)) is not None
         ]
         self._layers += found
-        self._beside |= dict.fromkeys(heard for layer in found if (heard := getattr(layer.kind, "heard", None)))
+        heard = dict.fromkeys(layer.kind.heard for layer in found if hasattr(layer.kind, "heard"))
+        beside = [each for each in heard if each not in self._beside]
+        self._beside |= dict.fromkeys(beside)
+        if self._listening:
+            self._hook(found, beside)
         return [layer.name for layer in found]
 
     def weights_came(self) -> None:
@@ -132,18 +140,24 @@ class PlainSites:
             return
         self._listened = True
         self.calls.begin()
-        graphs = self.compiled.choose()
-        hook = Layer.hook_in_graphs if graphs else Layer.hook
+        self.compiled.choose()
         self._step.callback(self._unhook)
-        self._layers = [layer for layer in self._layers if hook(layer)]
-        if not graphs:  # in which nothing but layers has to be heard: that was made sure
+        self._layers = self._hook(self._layers, self._beside)
+        if not self.choice.graphs:
             self._listen()
         self.compiled.begin()
 
-    def _listen(self) -> None:
-        """Hear what layers' hooks do not tell of."""
-        for heard in self._beside:
+    def _hook(self, layers: list[Layer], beside: Iterable[Callable[[], AbstractContextManager[None]]]) -> list[Layer]:
+        """Have those that are still there tell, and hear what their kinds have to hear `beside`."""
+        graphs = self.choice.graphs
+        hook = Layer.hook_in_graphs if graphs else Layer.hook
+        there = [layer for layer in layers if hook(layer)]
+        for heard in () if graphs else beside:  # in graphs nothing but layers has to be heard: that was made sure
             self._step.enter_context(heard())
+        return there
+
+    def _listen(self) -> None:
+        """Hear products that no layer tells of."""
         listens = self.compiled.listens if self.compiled.some else self._outside.expected
         if listens():
             self._products.open()
