@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -40,7 +41,7 @@ def begun(folder, *ours):
     """What each rank begins, by its name."""
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
-    words = ["python", RANKS, "2", str(free_port()), "train.py"]
+    words = [sys.executable, RANKS, "2", str(free_port()), "train.py"]
     done = subprocess.run([*ours, *words], cwd=folder, env={**PLAIN, "OMP_NUM_THREADS": "1"}, timeout=200)
     assert done.returncode == 0
     return [Counter(json.loads((folder / f"begun{rank}.json").read_text())) for rank in range(2)]
