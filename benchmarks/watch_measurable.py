@@ -1,0 +1,141 @@
+"""Can it be measured that a program is followed, in its steps that are not recorded?
+
+    alone       a block of the program's steps
+    again       another one, the same: what blocks differ by where nothing differs
+    followed    a block under `ng.watch`, none of whose steps is recorded
+
+The three take turns, in another order each round. Told are the medians over rounds of a block's median step over
+that of the round's `alone`, less 1, in percent, each with the interval that holds the median of as many rounds drawn
+from these in 95 of 100 draws. What is told of `followed` is measurable where its interval lies above that of `again`.
+
+On a GPU each block is timed as a whole, from one idle GPU to the next.
+
+    python -m benchmarks.watch_measurable [--sizes tiny layers-1024 ...] [--rounds 24] [--steps 8] [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.record import record
+from benchmarks.watch_cost_cpu import NEVER, program
+
+import narrowgauge as ng
+from narrowgauge.bench.shapes import sized
+from narrowgauge.observe.stats import host
+from narrowgauge.scripts import gpt
+
+WARM = 3  # steps of each block that are not counted: opening a run reads all weights once
+SIZES = ("layers-512", "tiny", "layers-512-float32", "layers-1024", "small")
+DRAWS = 2000
+Train = Callable[[], None]
+
+
+def on_cpu(name: str) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """A model and its loss on new data."""
+    model, loss, _ = program(name)
+    return model, loss
+
+
+def on_gpu(name: str) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """The same of the packaged Llama, of a size of `narrowgauge bench`."""
+    size = sized(name)
+    with torch.device("cuda"):
+        model = gpt.Llama(size)
+
+    def loss() -> torch.Tensor:
+        tokens, targets = torch.randint(256, (2, size.batch, size.seq), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            return gpt.next_byte_loss(model, tokens, targets)
+
+    return model, loss
+
+
+def training(name: str, device: str) -> Train:
+    """One of a program's training steps."""
+    torch.manual_seed(0)
+    model, loss = on_cpu(name) if device == "cpu" else on_gpu(name)
+    optimizer = gpt.make_optimizer(model, 1e-3, torch.device(device))
+
+    def train() -> None:
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return train
+
+
+def block(train: Train, steps: int, device: str) -> float:
+    """Milliseconds of a step of this block: the median, or on a GPU the mean."""
+    for _ in range(WARM):
+        train()
+    if device == "cpu":
+        found = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            train()
+            found.append(time.perf_counter() - began)
+        return 1e3 * statistics.median(found)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        train()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and between what medians of as many, drawn from these, lie in 95 of 100 draws."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    return statistics.median(values), medians[DRAWS // 40], medians[-DRAWS // 40 - 1]
+
+
+def row_of(name: str, rounds: int, steps: int, device: str) -> dict[str, Any]:
+    """A program's row."""
+    train = training(name, device)
+    took: dict[str, list[float]] = {"alone": [], "again": [], "followed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds + 1):
+            kinds = list(took)
+            for kind in kinds[number % 3 :] + kinds[: number % 3]:
+                if kind == "followed":
+                    with ng.watch(out=Path(folder) / str(number), every=NEVER):
+                        ms = block(train, steps, device)
+                else:
+                    ms = block(train, steps, device)
+                if number:  # the first round compiles and imports
+                    took[kind].append(ms)
+    row: dict[str, Any] = {"program": name, "alone_ms": round(statistics.median(took["alone"]), 2)}
+    for kind in ("again", "followed"):
+        median, low, high = interval([100 * (b / a - 1) for a, b in zip(took["alone"], took[kind], strict=True)])
+        row |= {f"{kind}_pct": round(median, 2), f"{kind}_from": round(low, 2), f"{kind}_to": round(high, 2)}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=SIZES)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    args = parser.parse_args()
+    host.wait()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    rows = [row_of(name, args.rounds, args.steps, args.device) for name in args.sizes]
+    settings = {"rounds": args.rounds, "steps": args.steps, "threads": torch.get_num_threads()}
+    record("watch_measurable", settings, rows)
+
+
+if __name__ == "__main__":
+    main()
