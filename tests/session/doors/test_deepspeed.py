@@ -160,6 +160,7 @@ def test_a_step_that_the_engine_skips_is_a_skipped_one(tmp_path, loaded):
         train(engine, steps=1)
     assert session.facts()["skipped_steps"] == 1
     assert writer.column("skipped") == {1: 1.0}
+    assert (writer.column("lr_0"), writer.column("lr_1")) == ({1: 0.1, 2: 0.1}, {1: 0.05, 2: 0.05})
     assert not math.isfinite(writer.scalars[1]["grad_norm"])
     assert writer.column("microbatches") == {1: 1, 2: 1}
 

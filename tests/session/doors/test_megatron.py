@@ -9,7 +9,7 @@ from tests.session.inline import followed
 from torch import nn
 from torch.autograd import Variable
 
-from narrowgauge.session.doors.megatron import SCALES, SCHEDULES
+from narrowgauge.session.doors.megatron import SCALES, SCHEDULES, _told
 
 
 def custom_backward(output, grad_output):
@@ -125,6 +125,16 @@ def test_a_skipped_step_is_one(megatron, tmp_path):
     assert session.facts()["steps"] == 3
     assert session.facts()["skipped_steps"] == 1
     assert writer.column("skipped") == {2: 1.0}
+    assert writer.column("lr") == {1: 0.1, 2: 0.1, 3: 0.1}
+
+
+def test_what_a_chain_skipped_are_all_that_are_chained_in_it():
+    held = [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(3)]
+    first, *others = (SimpleNamespace(optimizer=optimizer) for optimizer in held)
+    chain = SimpleNamespace(chained_optimizers=[first, SimpleNamespace(chained_optimizers=others)])
+    assert _told(chain, (False, None, None)) == (None, True, held)
+    assert _told(chain, (True, 3.0, None)) == (3.0, False, held)
+    assert _told(first, None) == (None, False, held[:1])
 
 
 def test_a_gradient_from_a_later_stage_is_no_loss(megatron, tmp_path):

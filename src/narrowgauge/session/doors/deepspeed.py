@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.doors.updating import Told
 
 ENGINE = "deepspeed.runtime.engine"
 PREPARES = (
@@ -40,8 +41,8 @@ class HearsEngines(Protocol):
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | None]) -> None:
         """A loss was multiplied by a scale, which is None where it is none that changes."""
 
-    def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
-        """An engine stepped: `told()` is the norm of its gradients before clipping, and whether it skipped."""
+    def engine_stepped(self, told: Callable[[], Told]) -> None:
+        """An engine stepped, or skipped."""
 
 
 def follow(seams: Seams, updates: HearsEngines) -> bool:
@@ -80,7 +81,7 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = getattr(self, "skipped_steps", 0)
             out = original(self, *args, **kwargs)
-            updates.engine_stepped(lambda: (_norm(self.get_global_grad_norm()), self.skipped_steps > before))
+            updates.engine_stepped(lambda: _told(self, before))
             return out
 
         return run
@@ -102,6 +103,11 @@ def made_with(objects: Iterable[Any]) -> dict[int, list[Tensor]]:
     engines = () if kind is None else (x for x in objects if issubclass(type(x), kind))
     held = ((getattr(engine, "basic_optimizer", None), engine.module) for engine in engines)
     return {id(o): [p for p in module.parameters() if p.requires_grad] for o, module in held if o is not None}
+
+
+def _told(engine: Any, before: int) -> Told:
+    held = getattr(engine, "basic_optimizer", None)
+    return _norm(engine.get_global_grad_norm()), engine.skipped_steps > before, [] if held is None else [held]
 
 
 def _norm(norm: Any) -> float | Tensor | None:

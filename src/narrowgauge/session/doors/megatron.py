@@ -23,6 +23,7 @@ from torch import Tensor
 
 from narrowgauge.session.doors.backward import HearsBackward, backward
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.doors.updating import Told
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -42,8 +43,8 @@ class HearsMegatron(HearsBackward, Protocol):
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """A loss was multiplied by a scale, which is None where it is none that changes."""
 
-    def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
-        """An optimizer stepped: `told()` is the norm of its gradients before clipping, and whether it skipped."""
+    def engine_stepped(self, told: Callable[[], Told]) -> None:
+        """An optimizer stepped, or skipped."""
 
 
 class Megatron:
@@ -93,7 +94,7 @@ class Megatron:
         def step(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
                 out = original(optimizer, *args, **kwargs)
-                updates.engine_stepped(lambda: _told(out))
+                updates.engine_stepped(lambda: _told(optimizer, out))
                 return out
 
             return run
@@ -125,18 +126,22 @@ def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _told(out: Any) -> tuple[float | Tensor | None, bool]:
-    """Of (successful, norm, zeros): the norm, and whether the step was skipped."""
+def _told(optimizer: Any, out: Any) -> Told:
+    """From (successful, norm, zeros) that it returned."""
+    held = [x for each in _each(optimizer) if (x := getattr(each, "optimizer", None)) is not None]
     if not isinstance(out, tuple) or len(out) < 2:
-        return None, False
+        return None, False, held
     done, norm = out[0], out[1]
-    return norm if isinstance(norm, Tensor) or norm else None, not done
+    return norm if isinstance(norm, Tensor) or norm else None, not done, held
+
+
+def _each(optimizer: Any) -> list[Any]:
+    """Those in a chain, which may hold another; or the one itself."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [each for inner in chained for each in _each(inner)]
 
 
 def _scale(optimizer: Any) -> float | Tensor | None:
     """The scale of the loss, None where it is 1 for ever."""
-    scaler = getattr(optimizer, "grad_scaler", None)
-    inner = getattr(optimizer, "chained_optimizers", None)
-    if inner:
-        return _scale(inner[0])
+    scaler = next((getattr(each, "grad_scaler", None) for each in _each(optimizer)), None)
     return None if scaler is None else torch.as_tensor(scaler.scale).detach().clone()

@@ -11,7 +11,7 @@ stepped   torch's global optimizer step hooks    the end of a step; a closure is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,10 @@ from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
 from narrowgauge.session.doors.seams import Seams
+
+# Of an engine that clips and skips by itself: the norm of its gradients from before, whether it skipped, and the
+# optimizers that it holds.
+Told = tuple[float | torch.Tensor | None, bool, Sequence[Optimizer]]
 
 
 class HearsUpdates(Protocol):

@@ -74,10 +74,14 @@ def gradients(line: Line) -> Mapping[str, Tensor | float]:
 
 
 def learning_rates(line: Line, optimizer: Optimizer) -> None:
-    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
-    for group in optimizer.param_groups:
+    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ.
+
+    What is stepped group by group has no parameters in the others meanwhile, and in none before its first step.
+    """
+    groups = optimizer.param_groups
+    for group in [group for group in groups if group["params"]] or groups:
         rate, at = group.get("lr"), id(group)
-        if rate is not None and group["params"] and at not in line.rates and len(line.rates) < MOST_RATES:
+        if rate is not None and at not in line.rates and len(line.rates) < MOST_RATES:
             line.rates[at] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
     rates = [*line.rates.values()]
     if rates:

@@ -29,6 +29,7 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
+from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
@@ -225,25 +226,25 @@ class Updates:
         if line is not None and self._stepping is not None and self._stepping() not in (None, optimizer):
             line.scalars["skipped"] = 1.0  # the step is that of the optimizer around it, and not over
             return
-        if line is not None:
-            learning_rates(line, optimizer)
-            self._steps.ledger.took_part(optimizer)
-        self._skipped()
+        self._skipped(optimizer)
 
     @heard
-    def engine_stepped(self, told: Callable[[], tuple[float | Tensor | None, bool]]) -> None:
-        """An engine stepped that clips and skips by itself: the norm of all ranks' gradients before, and if it did."""
-        norm, skipped = told()
+    def engine_stepped(self, told: Callable[[], Told]) -> None:
+        """An engine stepped that clips and skips by itself; its norm is that of all ranks' gradients."""
+        norm, skipped, optimizers = told()
         if skipped and not self._steps.made:
-            self._skipped()
+            self._skipped(*optimizers)
         line = self._steps.ledger.line
         if line is not None and norm is not None:
             line.scalars.pop("grad_square_local", None)
             line.scalars["grad_norm"] = norm.detach().clone() if isinstance(norm, Tensor) else norm
 
-    def _skipped(self) -> None:
-        if self._steps.ledger.line is not None:
-            self._steps.ledger.line.scalars["skipped"] = 1.0
+    def _skipped(self, *optimizers: Optimizer) -> None:
+        if (line := self._steps.ledger.line) is not None:
+            for optimizer in optimizers:
+                learning_rates(line, optimizer)
+                self._steps.ledger.took_part(optimizer)
+            line.scalars["skipped"] = 1.0
             self._made()
 
     def replayed(self) -> None:
