@@ -12,10 +12,11 @@ ranks, part by part, but for torchao's, which has one scale. A tensor that is no
 names any, what they make of the same tensors is computed as well (by_hand_recipes.py), in every step or in those that
 ASKED names, by whose order their rows turn.
 
-A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips, and
-the next begins with a forward or backward. A layer's name is that in `model`, the script's variable (or in `models`, if
-it has several), as the script's `name_in_whole(name)` has it, if that is given. The losses are what `backward` was
-called on, or those of the script's own `losses`, step by step, where it calls another.
+A step ends with the optimizer's, however many of its own steps that is, or with one that a gradient scaler skips (or
+one of DeepSpeed's ENGINES), and the next begins with a forward or backward. A layer's name is that in `model`, the
+script's variable (or in `models`, if it has several), as the script's `name_in_whole(name)` has it, if that is given.
+The losses are what `backward` was called on, or those of the script's own `losses`, step by step, where it calls
+another.
 """
 
 import importlib
@@ -168,13 +169,15 @@ def end(optimizer, *_):
     scalars[step].setdefault("update_ratio", moved / scalars[step]["param_norm"])
 
 
-def scaling(take):
-    def taken(scaler, optimizer, *args, **kwargs):
+def skipping(take, optimizer_of):
+    """What takes a step, or skips it; and whose step that is, by what it is called with."""
+
+    def taken(*args, **kwargs):
         global stepped
-        told = take(scaler, optimizer, *args, **kwargs)
+        told = take(*args, **kwargs)
         if not stepped:  # skipped: nothing moved
-            stepped = True
-            scalars[step] |= {"lr": optimizer.param_groups[0]["lr"], "param_norm": math.nan, "update_ratio": math.nan}
+            stepped, rate = True, optimizer_of(*args).param_groups[0]["lr"]
+            scalars[step] |= {"lr": rate, "param_norm": math.nan, "update_ratio": math.nan}
         return told
 
     return taken
@@ -238,7 +241,7 @@ def listen():
     nn.utils.clip_grad_norm_ = clipping(nn.utils.clip_grad_norm_)
     nn.utils.clip_grads_with_norm_ = clipping(nn.utils.clip_grads_with_norm_)
     nn.functional.grouped_mm = grouping(nn.functional.grouped_mm)
-    torch.amp.GradScaler.step = scaling(torch.amp.GradScaler.step)
+    torch.amp.GradScaler.step = skipping(torch.amp.GradScaler.step, lambda scaler, optimizer, *args: optimizer)
     backward = torch.autograd.backward
 
     def first(tensors, *args, **kwargs):
@@ -254,6 +257,9 @@ def listen():
         keep_casts()
     if os.environ.get("KEEP_HEADS"):
         importlib.import_module("by_hand_heads").keep(begin, count)
+    if os.environ.get("ENGINES"):
+        engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+        engine._take_model_step = skipping(engine._take_model_step, lambda engine, *args: engine.basic_optimizer)
     if os.environ.get("STAGES"):
         stage = importlib.import_module("torch.distributed.pipelining").PipelineStage
         for name in {"_forward_metadata_inference", "_shape_inference"} & vars(stage).keys():  # the latter before 2.13

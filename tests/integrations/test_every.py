@@ -11,7 +11,7 @@ STEPS = 7  # of each model
 # Program -> what it works with, how it is made that long, the class of its second model.
 PROGRAMS = {
     "fsdp2": (test_torch.WORKS[1], {"COUNT": "56"}, ""),
-    "deepspeed_zero": (test_deepspeed.WORKS, {"COUNT": "112", "STAGES": "3 bf16-3"}, "Sequential1"),
+    "deepspeed_zero": (test_deepspeed.WORKS, {"COUNT": "112", "ENGINES": "3 bf16-3"}, "Sequential1"),
     "hf_compiled": (test_compiled.WORKS, {"STEPS": "7", "COMPILED": "no", "CHECKPOINTS": "yes"}, ""),
     "lightning_fit": (test_lightning.WORKS[1], {"COUNT": "112", **test_lightning.DDP}, ""),
 }
