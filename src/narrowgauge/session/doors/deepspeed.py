@@ -22,6 +22,7 @@ from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.doors.updating import Told
 
 ENGINE = "deepspeed.runtime.engine"
+PIPELINE = "deepspeed.runtime.pipe.engine"
 PREPARES = (
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
     ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
@@ -34,6 +35,7 @@ class HearsEngines(Protocol):
     """Hears of an engine."""
 
     prepares: int
+    staged: int
 
     def gradients_clipped(self, norm: Any, order: float) -> None:
         """Gradients were clipped; `norm`, of that order, is theirs from before."""
@@ -86,8 +88,19 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
 
         return run
 
+    def staged(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            updates.staged += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                updates.staged -= 1
+
+        return run
+
     places = [(ENGINE, "", "clip_grad_norm_", clip), (ENGINE, "DeepSpeedEngine", "_take_model_step", step)]
     places.append(("deepspeed.runtime.base_optimizer", "ZeROOptimizer", "scale_if_loss", scale))
+    places.append((PIPELINE, "PipelineEngine", "_exec_schedule", staged))  # it holds its functions, pass by pass
     places += [(module, name, "initialize_optimizer_states", prepare) for module, name in PREPARES]
     for module, name, function, make in places:
         owner = sys.modules.get(module)
