@@ -1,16 +1,17 @@
 """Megatron-Core's own loop on TransformerEngine's layers, alone and watched; needs a GPU with FP8.
 
     said      losses and gradient norms that the program logs: the same to the bit
-    run       loss, gradient norm, microbatches and learning rate are those, step by step
+    run       loss, gradient norm, learning rate, microbatches and tokens are those, step by step
     sites     every linear layer, by the names that the model gives them
     tensors   the last step's rows of all of them, by what the program itself summed of the same tensors: in FP8 by
               TransformerEngine's own quantizers, SQNR and scales too, and a delayed amax ratio by the layer's history
 
-Each case is a program of its own (`gpu_megatron_program.py`), by its recipe; `sharded` has the distributed optimizer,
-`parallel` has tensor-parallel layers on two GPUs, under torchrun. A layer is cut by columns of its result, which all
-its ranks are given the same input for, or by what is summed over, K, and all hold the same result; the ranks' parts of
-all else make one tensor. What a layer norms itself is normed by hand as well, of which a BF16 number in ten thousand
-may be rounded otherwise. A case that raises is a line. The transcript goes to results/.
+Each case is a program of its own (`gpu_megatron_program.py`), by its recipe, or `plain` on Megatron's own layers;
+`sharded` has the distributed optimizer, `experts` a router and four experts; on two GPUs, under torchrun, `parallel`
+has tensor-parallel layers, and `pipeline` two stages and its 1F1B schedule. A tensor-parallel layer is cut by columns
+of its result, which all its ranks are given the same input for, or by what is summed over, K, and all hold the same
+result; the ranks' parts of all else make one tensor. What a layer norms itself is normed by hand as well, of which a
+BF16 number in ten thousand may be rounded otherwise. A case that raises is a line. The transcript goes to results/.
 
     python -m benchmarks.gpu_check_megatron [--cases "delayed,delayed parallel"]
 """
@@ -32,15 +33,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_megatron_program import MICROBATCHES, NAMES, NORMING, STEPS
+from benchmarks.gpu_megatron_program import BATCH, MICROBATCHES, NORMING, RATE, ROUTER, SEQ, STEPS, names_of, norms
 from benchmarks.gpu_operand_sums import row, worst
 from benchmarks.record import transcript
 
 from narrowgauge.observe.store import open_run
 
 PROGRAM = Path(__file__).with_name("gpu_megatron_program.py")
-CASES = ("none", "delayed", "tensorwise", "blockwise", "delayed sharded", "none parallel", "delayed parallel")
-RANKS = 2  # of parallel cases
+CASES = (
+    *("none", "delayed", "tensorwise", "blockwise", "plain", "delayed sharded"),
+    *("none experts", "delayed experts", "tensorwise experts", "blockwise experts", "plain experts"),
+    *("none parallel", "delayed parallel", "none pipeline", "delayed pipeline", "plain pipeline"),
+)
+AT_ONCE = 6  # cases, of two programs each
+RANKS = 2  # of these kinds
+SPREAD = ("parallel", "pipeline")
 BY_COLUMNS = (*NORMING, "output_layer")
 SAME_BITS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 WORST = {True: 1e-4, False: 1e-5}  # whether it was normed by hand
@@ -53,10 +60,10 @@ def program(case: str, folder: Path, watched: bool) -> str:
     recipe, _, kind = case.partition(" ")
     ours = [sys.executable, "-m", "narrowgauge.cli.main", "run", "--every", "2", "--out", str(folder / "run"), "--"]
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    started = [sys.executable, *(ranks if kind == "parallel" else ()), str(PROGRAM), recipe, str(folder)]
+    started = [sys.executable, *(ranks if kind in SPREAD else ()), str(PROGRAM), recipe, str(folder), kind]
     command = [*(ours if watched else ()), *started]
     path = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **SAME_BITS, "SHARDED": "yes" if kind == "sharded" else "", "PYTHONPATH": path}
+    environment = {**os.environ, **SAME_BITS, "PYTHONPATH": path}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     except subprocess.TimeoutExpired as late:
@@ -73,26 +80,29 @@ def checked(case: str, folder: Path) -> Iterator[str]:
     said = [said_by(folder / name, rank) for name in ("alone", "watched") for rank in ranks_of(case)]
     if any(each != said[0] for each in said):
         raise AssertionError(f"said alone, then watched, by each rank: {said}")
-    losses, norms = ([step[name] for step in said[0]] for name in ("loss", "norm"))
+    losses, lengths = ([step[name] for step in said[0]] for name in ("loss", "norm"))
     yield f"  {STEPS} losses and norms the same to the bit, {losses[0]:.5f} to {losses[-1]:.5f}"
-    run = open_run(folder / "watched" / "run")
-    table = run.scalars()
-    for name, want in (("loss", losses), ("grad_norm", norms), ("microbatches", [MICROBATCHES] * STEPS)):
+    run, (recipe, _, kind) = open_run(folder / "watched" / "run"), case.partition(" ")
+    table, each = run.scalars(), {"lr": RATE, "microbatches": MICROBATCHES, "tokens": MICROBATCHES * BATCH * SEQ}
+    wanted = {"loss": losses, "grad_norm": lengths, **{name: [value] * STEPS for name, value in each.items()}}
+    for name, want in wanted.items():
         found = table[name].tolist()
         if len(found) != STEPS or any(not math.isclose(a, b, rel_tol=1e-5) for a, b in zip(found, want, strict=True)):
             raise AssertionError(f"{name} {found}, the program's {want}")
-    yield f"  so are loss, microbatches and norm of the run; norms {min(norms):.3f} to {max(norms):.3f}, clipped at 0.5"
-    sites = {f"{name}:{role}" for name in NAMES for role in ("input", "weight", "grad_output")}
-    if sites != set(run.sites):
-        raise AssertionError(f"not seen: {sorted(sites - set(run.sites))}; seen: {sorted(run.sites)}")
-    yield f"  {len(run.sites)} sites, of all {len(NAMES)} linear layers"
-    yield from rows(run, seen_in(folder / "watched", ranks_of(case)), case.partition(" ")[0])
+    told = f"norms {min(lengths):.3f} to {max(lengths):.3f}, clipped at 0.5"
+    yield f"  so are loss, norm, learning rate, microbatches and tokens of the run; {told}"
+    layers, found = names_of(recipe, kind), {site for site in run.sites if not of_router(site)}
+    sites = {f"{name}:{role}" for name in layers for role in ("input", "weight", "grad_output")}
+    if sites != found:
+        raise AssertionError(f"not seen: {sorted(sites - found)}; seen: {sorted(run.sites)}")
+    yield f"  {len(sites)} sites, of all {len(layers)} linear layers; {len(run.sites) - len(sites)} of routers"
+    yield from rows(run, seen_in(folder / "watched", kind, ranks_of(case)), recipe)
     yield from (f"  note: {note}" for note in run.meta.get("notes", []))
 
 
 def ranks_of(case: str) -> range:
     """All that write of it."""
-    return range(RANKS if case.endswith(" parallel") else 1)
+    return range(RANKS if case.endswith(SPREAD) else 1)
 
 
 def said_by(folder: Path, rank: int) -> list[dict[str, float]]:
@@ -101,12 +111,12 @@ def said_by(folder: Path, rank: int) -> list[dict[str, float]]:
     return said
 
 
-def seen_in(folder: Path, ranks: range) -> dict[str, dict[str, float]]:
+def seen_in(folder: Path, kind: str, ranks: range) -> dict[str, dict[str, float]]:
     """What the ranks summed of a site's parts, by a metric's name; of what all of them hold, the first one's."""
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
     for rank in ranks:
         for site, of_rank in json.loads((folder / f"seen.{rank}.json").read_text()).items():
-            if not (rank and alike(site)):
+            if not (rank and kind == "parallel" and alike(site)):
                 parts[site] += of_rank
     return {site: row(of_ranks) for site, of_ranks in parts.items()}
 
@@ -117,9 +127,15 @@ def alike(site: str) -> bool:
     return role == ("input" if name.endswith(BY_COLUMNS) else "grad_output")
 
 
+def of_router(site: str) -> bool:
+    """Whether it is one of what multiplies in TransformerEngine's kernel, unseen, or in torch's, by Megatron's word."""
+    return site.rpartition(":")[0].endswith(ROUTER)
+
+
 def rows(run: Any, seen: dict[str, dict[str, float]], recipe: str) -> Iterator[str]:
     """The last step's, against the program's own sums."""
-    if set(seen) != set(run.sites):
+    seen = {site: want for site, want in seen.items() if site in run.sites or not of_router(site)}
+    if not set(seen) <= set(run.sites):
         raise AssertionError(f"the program saw {sorted(seen)}")
     for site, want in seen.items():
         table = run.tensors(sites=[site], steps=[STEPS])
@@ -128,7 +144,7 @@ def rows(run: Any, seen: dict[str, dict[str, float]], recipe: str) -> Iterator[s
         found = {name: float(table[name][0]) for name in want}
         gap = worst(found, want)
         name, _, role = site.rpartition(":")
-        if found["numel"] != want["numel"] or not gap <= WORST[role == "input" and name.endswith(NORMING)]:
+        if found["numel"] != want["numel"] or not gap <= WORST[role == "input" and norms(recipe, name)]:
             raise AssertionError(f"{site}: recorded {found}, by hand {want}")
         told = f"numel {int(found['numel'])}, amax {found['amax']:.5g}, {found['sqnr_db']:.4f} dB"
         yield f"  {site}: {told}, worst of {len(want)} columns {gap:.1e}"
@@ -138,7 +154,7 @@ def rows(run: Any, seen: dict[str, dict[str, float]], recipe: str) -> Iterator[s
         all(math.log2(want[name]).is_integer() for name in ("scale_min", "scale_max")) for want in seen.values()
     )
     yield f"  {len(delayed)} delayed scales, of which {apart} are not those of now; {powers} operands by powers of two"
-    in_fp8 = len(seen) - 3  # the output layer is in BF16
+    in_fp8 = len(seen) - 3 - sum(map(of_router, seen))  # the output layer and routers are in BF16
     if not {"delayed": len(delayed) == in_fp8 and apart, "blockwise": powers >= in_fp8}.get(recipe, True):
         raise AssertionError("under another rule the rows would be the same")
 
@@ -158,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
     cases = parser.parse_args().cases.split(",")
-    with ThreadPoolExecutor(len(cases)) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(outcome, cases))
     lines = list(chain(*found))
     passed = sum(not each[-1].startswith(FAILED) for each in found)
