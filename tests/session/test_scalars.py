@@ -6,8 +6,10 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.session.inline import followed
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
@@ -105,6 +107,79 @@ def test_the_loss_of_a_backward_of_several_is_their_sum(tmp_path, scaled):
     assert list(writer.column("microbatches").values()) == [1, 1, 1]
     assert list(writer.column("loss_scale").values()) == ([64.0] * 3 if scaled else [])
     assert not [note for note in session.facts()["notes"] if note.startswith("Backward")]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def scaler_of(how):
+    """FSDP's does not call the `scale` that it overrides; nor does one of a program's own."""
+
+    class Own(torch.amp.GradScaler):
+        def scale(self, outputs):
+            self._scale is None and self._lazy_init_scale_growth_tracker(outputs.device)
+            return outputs * self._scale
+
+    kind = {"FSDP's": ShardedGradScaler, "its own": Own}.get(how, torch.amp.GradScaler)
+    return kind("cpu", init_scale=64.0)
+
+
+def backward_of(scaler, a, b, how):
+    """Called on what came of a scaler's products; how often."""
+    if how == "sum":
+        (scaler.scale(a) + scaler.scale(b)).backward()
+    elif how == "mean of a sum":
+        torch.stack([scaler.scale(a + b), scaler.scale(a + b)]).mean().backward()
+    elif how == "part":
+        (scaler.scale((a + b) * 2.0) / 2.0).backward()
+    elif how in ("FSDP's", "its own"):
+        scaler.scale(a + b).backward()
+    else:
+        one, other = scaler.scale(a), scaler.scale(b)
+        one.backward(retain_graph=True)
+        other.backward(retain_graph=True)
+        if how == "again":
+            one.backward()
+            return 3
+        return 2
+    return 1
+
+
+@pytest.mark.parametrize("how", ["sum", "mean of a sum", "part", "FSDP's", "its own", "one by one", "again"])
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_the_loss_is_unscaled_whatever_becomes_of_a_scalers_products(tmp_path, how, made, one_rank):
+    wanted, microbatches = [], 0
+    early = scaler_of(how)
+    with followed(tmp_path) as (_, writer):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = early if made == "before" else scaler_of(how)
+        for step in range(3):
+            y = model(torch.full((4, 8), 1.0 + step))
+            a, b = y.square().mean(), y.abs().sum()
+            microbatches = backward_of(scaler, a, b, how)
+            wanted.append(a.item() + b.item() + (a.item() if how == "again" else 0.0))
+            scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
+    assert list(writer.column("loss").values()) == pytest.approx(wanted)
+    assert list(writer.column("loss_scale").values()) == [64.0] * 3
+    assert list(writer.column("microbatches").values()) == [microbatches] * 3
+
+
+def test_a_loss_that_no_scaler_multiplied_is_its_own_beside_products(tmp_path):
+    with followed(tmp_path) as (_, writer):
+        model = nn.Linear(8, 8)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0)
+        y = model(torch.ones(4, 8))
+        scaled, loss = scaler.scale(y.square().mean()), y.abs().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    assert scaled.item() > 0.0
+    assert writer.column("loss") == {1: pytest.approx(loss.item())}
+    assert writer.column("loss_scale") == {}
 
 
 def test_a_backward_of_no_number_beside_losses_is_told(tmp_path):

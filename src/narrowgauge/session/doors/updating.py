@@ -148,8 +148,28 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     seams.replace(torch.autograd, "backward", backward)
     seams.replace(Optimizer, "zero_grad", zero_grad)
     seams.replace(nn.Module, "zero_grad", zero_grad)
-    seams.replace(torch.amp.GradScaler, "scale", scale)
     seams.replace(torch.amp.GradScaler, "step", scaler_step)
+    heard: set[type] = set()
+
+    def hear_scales(kind: type) -> None:
+        """FSDP's, say, does not call the one that it overrides."""
+        for owner in kind.__mro__:
+            if "scale" in vars(owner) and owner not in heard and issubclass(owner, torch.amp.GradScaler):
+                heard.add(owner)
+                seams.replace(owner, "scale", scale)
+
+    def scaler_made(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            hear_scales(type(self))
+            original(self, *args, **kwargs)
+
+        return init
+
+    kinds = [torch.amp.GradScaler]
+    for kind in kinds:
+        hear_scales(kind)
+        kinds.extend(kind.__subclasses__())
+    seams.replace(torch.amp.GradScaler, "__init__", scaler_made)
 
 
 def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:

@@ -1,17 +1,28 @@
 """What `backward` is called on: the loss of a microbatch, as the program had it before a gradient scaler multiplied it.
 
-loss * scale, or each of several by it      its loss is the one before, if backward is called on the product
+loss * scale, or each of several by it      its loss is the one before, if backward is called on the product, at once
+                                            or after that of another
+scaled a + scaled b, their mean, a part     computed of products: its loss is it over the scale
 backward([a, b])                            sums the gradients of both: its loss is a + b
 backward(y, gradients)                      y is no number: no loss
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.tensors.weakly import Weak, weakly
+
+NEAR = 100  # operations before a loss, among which products are looked for
+
+
+class _Scaled(NamedTuple):
+    after: Tensor
+    before: Tensor
+    scale: float | Tensor | None
 
 
 class BackwardLosses:
@@ -19,7 +30,9 @@ class BackwardLosses:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._scaled: dict[int, tuple[Tensor, Tensor, float | Tensor | None]] = {}  # what a loss became, by its id
+        self._scaled: dict[int, _Scaled] = {}  # what a loss became, by its id
+        # The same of what was multiplied before the last backward, held as long as the program does.
+        self._waiting: dict[int, tuple[Weak, Tensor, float | Tensor | None]] = {}
         self.numbers = self._vectors = 0  # microbatches with a loss, and without
 
     def multiplied(self, before: Any, after: Any, scale: Any) -> None:
@@ -28,15 +41,20 @@ class BackwardLosses:
             for one, scaled in zip(before, after, strict=False):
                 self.multiplied(one, scaled, scale)
         if isinstance(before, Tensor) and isinstance(after, Tensor):
-            self._scaled[id(after)] = after, before, scale.detach().clone() if isinstance(scale, Tensor) else scale
+            kept = scale.detach().clone() if isinstance(scale, Tensor) else scale
+            self._scaled[id(after)] = _Scaled(after, before, kept)
 
     def forget(self) -> None:
-        """What was multiplied has had its backward."""
-        self._scaled = {}
+        """A backward is over; what was multiplied and the program still has may have its own, or another."""
+        if self._scaled or self._waiting:
+            self._waiting = {at: kept for at, kept in self._waiting.items() if kept[0]() is not None}
+            for at, (after, before, scale) in self._scaled.items():
+                self._waiting[at] = weakly(after), before.detach(), scale
+            self._scaled = {}
 
     def add(self, loss: Any, *, staged: bool) -> None:
         """A microbatch has this loss, or several; if `staged`, what is no number is the gradient of a later stage."""
-        if type(loss) is Tensor and not self._scaled and loss.numel() == 1:  # as it mostly is
+        if type(loss) is Tensor and not (self._scaled or self._waiting) and loss.numel() == 1:  # as it mostly is
             self.numbers += 1
             self._steps.ledger.add_microbatch(loss)
             return
@@ -72,9 +90,32 @@ class BackwardLosses:
         return any(isinstance(each, Tensor) and each.is_meta for each in losses)
 
     def _unscaled(self, loss: Any) -> Any:
-        after, before, scale = self._scaled.get(id(loss), (None, None, None))
-        if after is not loss:
+        if not isinstance(loss, Tensor):
+            return loss
+        scaled, waiting = self._scaled.get(id(loss)), self._waiting.get(id(loss))
+        if scaled is not None:
+            _, before, scale = scaled
+        elif waiting is not None and waiting[0]() is loss:
+            _, before, scale = waiting
+        elif (scale := self._made_of(loss)) is not None:
+            before = loss.detach().float() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
+        else:
             return loss
         if scale is not None and self._steps.line is not None:
             self._steps.line.scalars["loss_scale"] = scale
         return before
+
+    def _made_of(self, loss: Tensor) -> float | Tensor | None:
+        """The scale of the product that a loss was computed of; None of what was computed of none."""
+        products = {each.after.grad_fn: each.scale for each in self._scaled.values() if each.scale is not None}
+        products.pop(None, None)
+        nodes = [loss.grad_fn] if products and loss.grad_fn is not None else []
+        seen = set(nodes)
+        for node in nodes:
+            if node in products:
+                return products[node]
+            more = {each for each, _ in node.next_functions if each is not None} - seen
+            if len(seen) < NEAR:
+                seen |= more
+                nodes.extend(more)
+        return None
