@@ -799,7 +799,7 @@ def test_what_fails_of_ours_is_told_and_does_not_reach_the_program(tmp_path, mon
     with followed(tmp_path, judge="current", every=1) as (session, writer):
         monkeypatch.setattr(Recorder, "product", lambda *_, **__: 1 / 0)
         if both:
-            monkeypatch.setattr(session.steps.batches, "see", lambda _: 1 / 0)
+            monkeypatch.setattr(session.steps.batches, "see", lambda *_, **__: 1 / 0)
         model = linear()
         optimizer = sgd(model)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What became of the layers of several models: each has one row, by the name that its sites have."""
+"""What became of the layers of several models, each by the name that its sites have, and what the models are given."""
 
 from itertools import pairwise
 
@@ -150,3 +150,58 @@ def test_of_models_that_are_gone_a_limited_number_of_layers_is_told(tmp_path, mo
     facts = after_each_other(tmp_path, (32, 16), (32, 32), (32, 48), (32, 64))
     assert [row["shape"] for row in facts["conversion"]] == [[16, 32], [64, 32]]
     assert "Of layers of models that are gone 1 are told; there were more." in facts["notes"]
+
+
+# ------------------------------------------------------------------------------------------------ what they are given
+
+
+def both(x):
+    return lambda actor, critic: actor(x).square().mean() + critic(x).square().mean()
+
+
+def reshaped(x):
+    return lambda actor, critic: actor(x.view(2, 8, 32)).square().mean() + critic(x).square().mean()
+
+
+def twice_by_one(x):
+    return lambda actor, critic: actor(x).square().mean() + critic(x).square().mean() + actor(x).abs().mean()
+
+
+def each_its_own(x):
+    return lambda actor, critic: actor(x[:8]).square().mean() + critic(x[8:]).square().mean()
+
+
+def parts(x):
+    return lambda actor, critic: actor.trunk(x).square().mean() + actor.pi(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "samples"), [(both, 16), (reshaped, 2), (twice_by_one, 32), (each_its_own, 16), (parts, 16)]
+)
+@pytest.mark.parametrize("same_memory", [False, True])
+def test_a_batch_that_goes_to_several_models_counts_once(tmp_path, loss_of, samples, same_memory):
+    """Two microbatches a step, whose batches may lie in the same memory, one after the other."""
+    torch.manual_seed(0)
+    with followed(tmp_path) as (_, writer):
+        actor, critic = Actor(), Critic()
+        optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
+        x = torch.empty(16, 32)
+        for _ in range(3):
+            for _ in range(2):
+                x = x.copy_(torch.randn(16, 32)) if same_memory else torch.randn(16, 32)
+                loss_of(x)(actor, critic).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert writer.column("tokens") == dict.fromkeys((1, 2, 3), 2 * samples)
+
+
+def test_a_batch_that_models_take_in_turn_counts_in_each_step(tmp_path):
+    with followed(tmp_path) as (_, writer):
+        models = Actor(), Critic()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for _ in range(2):
+            x = torch.randn(16, 32)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(x).square().mean().backward()
+                optimizer.step()
+    assert writer.column("tokens") == dict.fromkeys((1, 2, 3, 4), 16)

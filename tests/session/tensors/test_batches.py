@@ -199,6 +199,22 @@ class Pair(NamedTuple):
     more: torch.Tensor
 
 
+def test_what_another_model_was_given_counts_there_until_it_is_written_or_thrown_away():
+    batches, x, y = Batches(), torch.randn(4, 16), torch.randn(4, 16)
+    assert [batches.see(((x, y), {}), model=each) for each in (1, 2, 2, 1, 1)] == [4, 0, 0, 4, 4]
+    assert batches.see(((y,), {}), model=2) == 0
+    assert batches.see(((torch.randn(4, 8), x), {}), model=2) == 4
+    x.add_(1.0)
+    assert [batches.see(((x,), {}), model=each) for each in (2, 1)] == [4, 0]
+    batches.begin_anew()
+    assert batches.see(((x,), {}), model=1) == 4
+    with torch.inference_mode():
+        unversioned = torch.randn(4, 16)
+    assert [batches.see(((unversioned,), {}), model=each) for each in (1, 2)] == [4, 0]
+    for _ in range(20):
+        assert batches.see(((torch.randn(4, 16),), {}), model=2) == 4  # in memory of others before
+
+
 def test_containers_are_searched_in_the_order_of_torch():
     a, b, c = torch.arange(3), torch.arange(4), torch.arange(5)
     batches = Batches()

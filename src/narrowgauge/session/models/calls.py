@@ -181,7 +181,7 @@ class Calls:
         root.enter_autocast()
         self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
-        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given)
+        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given, id(root))
         self._tokens, self._line = tokens, self._steps.ledger.line
         if (line := self._line) is not None:
             line.tokens += tokens
@@ -215,7 +215,7 @@ class Calls:
             missed = None
         self._left()
         if missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
-            late = self._steps.batches.see(missed, more=True)
+            late = self._steps.batches.see(missed, more=True, model=id(root))
             if self._steps.ledger.line is not None:
                 self._steps.ledger.line.tokens += late
         if not self._steps.paused:
@@ -236,6 +236,7 @@ class Calls:
         """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
         if self.training and self._line is not None and self._line is self._steps.ledger.line:
             self._line.tokens -= self._tokens
+            self._steps.batches.take_back()
         self._tokens = 0
 
     def recover(self) -> None:

@@ -87,22 +87,22 @@ class Steps:
         if self.made or self.ledger.line is None:
             self._open()
 
-    def feed(self, inputs: Any) -> int:
-        """A model is called with gradients and these inputs; returns their tokens."""
+    def feed(self, inputs: Any, model: int = 0) -> int:
+        """A model, told apart by its number, is called with gradients and these inputs; returns their tokens."""
         line = self.ledger.line
         accumulates = line is not None and line.microbatches > 0
         self._other_data = accumulates and (self._other_data or not self.batches.again(inputs))
         if self.zeroed and line is not None and self._other_data:
             self.thrown_away += line.microbatches
-            self.ledger.begin_anew()
+            self._nothing_learned()
         if self._doubted:
-            self.ledger.begin_anew()
+            self._nothing_learned()
             self._recorder.begin_anew()
             self._plain.shown.begin()
         self.evals.training_begins()
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
-        return self.batches.see(inputs)
+        return self.batches.see(inputs, model=model)
 
     def backward_begins(self) -> None:
         """What it adds to was set to zero where a program does so between a model's call and this."""
@@ -110,6 +110,10 @@ class Steps:
             self.thrown_away += self.ledger.line.microbatches
             self.ledger.keep_the_latest()
         self.zeroed = self._other_data = False
+
+    def _nothing_learned(self) -> None:
+        self.ledger.begin_anew()
+        self.batches.begin_anew()
 
     def between(self, *, proven: bool) -> bool:
         """Whether nothing has come of the open step yet; of a thread that has `proven` nothing, but forwards."""
@@ -122,7 +126,7 @@ class Steps:
 
     def drop(self) -> None:
         """What was begun is no step: it leaves no rows, and nothing in the line."""
-        self.ledger.begin_anew()
+        self._nothing_learned()
         self._recorder.drop_step()
 
     def doubt(self) -> None:
@@ -219,6 +223,7 @@ class Steps:
             self.stepped = stepped or self.stepped
             self._recorder.selection.stepped(stepped)
         line = self.ledger.open()
+        self.batches.begin_anew()
         self._ranks.tick(line.step)
         line.recorded = self._recorder.begin_step(line.step)
         if line.recorded:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.session.tensors.counting import Given, count, count_listed
 from narrowgauge.session.tensors.fingerprint import Chained, chain
+from narrowgauge.session.tensors.given import GivenBefore
 from narrowgauge.session.tensors.sharded import here
 from narrowgauge.session.tensors.storage import storage_of
 
@@ -30,6 +31,7 @@ class Batches:
 
     def __init__(self) -> None:
         self.digest: Chained | None = None
+        self._before = GivenBefore()
         # A storage's address is not used again while somebody holds a weak reference to it.
         self._made: dict[int, StorageWeakRef] = {}
         self._room = ROOM
@@ -58,11 +60,19 @@ class Batches:
             notes.append(f"Some inputs are objects ({kinds}), whose tensors are not found: they count no tokens.")
         return notes
 
-    def see(self, inputs: Any, *, more: bool = False) -> int:
-        """A model's call begins with these; returns the tokens in them (samples, if no input is token ids).
+    def begin_anew(self) -> None:
+        """A step begins, or what the open one was given is thrown away."""
+        self._before.begin_anew()
 
-        Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none. What token
-        ids are is said in counting.py.
+    def take_back(self) -> None:
+        """The call that was seen last was left by an error."""
+        self._before.take_back()
+
+    def see(self, inputs: Any, *, more: bool = False, model: int = 0) -> int:
+        """A `model`'s call begins with these; returns the tokens in them (samples, if no input is token ids).
+
+        Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none. What the
+        step has given another model counts there (given.py). What token ids are is said in counting.py.
         """
         before = self._given if more else set()
         found = _tensors(inputs)
@@ -86,7 +96,7 @@ class Batches:
                 self.digest = chain((x,), self.digest)
             if dense or (x.is_nested and not x.is_meta):
                 data.append(given)
-        if before:
+        if self._before.to_another(data or found, model) or before:
             return 0
         listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
         counted, are_ids = listed or count(found, data)
@@ -108,6 +118,11 @@ class Batches:
         if len(self._made) > self._room:  # what was freed is forgotten whenever it may be as much as what lives
             self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
             self._room = ROOM + 2 * len(self._made)
+
+
+def moves(inputs: Any) -> bool:
+    """Whether anything in there wants a gradient."""
+    return any(given.x.requires_grad for given in _tensors(inputs))
 
 
 def _first(inputs: Any) -> tuple[str, Any]:

@@ -1,0 +1,63 @@
+"""What the models of a step were given: a batch that goes to several of them is one batch.
+
+    actor(x); critic(x)             the same rows, for two models
+    q(x), k(x), v(x)                for three parts of one that is never called itself
+    model(x); model(x)              two looks at them by one model, which both are the step's
+    x.copy_(next); actor(x)         others, in the same memory
+
+A batch is known by its memory, what it has of it and how often that was written, so that views and reshaping do not
+hide it. What a copy holds (`torch.cat`) is not asked. Nothing here keeps a tensor's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from narrowgauge.session.tensors.counting import Given
+from narrowgauge.session.tensors.storage import storage_of
+
+
+class GivenBefore:
+    """Of the open step."""
+
+    def __init__(self) -> None:
+        # By memory and what of it: who was given it first, what was written until then. While the reference is held
+        # the memory's address is not used again.
+        self._by: dict[tuple[int, int, int], tuple[int, int | None, StorageWeakRef]] = {}
+        self._latest: list[tuple[int, int, int]] = []  # what the last call was the first to be given
+
+    def begin_anew(self) -> None:
+        """What was given so far is none of the step's."""
+        self._by.clear()
+        self._latest = []
+
+    def take_back(self) -> None:
+        """The last call was left by an error: what it was given counts where it comes next."""
+        for key in self._latest:
+            self._by.pop(key, None)
+        self._latest = []
+
+    def to_another(self, data: Sequence[Given], model: int) -> bool:
+        """Whether the first of these was given to another model before; all of them are this one's now, if not."""
+        first, known, self._latest = True, False, []
+        for given in data:
+            x = given.x
+            storage = storage_of(x)
+            if storage is not None:
+                key = storage._cdata, int(x.storage_offset()), x.numel()
+                before, version = self._by.get(key), _version(x)
+                others = before is not None and before[0] != model and before[1] == version
+                known |= first and others
+                if not others:
+                    self._by[key] = model, version, StorageWeakRef(storage)
+                    self._latest.append(key)
+            first = False
+        return known
+
+
+def _version(x: Tensor) -> int | None:
+    """How often it was written; None where torch does not count that."""
+    return None if x.is_inference() else x._version
