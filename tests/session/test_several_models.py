@@ -205,3 +205,28 @@ def test_a_batch_that_models_take_in_turn_counts_in_each_step(tmp_path):
                 model(x).square().mean().backward()
                 optimizer.step()
     assert writer.column("tokens") == dict.fromkeys((1, 2, 3, 4), 16)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_trained_model_that_is_frozen_teaches_and_leaves_nothing_in_the_step(tmp_path, by_name):
+    """But where gradients go through it, as through a frozen discriminator."""
+    with followed(tmp_path, every=1, judge="current") as (_, writer):
+        teacher, student = Actor(), Critic()
+        train(teacher, steps=1)
+        optimizer = torch.optim.SGD([*teacher.parameters(), *student.parameters()], lr=0.1)
+        teacher.requires_grad_(False)
+        for _ in range(2):
+            seen = torch.randn(4, 32)
+            taught = teacher(x=seen) if by_name else teacher(seen)
+            assert not taught.requires_grad
+            (student(torch.randn(16, 32)).square().mean() + taught.mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        x = torch.randn(8, 32, requires_grad=True)
+        (teacher(x=x) if by_name else teacher(x)).square().mean().backward()
+        student(x).square().mean().backward()
+        optimizer.step()
+    assert writer.column("tokens") == {1: 16, 2: 16, 3: 16, 4: 8}
+    sites = {step: layers(sites) for step, sites, _ in writer.tensors}
+    of_student = {"Critic.trunk.0", "Critic.value"}
+    assert sites == {1: {"trunk.0", "pi"}, 2: of_student, 3: of_student, 4: of_student | {"trunk.0", "pi"}}

@@ -3,6 +3,8 @@
     outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
     call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
     call without gradients    an evaluation: its time is not the step's
+    of a frozen model         with gradients, given what wants none: a teacher, that was trained before. Its tokens and
+                              rows are none of the step's, its time is
     in a generator            that a model's call returned: a part of that call
     in a checkpoint           of the reentrant kind, which a program puts around a model or its parts: a call with
                               gradients, though they are only there when it is run again
@@ -36,6 +38,7 @@ from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
+from narrowgauge.session.tensors.batches import moves
 
 
 class _OfThread(threading.local):
@@ -81,6 +84,7 @@ class Calls:
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._generates = self._in_generator = False
         self._eval_began = 0.0
+        self._teaches = False  # what runs is frozen
         self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
 
@@ -171,6 +175,10 @@ class Calls:
             return
         if self._roots.changed:
             self._renew()
+        if _frozen(root, args, kwargs):
+            self._teaches = True
+            root.enter_autocast()
+            return
         try:
             self._steps.enter()
         except StopTraining:
@@ -213,7 +221,11 @@ class Calls:
         if raised:
             self._take_back()
             missed = None
+        teaches = self._teaches
         self._left()
+        if teaches:
+            root.exit_autocast()
+            return
         if missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
             late = self._steps.batches.see(missed, more=True, model=id(root))
             if self._steps.ledger.line is not None:
@@ -261,7 +273,7 @@ class Calls:
     def _left(self) -> None:
         self._outermost = self._running = None
         self._deaf(False)
-        self.training = False
+        self.training = self._teaches = False
         if self._rerouted is not None:
             self._rerouted()
 
@@ -278,6 +290,16 @@ class Calls:
         self._steps.another_model()
         if what := self._roots.renew():
             self._taken(what)
+
+
+def _frozen(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no gradient comes of a call; False where not all that it is given is known."""
+    if root.half_seen or unreal():
+        return False
+    for p in root.module.parameters():
+        if p.requires_grad:
+            return False
+    return not moves((args, kwargs))
 
 
 def _estimates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
