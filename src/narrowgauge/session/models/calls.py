@@ -175,7 +175,7 @@ class Calls:
             return
         if self._roots.changed:
             self._renew()
-        if _frozen(root, args, kwargs):
+        if not root.half_seen and root.frozen() and not moves((args, kwargs)):  # nor is all known of what is half seen
             self._teaches = True
             root.enter_autocast()
             return
@@ -290,16 +290,6 @@ class Calls:
         self._steps.another_model()
         if what := self._roots.renew():
             self._taken(what)
-
-
-def _frozen(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether no gradient comes of a call; False where not all that it is given is known."""
-    if root.half_seen or unreal():
-        return False
-    for p in root.module.parameters():
-        if p.requires_grad:
-            return False
-    return not moves((args, kwargs))
 
 
 def _estimates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

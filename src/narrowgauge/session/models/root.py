@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge.session.tensors.weakly import Weak, weakly
+
 
 class _OfThread(threading.local):
     """What each thread that calls it has to undo: autocast is a thread's own."""
@@ -34,6 +36,7 @@ class Root:
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._dtype = dtype
         self._thread = _OfThread()
+        self._learns = Weak()  # the parameter that was found to want a gradient last
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._around: tuple[Callable[..., None], Callable[..., None]] | None = None
 
@@ -55,6 +58,15 @@ class Root:
     def model(self) -> nn.Module:
         """The whole."""
         return _living(self._model)
+
+    def frozen(self) -> bool:
+        """Whether none of its parameters wants a gradient."""
+        known = self._learns()
+        if known is not None and known.requires_grad:
+            return False
+        learns = next((p for p in self.module.parameters() if p.requires_grad), None)
+        self._learns = Weak() if learns is None else weakly(learns)
+        return learns is None
 
     def follow(
         self,

@@ -84,19 +84,20 @@ class Batches:
             x = given.x
             storage, dense = storage_of(x), _dense(x)
             if storage is not None:
-                self._given.add(storage._cdata)
-                self._last[storage._cdata] = StorageWeakRef(storage)
+                given.memory = storage._cdata
+                self._given.add(given.memory)
+                self._last[given.memory] = StorageWeakRef(storage)
             if x.requires_grad:
                 continue
             if not dense:
                 self._unread.add(_kind(x))
-            if storage is not None and storage._cdata in self._made:
+            if given.memory in self._made:
                 continue
             if dense:
                 self.digest = chain((x,), self.digest)
             if dense or (x.is_nested and not x.is_meta):
                 data.append(given)
-        if self._before.to_another(data or found, model) or before:
+        if self._before.to_another(data or found, self._last, model) or before:
             return 0
         listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
         counted, are_ids = listed or count(found, data)

@@ -32,11 +32,12 @@ _MASK = re.compile(r"(.*_)?masks?")
 
 @dataclass(eq=False, slots=True)
 class Given:
-    """A tensor of a call: its keyword or key, "" if it has none, and which of all it is."""
+    """A tensor of a call: its keyword or key, "" if it has none, which of all it is, and whose memory it has."""
 
     name: str
     at: int
     x: Tensor
+    memory: int = 0  # the address of a storage, which is not used again while somebody holds it; 0 without one
 
 
 def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:

@@ -11,13 +11,12 @@ hide it. What a copy holds (`torch.cat`) is not asked. Nothing here keeps a tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.session.tensors.counting import Given
-from narrowgauge.session.tensors.storage import storage_of
 
 
 class GivenBefore:
@@ -40,21 +39,22 @@ class GivenBefore:
             self._by.pop(key, None)
         self._latest = []
 
-    def to_another(self, data: Sequence[Given], model: int) -> bool:
-        """Whether the first of these was given to another model before; all of them are this one's now, if not."""
-        first, known, self._latest = True, False, []
-        for given in data:
-            x = given.x
-            storage = storage_of(x)
-            if storage is not None:
-                key = storage._cdata, int(x.storage_offset()), x.numel()
-                before, version = self._by.get(key), _version(x)
-                others = before is not None and before[0] != model and before[1] == version
-                known |= first and others
-                if not others:
-                    self._by[key] = model, version, StorageWeakRef(storage)
-                    self._latest.append(key)
-            first = False
+    def to_another(self, data: Sequence[Given], held: Mapping[int, StorageWeakRef], model: int) -> bool:
+        """Whether the first of these was given to another model before; all of them are this one's now, if not.
+
+        Their memory is `held` weakly, or is none.
+        """
+        known, self._latest = False, []
+        for at, given in enumerate(data):
+            if not given.memory:
+                continue
+            key = given.memory, int(given.x.storage_offset()), given.x.numel()
+            before, version = self._by.get(key), _version(given.x)
+            if before is not None and before[0] != model and before[1] == version:
+                known |= at == 0
+            else:
+                self._by[key] = model, version, held[given.memory]
+                self._latest.append(key)
         return known
 
 
