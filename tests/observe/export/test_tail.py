@@ -115,6 +115,62 @@ def test_what_all_ranks_say_of_a_step_takes_the_place_of_what_the_first_said(tmp
     assert [p.values for p in told[:26]] == [{"loss": 2.0 + step, "tokens": 16.0} for step in range(1, 27)]
 
 
+def rank_zero(folder, within, until=40, merged=lambda step: step % 8 == 0 and range(step - 11, step - 3)):
+    """A run whose segments hold two steps; what `merged(step)` gives is merged then. After each: the step, the tail."""
+    tail = Tail(folder)
+    with RunWriter(folder) as writer:
+        writer.update_meta(merged_within=within)
+        for step in range(1, until + 1):
+            writer.add_scalars(step, loss=1.0, tokens=8.0)
+            for each in merged(step) or ():
+                if each > 0:
+                    writer.add_scalars(each, loss=2.0 + each, tokens=16.0)
+            if step % 2 == 0:
+                assert writer.flush()
+                yield step, writer, tail
+
+
+def test_where_ranks_merge_slower_than_segments_come_a_step_waits_for_what_all_of_them_say(tmp_path):
+    told = []
+    for step, _, tail in rank_zero(tmp_path, 24):
+        told += drain(tail, final=False)[0]
+        assert [p.step for p in told] == list(range(1, step // 8 * 8 - 3))  # what was merged, as soon as it was
+    told += drain(tail)[0]
+    assert [p.step for p in told] == list(range(1, 41))
+    assert [p.values["loss"] for p in told] == [*(2.0 + step for step in range(1, 37)), *[1.0] * 4]
+
+
+def test_what_does_not_come_in_the_steps_that_a_merge_takes_is_waited_for_no_longer(tmp_path):
+    told = []
+    for step, _, tail in rank_zero(tmp_path, 10, merged=lambda step: ()):
+        told += drain(tail, final=False)[0]
+        assert [p.step for p in told] == list(range(1, max(step - 10, 0) + 1))
+    assert {p.values["loss"] for p in told} == {1.0}
+
+
+def test_nor_where_ranks_do_not_merge_any_more(tmp_path):
+    told = []
+    for step, writer, tail in rank_zero(tmp_path, 24, merged=lambda step: ()):
+        if step == 10:
+            writer.update_meta(merged_within=0)
+        told += drain(tail, final=False)[0]
+        assert [p.step for p in told] == list(range(1, step - 1 if step > 10 else 1))
+
+
+def test_what_is_read_late_is_read_and_handed_over_in_pieces(tmp_path, monkeypatch):
+    """Sixteen segments are one by then; a piece ends within a step, and between what one rank and all ranks said."""
+    for _ in rank_zero(tmp_path, 24, merged=lambda step: step % 8 == 0 and range(step - 7, step - 3)):
+        pass
+    assert len(list((tmp_path / "scalars").glob("*.parquet"))) < 8
+    whole = [point for batch in Tail(tmp_path).points(final=True) for point in batch]
+    monkeypatch.setattr("narrowgauge.observe.export.tail.CHUNK", 3)
+    monkeypatch.setattr("narrowgauge.observe.export.tail.FAR", 6)
+    pieces = list(Tail(tmp_path).points(final=True))
+    assert [point for piece in pieces for point in piece] == whole
+    assert [p.values["loss"] for p in whole] == [2.0 + n if (n - 1) % 8 < 4 else 1.0 for n in range(1, 41)]
+    assert max(map(len, pieces)) <= 7
+
+
 def test_of_a_resumed_run_every_step_goes_out_once_as_it_was_made_last(tmp_path):
     """The first attempt made six steps and was killed; the second began again behind the third."""
 

@@ -9,15 +9,22 @@ filtered: steps never go back within a run, so the last step that was seen tells
 
 Of a run that was resumed, only what counts goes out: nothing, until it is known at which step the last attempt began.
 
-Scalars wait for one more segment before they go out: where several ranks train, what all of them say of a step is
-written some steps after what the first rank says, and takes its place.
+Scalars wait until nobody will say more of their step:
+
+    one rank         one more segment was read
+    ranks merge      what all of them say was read, of it or of a later step: it takes the place of what the first said;
+                     or it did not come in the steps that a merge takes, which the first rank told (`merged_within`)
+    in any case      FAR steps later, or at the end
+
+They are read CHUNK rows at a time: whoever reads late finds many segments merged into one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 
@@ -34,7 +41,16 @@ from narrowgauge.observe.store.source import not_superseded, parquet, segments_i
 Rows = list[tuple[Any, ...]]
 RANK = 0
 RENEW = 500  # reads, half an hour of training or more
+CHUNK = 20_000  # rows that are Python's at a time
+FAR = 4096  # steps: a rank keeps no more for the others, so that nothing is merged later
 _FIRST = "SELECT attempt, min(step) FROM {} WHERE attempt > 0 GROUP BY attempt"
+
+
+class Told(NamedTuple):
+    """What was read of a step, and when each of its numbers was said."""
+
+    point: Point
+    at: dict[str, float]
 
 
 class Tail:
@@ -47,8 +63,10 @@ class Tail:
         self._reads = 0  # since DuckDB was opened
         self._counting = ""  # the condition for rows that no later attempt has made again; "" while that is not known
         self._done: dict[Kind, int] = dict.fromkeys(KINDS, -1)  # the last segment read
-        self._pending: dict[int, Point] = {}
+        self._pending: dict[int, Told] = {}
         self._out = self._newest = self._look_step = -1  # the last step that went out; that was read
+        self._merged = -1  # the last of which all ranks together were heard
+        self._within = 0  # steps until they are
         self._roles: set[str] = set()  # what was read of the last recorded step
         self._events: set[int] = set()
         self._times: dict[int, float] = {}  # of the steps last read: rows of tensors have no time of their own
@@ -66,39 +84,57 @@ class Tail:
         return self._chosen.unmet()
 
     def points(self, *, final: bool = False) -> Iterator[list[Point]]:
-        """Steps whose scalars are settled, or all if it is `final`: in order, a list per segment."""
+        """Steps whose scalars are settled, or all if it is `final`: in order, a list per some thousand rows."""
         self._times = {}
         if not self._knows_attempts(final):
             return
         hidden = f"name NOT IN ({', '.join(map(literal, sorted(HIDDEN)))})"
 
-        def read(table: str, _: bool) -> Rows:
+        def read(table: str, _: bool) -> Iterator[Rows]:
             columns, where = "step, wall_time, name, value", f"{hidden} AND step > {self._out} AND {self._counting}"
-            return self._all(f"SELECT {columns} FROM {table} WHERE {where} ORDER BY step, wall_time, name")
+            self._db.execute(f"SELECT {columns} FROM {table} WHERE {where} ORDER BY step, wall_time, name")
+            while rows := self._db.fetchmany(CHUNK):  # which may end within a step
+                yield rows
 
+        done, before = None, self._newest
         for rows in self._batches("scalars", read):
-            settled = self._newest
+            if self._done["scalars"] != done:  # it begins another segment
+                done, before = self._done["scalars"], self._newest
+                self._ask()
             for step, when, name, value in rows:
-                point = self._pending.setdefault(step, Point(step, float(when), {}))
-                point.values[name] = float("nan") if value is None else float(value)
-                self._newest = max(self._newest, step)
-                self._times[step] = self._time = point.wall_time
-            yield from self._settle(settled)
+                self._take(step, float(when), name, float("nan") if value is None else float(value))
+            late = min(before, self._newest - self._within)
+            settled = max(late, self._merged if self._within else -1, self._newest - FAR)
+            yield from self._settle(min(settled, rows[-1][0] - 1) if len(rows) == CHUNK else settled)
         if final:
             yield from self._settle(self._newest)
+
+    def _ask(self) -> None:
+        """How many steps a merge takes, as the first rank has said before its second segment, if ever."""
+        with contextlib.suppress(OSError, RunError):  # as it was
+            self._within = int(manifests.read(self._folder, RANK).get("meta", {}).get("merged_within") or 0)
+
+    def _take(self, step: int, when: float, name: str, value: float) -> None:
+        """A number of a step; what was said last counts."""
+        told = self._pending.setdefault(step, Told(Point(step, when, {}), {}))
+        if when > told.at.get(name, when):
+            self._merged = max(self._merged, step)
+        told.point.values[name], told.at[name] = value, when
+        self._newest = max(self._newest, step)
+        self._times[step] = self._time = told.point.wall_time
 
     def _settle(self, last: int) -> Iterator[list[Point]]:
         """Let the steps up to `last` go out."""
         steps = sorted(step for step in self._pending if step <= last)
         if steps:
             self._out = steps[-1]
-            yield [self._pending.pop(step) for step in steps]
+            yield [self._pending.pop(step).point for step in steps]
 
     def looks(self) -> Iterator[Look]:
         """New recorded steps' tensors; ask for `points` before, that these have their time from."""
         if not self._counting:
             return
-        for found in self._batches("tensors", self._looks_in):
+        for found in self._batches("tensors", lambda table, seen: iter([self._looks_in(table, seen)])):
             for step, summaries, sites in found:
                 self._roles = {s.role for s in summaries} | (self._roles if step == self._look_step else set())
                 self._look_step = step
@@ -107,9 +143,8 @@ class Tail:
     def events(self) -> Iterator[Event]:
         """New events."""
         columns = "step, wall_time, kind, message, coalesce(site, '')"
-        for rows in self._batches(
-            "events", lambda table, _: self._all(f"SELECT {columns} FROM {table} ORDER BY step, wall_time")
-        ):
+        query = f"SELECT {columns} FROM {{}} ORDER BY step, wall_time"
+        for rows in self._batches("events", lambda table, _: iter([self._all(query.format(table))])):
             for row in rows:
                 key = hash(row)
                 if key not in self._events:
@@ -162,8 +197,11 @@ class Tail:
     def _all(self, query: str) -> Rows:
         return self._db.execute(query).fetchall()
 
-    def _batches(self, kind: Kind, read: Callable[[str, bool], Rows]) -> Iterator[Rows]:
-        """What `read(table, partly seen)` finds in each span of segments that is new, the oldest first."""
+    def _batches(self, kind: Kind, read: Callable[[str, bool], Iterator[Rows]]) -> Iterator[Rows]:
+        """What `read(table, partly seen)` finds in each span of segments that is new, the oldest first.
+
+        Of a span that goes while it is read, rows may come again, with those that hold them now.
+        """
         while unread := self._unread(kind):
             self._reads += 1
             if self._reads % RENEW == 0:  # it keeps a little of every statement for as long as it is open
@@ -172,14 +210,12 @@ class Tail:
             first, last = min(unread)
             files = unread[first, last]
             try:
-                rows = read(parquet(files), first <= self._done[kind])
+                yield from read(parquet(files), first <= self._done[kind])
             except duckdb.Error as error:
                 if not all(file.exists() for file in files):
                     continue  # a merge took them away meanwhile: look again
                 self._unreadable.append(f"export: {files[0].name} of {kind} cannot be read: {error}".split("\n")[0])
-                rows = []
             self._done[kind] = last
-            yield rows
 
     def _unread(self, kind: Kind) -> dict[tuple[int, int], list[Path]]:
         spans: dict[tuple[int, int], list[Path]] = {}

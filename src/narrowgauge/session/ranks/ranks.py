@@ -76,6 +76,11 @@ class Ranks:
         for by, each in (further or {}).items():
             each.outlet = partial(self._lay_beside, by)
 
+    @property
+    def _rows(self) -> int:
+        """Rows of scalars that ride with a recorded step: in a program without troubles all that wait by then."""
+        return min(2 * (self._plan.every + LAG) + 8, 4096)
+
     # What the session's other parts hand over.
 
     def offer(self, step: int, packed: list[Packed]) -> bool:
@@ -88,12 +93,11 @@ class Ranks:
         try:
             if self._off:
                 raise RuntimeError("ranks are not merged")
-            rows = min(2 * (self._plan.every + LAG) + 8, 4096)
-            mine = OpenStep.of(step, [*packed, *beside], self._told, self._waiting.names, rows)
+            mine = OpenStep.of(step, [*packed, *beside], self._told, self._waiting.names, self._rows)
             if beside and mine.size * 8 * self._all.world > MOST_BYTES:
                 self._apart.keep_further(beside)
                 beside = []
-                mine = OpenStep.of(step, packed, self._told, self._waiting.names, rows)
+                mine = OpenStep.of(step, packed, self._told, self._waiting.names, self._rows)
             if mine.size * 8 * self._all.world > MOST_BYTES:
                 raise RuntimeError(
                     f"{self._all.world} tables of {mine.size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB "
@@ -134,6 +138,7 @@ class Ranks:
                 raise RuntimeError(f"rank {self._all.rank} of the process group writes as rank {self._writer.rank}")
             if self._all.rank == 0:
                 self._together.landing = Landing(self._writer, self._keep, self._all.world)
+                self._writer.update_meta(merged_within=self._rows)  # readers wait so many steps for what all say
             if self._plan.watch.get("ranks"):
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
                 # `beside`: the interpreter's end would close it before the session hands over the last steps.
@@ -218,7 +223,7 @@ class Ranks:
             self._apart.keep(mine.packed)
             self._together.open.popleft()
             if self._apart.in_a_row >= TRIES:
-                self._off = True
+                self._end_merging()
                 self.notes.append(f"After {TRIES} recorded steps in a row without all ranks, none was merged any more.")
 
     # The end, and other ways out.
@@ -233,7 +238,7 @@ class Ranks:
     def _failed(self, error: Exception) -> None:
         """Give up merging: everything that is open is written by its own rank."""
         if not self._off:
-            self._off = True
+            self._end_merging()
             self._together.end_gathers()
             cause = in_words(error, self._writer.path, self._all.rank, self._all.world)
             self.notes.append(f"Ranks are not merged, each records its own rows: {cause}")
@@ -242,6 +247,12 @@ class Ranks:
             self._together.give_up()
         self._keep_unmerged()
         let_pass(error)
+
+    def _end_merging(self) -> None:
+        """No further step is merged, and no reader waits for one."""
+        self._off = True
+        if self._writer.rank == 0:
+            self._writer.update_meta(merged_within=0)
 
     def _keep_unmerged(self) -> None:
         """Write this rank's own rows of all that is open."""
