@@ -1,6 +1,7 @@
 """One step in three is recorded, of programs that gather weights, recompute, or count steps themselves: the next two
 leave no row, and in the third all is heard again, as it was."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,20 @@ def test_recorded_steps_are_what_they_are_by_hand_and_scalars_are_of_all(program
         check_engines(seen)
     else:
         check_scalars(seen)
+    if program == "fsdp2":
+        check_hooks(seen)
+
+
+def check_hooks(seen):
+    """Layers have one more in recorded steps, each of these, and none of ours between: the program has looked.
+
+    Without them products are heard instead, and the rows are the same.
+    """
+    alone, watched = (json.loads((seen.case.folder / name / "hooks.json").read_text()) for name in ("plain", "watched"))
+    own = [min(layer) for layer in zip(*watched, strict=True)]
+    assert len(watched) == len(alone) == STEPS
+    assert own == alone[0]
+    assert watched == [[own_count + (step % 3 == 0) for own_count in own] for step in range(1, STEPS + 1)]
 
 
 def check_engines(seen):

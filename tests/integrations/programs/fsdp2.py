@@ -1,5 +1,6 @@
 """torchrun and FSDP2: every layer sharded over two ranks.
 
+hooks.json: how many forward hooks each linear layer has, between each forward and its backward.
 If MIXED is "yes": in BF16, its layers recomputed, two losses to a step, of which the first reduces no gradients.
 """
 
@@ -34,12 +35,13 @@ if mixed:
 for layer in (*model[1:], model) if mixed else (model[1], model[3], model):
     fully_shard(layer, mesh=mesh, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-said, microbatches = [], 2 if mixed else 1
+said, hooks, microbatches = [], [], 2 if mixed else 1
 for batch in pieces(count=24 * microbatches)[dist.get_rank() :: 2].to(device).split(4 * microbatches):
     total = 0.0
     for number, tokens in enumerate(batch.split(4), 1):
         model.set_requires_gradient_sync(number == microbatches)
         loss = F.cross_entropy(model(tokens)[:, :-1].reshape(-1, 128).float(), tokens[:, 1:].reshape(-1)) / microbatches
+        hooks.append([len(layer._forward_hooks) for layer in model.modules() if isinstance(layer, nn.Linear)])
         loss.backward()
         total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -48,4 +50,5 @@ for batch in pieces(count=24 * microbatches)[dist.get_rank() :: 2].to(device).sp
     said.append(total)
 if dist.get_rank() == 0:
     Path("said.json").write_text(json.dumps(said))
+    Path("hooks.json").write_text(json.dumps(hooks))
 dist.destroy_process_group()
