@@ -111,11 +111,18 @@ def wandb_records(path):
             yield record
 
 
+def children():
+    """The processes that this one has started, where the system tells."""
+    return {child for told in Path("/proc/self/task").glob("*/children") for child in told.read_text().split()}
+
+
 def test_wandb_offline(run, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "online")  # the table goes before it
+    before = children()
     follower = export(make("wandb", run, {"mode": "offline", "project": "p", "name": "mine"}), run, [CHOSEN])
     assert follower.problem == ""
+    assert children() <= before  # W&B's own process, which writes the file, has ended: nothing of it can be cut off
     (path,) = run.glob("wandb/offline-run-*/*.wandb")
     curves, ended = {}, None
     for record in wandb_run(path):

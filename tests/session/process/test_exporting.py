@@ -154,6 +154,24 @@ def test_a_process_that_hangs_is_waited_for_and_no_longer(tmp_path, monkeypatch)
     assert told == [f"export to Weights & Biases ended early (exit code -9); {tmp_path / 'export.log'} says why."]
 
 
+def test_one_that_took_all_and_does_not_end_is_told(tmp_path, monkeypatch):
+    """A tracker's package waits at exit; what it has not sent then, or written, is lost with it."""
+    report = {"wandb": {"step": 1, "problem": "", "notes": ["a note"], "unmet": []}}
+    stand_in(
+        monkeypatch,
+        f"import pathlib, time; pathlib.Path({str(tmp_path / 'export.json')!r}).write_text({json.dumps(report)!r}); "
+        "print(flush=True); time.sleep(100)",
+    )
+    monkeypatch.setattr(module, "GRACE", 0.1)
+    with exporting(tmp_path, {"wandb": {}}, patience=0.2) as told:
+        while not (tmp_path / "export.log").read_text():
+            time.sleep(0.05)
+    assert told == [
+        "export to Weights & Biases took all, but did not end and was killed: some of it may be missing there.",
+        "a note",
+    ]
+
+
 def test_a_process_that_dies_at_once_is_told(tmp_path, monkeypatch):
     stand_in(monkeypatch, "raise SystemExit('no such thing')")
     with exporting(tmp_path, {"tensorboard": {}, "mlflow": {}}) as told:

@@ -39,6 +39,7 @@ class WeightsAndBiases(Exporter):
         self._run.log({"step": event.step, f"events/{event.kind}": event.line()})
 
     def close(self, status: str) -> None:
-        """Finish the run."""
+        """Finish the run, and have it on disk, whatever other trackers come to."""
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status in ("complete", "stopped") else 1)
+        wandb.teardown()  # waits for W&B's own process, which writes the file

@@ -77,15 +77,17 @@ def _end(
     if child.stdin is not None:
         with contextlib.suppress(OSError):
             child.stdin.close()
+    names = ", ".join(KNOWN[name].title for name in chosen(settings))
+    hanging = []
     try:
         child.wait(patience + GRACE)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+        hanging = [f"export to {names} took all, but did not end and was killed: some of it may be missing there."]
     try:
         report: dict[str, Any] = json.loads((folder / REPORT).read_text())
     except (OSError, ValueError):
-        names = ", ".join(KNOWN[name].title for name in chosen(settings))
         return [f"export to {names} ended early (exit code {child.returncode}); {folder / LOG} says why."], []
     told = [
         f"export to {KNOWN[name].title} stopped after step {row['step']}: {row['problem']}"
@@ -93,7 +95,7 @@ def _end(
         if row["problem"]
     ]
     notes, unmet = (list(dict.fromkeys(x for row in report.values() for x in row[key])) for key in ("notes", "unmet"))
-    return told + notes, unmet
+    return told + (hanging if not told else []) + notes, unmet
 
 
 def note(folder: Path, told: Sequence[str], unmet: Sequence[str] = ()) -> bool:
