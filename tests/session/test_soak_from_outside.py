@@ -1,4 +1,4 @@
-"""benchmarks/soak.py samples the process that trains while it trains."""
+"""benchmarks/soak.py samples the process that trains while it trains, and says what is not flat."""
 
 import json
 import sys
@@ -11,14 +11,17 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 def test_a_run_is_sampled_until_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "SAMPLE", 0.1)
+    for name in ("WARM", "SECONDS", "FEWEST"):
+        monkeypatch.setattr(soak, name, 1)
     samples, run = soak.watched(tmp_path, 3000, 50, export=False)
     assert run["status"] == "complete"
     assert run["meta"]["steps"] == 3000
     steps = [row["step"] for row in samples]
     assert steps == sorted(steps)
-    assert 0 < steps[-1] <= 3000
+    assert 0 < steps[-1] < 3000  # when it has made all it ends, and holds less
     assert all(row["rss_kib"] > 0 and row["files"] > 0 and row["threads"] > 0 for row in samples)
     assert soak.judged(samples, "threads")["last"] == samples[-1]["threads"]
+    assert all(0 < row["further_files"] <= row["folder_files"] for row in samples)
 
 
 def test_a_run_that_cannot_be_sampled_is_an_error(tmp_path, monkeypatch):
@@ -26,3 +29,66 @@ def test_a_run_that_cannot_be_sampled_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="nothing was sampled"):
         soak.watched(tmp_path, 50, 50, export=False)
     assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "complete"
+
+
+def grown(name, per_sample=0.0, at_first=0.0, peak=0.0):
+    """What is found of a figure that is 1000 at 200 times, and grows so; `at_first` in the warm-up alone."""
+    samples = [
+        {
+            "step": 200 * n,
+            "seconds": n / 2,
+            name: 1000 + per_sample * n + min(at_first * n, at_first * 100) + peak * (n == 195),
+        }
+        for n in range(1, 201)
+    ]
+    return soak.problem(soak.judged(samples, name))
+
+
+def test_what_grows_is_named_with_its_limit():
+    assert [grown(name) for name in soak.LIMITS] == [""] * 7
+    assert soak.MEANT.keys() == soak.LIMITS.keys()
+    # A sample is 200 steps: 10,000 have fifty times as much.
+    assert grown("rss_kib", 500) == (
+        "the resident memory (KiB) of the process that trains is not flat (per 10k steps: 25000, expected less than "
+        f"24576; late peak / early peak: {(1000 + 500 * 200) / (1000 + 500 * 119):.4f}, expected less than 1.1)."
+    )
+    assert grown("rss_kib", 0.5) == ""
+    assert grown("rss_kib", at_first=500) == ""  # caches fill
+    assert "late peak / early peak: 1.12, expected less than 1.1)" in grown("rss_kib", peak=120)
+    assert grown("export_rss_kib", peak=120) == ""
+    assert grown("files", peak=40) == ""  # a merge opens some
+    assert "that trains is not flat (late median - early median: 8.1, expected less than 3)" in grown("files", 0.1)
+    assert "files in the run's folder" in grown("further_files", 0.1)
+    assert soak.problem({"what": "folder_files"}) == ""
+
+
+def test_files_of_a_run_are_those_that_merging_leaves_and_further_ones(tmp_path):
+    for kind, names in {
+        "scalars": ("00000000-00000255", "00000256-00000271", "00000272-00000272"),
+        "events": (),
+    }.items():
+        (tmp_path / kind).mkdir()
+        for name in names:
+            (tmp_path / kind / f"rank0-{name}.parquet").touch()
+    (tmp_path / "run.json").touch()
+    assert soak.in_folder(tmp_path) == {"folder_files": 4, "further_files": 1}
+    (tmp_path / "scalars" / "rank0-00000273-00000273.parquet").touch()
+    (tmp_path / "scalars" / ".rank0-half").touch()  # somebody forgot it
+    assert soak.in_folder(tmp_path) == {"folder_files": 6, "further_files": 2}
+    inside = tmp_path / "what_if" / "current" / "tensors"
+    inside.mkdir(parents=True)
+    (inside / "rank0-00000000-00000000.parquet").touch()
+    assert soak.in_folder(tmp_path) == {"folder_files": 7, "further_files": 2}
+
+
+def test_a_soak_that_is_too_short_to_be_judged_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        soak.main(["--steps", "39999"])
+    assert "--steps 39999: the first 20000 are not judged; expected 40000 at the least" in capsys.readouterr().err
+    samples = [{"step": 20000.0 + n, "seconds": 10.0 + n, "threads": 6.0} for n in range(39)]
+    with pytest.raises(
+        SystemExit, match="threads was sampled 19 times after the first 20000 steps and 30 s, expected 20"
+    ):
+        soak.judged(samples, "threads")
+    samples += [{"step": 20039.0, "seconds": 49.0, "threads": 6.0}]
+    assert soak.problem(soak.judged(samples, "threads")) == ""
