@@ -62,6 +62,10 @@ def test_every_layer_of_both_ranks_has_rows_of_its_own_with_the_values_by_hand(s
     assert differences(found, want | {key: found[key] for key in overflown}, NEAR) == []
 
 
+def test_each_rank_s_batch_counts_beside_experts_of_its_own(seen):
+    assert seen.case.run().scalars()["tokens"].tolist()[:EXPERTS] == [2 * 2] * EXPERTS
+
+
 def test_of_the_stages_every_number_is_that_of_the_whole(seen):
     for engine, pairs in rows(seen).items():
         for said, row in pairs:

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from narrowgauge.session.ranks.laws import disagreeing, merged
+from narrowgauge.session.ranks.layout import Layout, families
 
 NAN = float("nan")
 
@@ -90,6 +91,21 @@ def test_the_same_data_counts_once_and_stages_pass_on_what_the_first_counted():
     assert merged(tensor_parallel, "aa")["tokens"] == 8.0
     stages = [{"tokens": 8.0, "data_digest": 1.0}, {"tokens": 2.0, "data_digest": 5.0}]
     assert merged(stages, "ab")["tokens"] == 8.0
+
+
+def test_ranks_with_experts_of_their_own_have_their_own_data():
+    """They share what is no expert; what shares nothing is fed by the others."""
+    layouts = [Layout(operands=("gate:input", f"experts.{rank}:input")) for rank in range(3)]
+    layouts += [Layout(operands=("head:input", "gate:input"), stages=(1, 1))]
+    kinds, of = [one.sites for one in layouts], families(layouts)
+    assert of[0] == of[1] == of[2] != of[3]
+    assert families(layouts[2:]) == kinds[2:]
+    joined = [layouts[0], Layout(operands=("head:input",)), Layout(operands=("experts.0:input", "head:input"))]
+    assert len(set(families(joined))) == 1
+    rows = [{"tokens": 8.0, "data_digest": digest} for digest in (1.0, 2.0, 2.0, 3.0)]
+    assert merged(rows, kinds, families=of)["tokens"] == 16.0
+    del rows[1]["data_digest"], rows[2]["data_digest"]  # they were given what the first made
+    assert merged(rows, kinds, families=of)["tokens"] == 8.0
 
 
 def test_what_is_set_should_be_the_same_on_ranks_of_one_kind():

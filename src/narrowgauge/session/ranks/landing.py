@@ -40,6 +40,7 @@ class Landing:
         self._writer, self._keep = writer, keep
         self._mergers: dict[tuple[str, ...], Merger] = {}
         self._kinds: Sequence[str] = [""] * world
+        self._families: Sequence[str] = [""] * world
         self._meshes: Sequence[int | None] = [None] * world
         self._stages = Stages()
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
@@ -66,7 +67,7 @@ class Landing:
         while self._looks and self._looks[0][1].arrived(wait):
             step, copy, merger = self._looks.popleft()
             copies, tables = merger.split(copy.host.numpy())
-            self._kinds = [one.sites for one in merger.layouts]
+            self._kinds, self._families = [one.sites for one in merger.layouts], merger.families
             self._meshes = [one.mesh for one in merger.layouts]
             self._forget_models([one.models for one in merger.layouts])
             self._compare(step, merger, copies)
@@ -91,7 +92,8 @@ class Landing:
                 continue
             ranks = sorted(rows)
             kinds, meshes = [self._kinds[rank] for rank in ranks], [self._meshes[rank] for rank in ranks]
-            merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes)
+            families = [self._families[rank] for rank in ranks]
+            merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes, families)
             self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
             found = disagreements(rows, self._kinds)
             for name in laws.COMPARED:

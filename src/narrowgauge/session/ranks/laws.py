@@ -11,7 +11,8 @@
     tokens   the sum over different batches: ranks with the same data (tensor parallel) count once, and of pipeline
              stages, whose later ones are fed activations, the one that counts most
 
-Ranks are of one kind if they run the same part of the model: the same sites.
+Ranks are of one kind if they run the same part of the model: the same sites; of one family if they share some, as those
+that have experts of their own.
 """
 
 from __future__ import annotations
@@ -29,17 +30,25 @@ PART = "_square_local"
 Row = Mapping[str, float]
 
 
-def merged(rows: Sequence[Row], kinds: Sequence[str], meshes: Sequence[int | None] | None = None) -> dict[str, float]:
+def merged(
+    rows: Sequence[Row],
+    kinds: Sequence[str],
+    meshes: Sequence[int | None] | None = None,
+    families: Sequence[str] | None = None,
+) -> dict[str, float]:
     """One step's scalars of all ranks as one.
 
     Args:
         rows: each rank's, in their order; a name may be missing.
         kinds: what kind of rank each is: of one kind are those that run the same part of the model.
         meshes: which mesh each one's weights lie on, None without one.
+        families: what family each is of; without them each kind is one.
     """
     owners = list(zip(kinds, meshes or [None] * len(rows), strict=True))
     names = dict.fromkeys(name for row in rows for name in row)
     out = {name: _merged(name, rows, kinds) for name in names if not name.endswith(PART)}
+    if "tokens" in out:
+        out["tokens"] = _tokens(rows, kinds, families or kinds)
     parts = [name for name in names if name.endswith(PART)]
     sums = {name.removesuffix(PART): _total(name, rows, owners) for name in parts}
     out |= {f"{what}_norm": math.sqrt(total) for what, total in sums.items()}
@@ -71,8 +80,6 @@ def alike(values: Sequence[float], within: float = SAME) -> bool:
 
 
 def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str]) -> float:
-    if name == "tokens":
-        return _tokens(rows, kinds)
     if name == "update_ratio":
         return _ratio(rows, kinds)
     values = [row[name] for row in rows if name in row]
@@ -132,9 +139,11 @@ def _together(parts: Sequence[tuple[float, float]]) -> float:
     return math.hypot(*(norm * ratio for norm, ratio in parts)) / whole if whole else sum(ratios)
 
 
-def _tokens(rows: Sequence[Row], kinds: Sequence[str]) -> float:
+def _tokens(rows: Sequence[Row], kinds: Sequence[str], families: Sequence[str]) -> float:
+    hashed = {kind for row, kind in zip(rows, kinds, strict=True) if "tokens" in row and "data_digest" in row}
     batches: dict[str, dict[float, float]] = {}
-    for rank, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
-        if "tokens" in row:
-            batches.setdefault(kind, {})[row.get("data_digest", -1.0 - rank)] = row["tokens"]
+    for rank, (row, kind, family) in enumerate(zip(rows, kinds, families, strict=True)):
+        if "tokens" in row:  # what no rank of a kind has hashed may be activations
+            different = batches.setdefault(family if kind in hashed else f"{kind} alone", {})
+            different[row.get("data_digest", -1.0 - rank)] = row["tokens"]
     return max(sum(different.values()) for different in batches.values())

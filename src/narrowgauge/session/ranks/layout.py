@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -100,3 +101,24 @@ class Layout:
         results = len(self.operands) * MOMENTS.width
         scalars = results + len(self.results) * MOMENTS.head_width
         return results, scalars, scalars + self.rows * (1 + len(self.scalars))
+
+
+def families(layouts: Sequence[Layout]) -> list[str]:
+    """What each rank's family is called: one of those that multiply at some site that others of it multiply at, too.
+
+    Ranks with experts of their own are of one, by all that is no expert; stages of a pipeline, which feed each other,
+    are not.
+    """
+    kinds = {one.sites: one for one in layouts}
+    found: list[tuple[set[Staged], list[str]]] = []
+    for kind, one in kinds.items():
+        sites, names = set(one.staged_operands), [kind]
+        apart = []
+        for family in found:
+            if sites.isdisjoint(family[0]):
+                apart.append(family)
+            else:
+                sites, names = sites | family[0], family[1] + names
+        found = [*apart, (sites, names)]
+    called = {kind: names[0] for _, names in found for kind in names}
+    return [called[one.sites] for one in layouts]

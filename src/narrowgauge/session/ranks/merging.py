@@ -30,7 +30,7 @@ from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.observe.stats.merging import empty, merge
 from narrowgauge.observe.stats.transfer import Packed
 from narrowgauge.session.ranks.alike import COMPARED, Alike, Owner, fed_alike
-from narrowgauge.session.ranks.layout import BY, Layout, address
+from narrowgauge.session.ranks.layout import BY, Layout, address, families
 
 CHUNK = 256  # sites merged together: bounds the room for intermediate results
 
@@ -117,7 +117,7 @@ class Merger:
 
     def __init__(self, layouts: Sequence[Layout], device: torch.device, stages: Stages | None = None) -> None:
         names = (stages or Stages()).names
-        self.layouts = tuple(layouts)
+        self.layouts, self.families = tuple(layouts), families(layouts)
         self.operands = Union.of([_addresses(one, names(one.staged_operands)) for one in layouts], self.layouts)
         self.results = Union.of([names(one.staged_results) for one in layouts])
         offsets = np.cumsum([0] + [len(one.operands) for one in layouts])
