@@ -167,6 +167,7 @@ def outcome(case: str) -> list[str]:
             lines.extend(checked(case, Path(folder)))
     except Exception as error:
         lines.append(FAILED + " ".join(f"{type(error).__name__}: {error}".split()))
+    print(f"{case}: {lines[-1].strip()}", file=sys.stderr, flush=True)  # of a run that is cut off
     return lines
 
 
