@@ -207,10 +207,11 @@ def test_a_batch_that_models_take_in_turn_counts_in_each_step(tmp_path):
     assert writer.column("tokens") == dict.fromkeys((1, 2, 3, 4), 16)
 
 
+@pytest.mark.parametrize("recipe", [None, "current"])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_trained_model_that_is_frozen_teaches_and_leaves_nothing_in_the_step(tmp_path, by_name):
+def test_a_trained_model_that_is_frozen_teaches_and_leaves_nothing_in_the_step(tmp_path, by_name, recipe):
     """But where gradients go through it, as through a frozen discriminator."""
-    with followed(tmp_path, every=1, judge="current") as (_, writer):
+    with followed(tmp_path, every=1, recipe=recipe, judge="current") as (_, writer):
         teacher, student = Actor(), Critic()
         train(teacher, steps=1)
         optimizer = torch.optim.SGD([*teacher.parameters(), *student.parameters()], lr=0.1)
@@ -227,6 +228,9 @@ def test_a_trained_model_that_is_frozen_teaches_and_leaves_nothing_in_the_step(t
         student(x).square().mean().backward()
         optimizer.step()
     assert writer.column("tokens") == {1: 16, 2: 16, 3: 16, 4: 8}
-    sites = {step: layers(sites) for step, sites, _ in writer.tensors}
+    operands = [table for table in writer.tensors if layers(table[1])]  # and not the results of converted layers
     of_student = {"Critic.trunk.0", "Critic.value"}
+    sites = {step: layers(sites) for step, sites, _ in operands}
     assert sites == {1: {"trunk.0", "pi"}, 2: of_student, 3: of_student, 4: of_student | {"trunk.0", "pi"}}
+    numel = {step: dict(zip(sites, columns["numel"], strict=True)) for step, sites, columns in operands}
+    assert numel[1]["trunk.0:input"] == 16 * 32, "what it taught before step 2 began is not of step 1"

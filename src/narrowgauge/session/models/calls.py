@@ -143,9 +143,10 @@ class Calls:
         """Whether what the calling thread multiplies is of the training: its own, or a part of its running forward.
 
         A forward may have threads of its own, in which parts of a model run. One that calls the whole serves others.
+        What a frozen model multiplies is of no step, though its layers, if they are converted, would tell of it.
         """
         if self.hearing.perhaps_mine():
-            return True
+            return not self._teaches
         if inside_backward():
             return not self.hearing.refused
         return self.training and not self._thread.aside and self.learns()
