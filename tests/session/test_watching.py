@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.compute.nn import set_observer
@@ -271,6 +272,29 @@ def test_of_two_trainings_only_that_of_the_model_is_watched(tmp_path):
         train(model, optimizer, 2)
     found = meta(tmp_path / "a")["meta"]
     assert (found["steps"], found["optimizers"], found["models"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("how", ["one after the other", "through the other", "checkpointed"])
+def test_what_reaches_another_model_alone_is_no_loss_of_the_one_that_is_watched(tmp_path, how):
+    """As of a GAN's discriminator: its own loss; the generator's goes through it, and through a checkpoint perhaps."""
+    (made, made_by), (other, other_by), said = trained(), trained(), []
+    with ng.watch(made, out=tmp_path / "a") as watching:
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            fake = checkpoint(made, x, use_reentrant=True) if how == "checkpointed" else made(x)
+            (other(X).square().mean() + other(fake.detach()).mean()).backward()
+            other_by.step()
+            if how == "one after the other":
+                other_by.zero_grad()
+            loss = (fake if how == "one after the other" else other(fake)).square().mean()
+            loss.backward()
+            made_by.step()
+            made_by.zero_grad()
+            other_by.zero_grad()
+            said.append(loss.item())
+    row = ng.open_run(watching.folder).scalars(["loss", "microbatches"])
+    assert row["loss"].tolist() == pytest.approx(said, rel=1e-6)
+    assert row["microbatches"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

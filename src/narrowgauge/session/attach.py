@@ -51,6 +51,7 @@ from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.loading import Loading
+from narrowgauge.session.steps.others import is_of_others
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained, only_estimates
@@ -123,7 +124,7 @@ class Session:
         )
         self.updates = Updates(
             *(self.steps, probe, self.hearing, same),
-            *(self._follows, self.optimizers.in_parts, self.optimizers.parameters),
+            *(self._follows, self.optimizers.in_parts, self.optimizers.parameters, self._of_others),
         )
         self.hearing.handing = Handing(self.calls, self.steps, self.updates)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
@@ -211,6 +212,13 @@ class Session:
 
     def _follows(self, optimizer: Optimizer) -> bool:
         return (self._only is None or optimizer in self.optimizers) and not only_estimates(optimizer)
+
+    def _of_others(self, loss: Any) -> bool:
+        """Whether a backward pass trains other models alone."""
+        model = None if self._only is None else self._only()
+        if model is None:
+            return False
+        return is_of_others(loss, {id(p) for p in model.parameters()} | self.optimizers.ids())
 
     def _trouble(self, what: str) -> None:
         """Something of ours went wrong: said at once, the first time; the notes tell of all."""

@@ -47,6 +47,7 @@ class Updates:
         follows: whether an optimizer is one of those that train.
         in_parts: whether other ranks hold more of what it trains.
         trained: the parameters of all of them.
+        others: whether gradients of a loss reach other models alone than the one that is watched.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Updates:
         follows: Callable[[Optimizer], bool] = lambda optimizer: True,
         in_parts: Callable[[Optimizer], bool] = lambda optimizer: False,
         trained: Callable[[], Iterable[Tensor]] = tuple,
+        others: Callable[[Any], bool] = lambda loss: False,
     ) -> None:
         self._steps, self._probe, self.hearing, self.same, self._follows = steps, probe, hearing, same, follows
-        self._in_parts, self._trained = in_parts, trained
+        self._in_parts, self._trained, self._others = in_parts, trained, others
+        self._of_others = False  # the backward pass that runs is
         self._clips = Clips()  # since the last step
         self._stepping: ReferenceType[Optimizer] | None = None
         self._in_closure = 0
@@ -85,7 +88,11 @@ class Updates:
     @heard_if(lambda self, loss, plain: self.same.loss(loss))
     def backward_begins(self, loss: Any, plain: bool) -> None:
         """`backward` is called on `loss`."""
+        self._of_others = False
         if self.losses.estimate(loss):
+            return
+        if self._others(loss):
+            self._of_others = True
             return
         self.backwards += 1
         if not self._in_closure:
@@ -117,6 +124,8 @@ class Updates:
         if self.losses.estimate(loss):
             return
         self.losses.forget()
+        if self._of_others:
+            return
         self.hearing.waits = False
         line = self._steps.ledger.line
         if line is not None:
@@ -136,6 +145,8 @@ class Updates:
     def backward_failed(self) -> None:
         """It raised: a program that goes on, with a smaller batch perhaps, has not had this loss."""
         self.losses.forget()
+        if self._of_others:
+            return
         self.hearing.waits = False
         if not self._closure_again:
             self._steps.ledger.take_back()
