@@ -274,6 +274,22 @@ def test_of_two_trainings_only_that_of_the_model_is_watched(tmp_path):
     assert (found["steps"], found["optimizers"], found["models"]) == (2, 1, 1)
 
 
+def test_a_scaler_that_steps_another_optimizer_skips_no_step_of_the_model_that_is_watched(tmp_path):
+    (made, made_by), (other, other_by), scaler = trained(), trained(), torch.amp.GradScaler("cpu", init_scale=64.0)
+    with ng.watch(made, out=tmp_path / "a") as watching:
+        for _ in range(3):
+            fake = made(X)
+            for given, optimizer in ((fake.detach(), other_by), (fake, made_by)):
+                scaler.scale(other(given).mean()).backward()
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    rows = ng.open_run(watching.folder).scalars()
+    assert rows["step"].tolist() == [1, 2, 3]
+    assert "skipped" not in rows.columns
+    assert rows["microbatches"].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("how", ["one after the other", "through the other", "checkpointed"])
 def test_what_reaches_another_model_alone_is_no_loss_of_the_one_that_is_watched(tmp_path, how):
     """As of a GAN's discriminator: its own loss; the generator's goes through it, and through a checkpoint perhaps."""

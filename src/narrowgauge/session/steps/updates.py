@@ -231,7 +231,7 @@ class Updates:
     @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
-        if moved or (self._steps.made and (self._steps.ledger.has(optimizer) or not self._follows(optimizer))):
+        if moved or not self._follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
             return
         line = self._steps.ledger.line
         if line is not None and self._stepping is not None and self._stepping() not in (None, optimizer):
