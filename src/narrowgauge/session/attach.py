@@ -88,6 +88,7 @@ class Session:
         self.optimizers = Trained()
         self.optimizers_made = 0
         self._estimates = False  # an optimizer was made on the meta device
+        self._others_train = False  # beside the one model that is watched
         self.recorder = Recorder(plan, writer)
         self.recorder.mine = lambda: self.calls.of_training()
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
@@ -179,6 +180,7 @@ class Session:
         self.calls.recover()
         made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with
         if self._only is not None and not _trains(made_with, self._only()):
+            self._others_train = True
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
@@ -216,7 +218,7 @@ class Session:
     def _of_others(self, loss: Any) -> bool:
         """Whether a backward pass trains other models alone."""
         model = None if self._only is None else self._only()
-        if model is None:
+        if model is None or not self._others_train:
             return False
         return is_of_others(loss, {id(p) for p in model.parameters()} | self.optimizers.ids())
 
