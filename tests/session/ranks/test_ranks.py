@@ -347,6 +347,18 @@ def test_scalars_are_those_of_all_ranks(tmp_path):
     assert run.ranks == (0,)
 
 
+def test_a_nan_of_one_rank_is_what_the_run_has_of_all(tmp_path):
+    """Rank 0's own number, which its merged row supersedes, was finite."""
+    program = made(tmp_path)
+    for step in (1, 2, 3):
+        for r, rank in enumerate(program):
+            if rank.begin():
+                rank.see("a:input", batch(r, step))
+            rank.end(loss=float("nan") if r == 1 and step == 2 else float(r))
+    loss = finished(program, tmp_path).scalars("loss")["loss"]
+    assert np.array_equal(loss, [0.5, float("nan"), 0.5], equal_nan=True)
+
+
 def test_a_late_rank_is_left_behind_and_merged_again_when_it_is_back(tmp_path):
     first, second = program = made(tmp_path)
 
