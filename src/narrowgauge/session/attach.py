@@ -27,7 +27,7 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, making, pipelining, swapping, updating
+from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, fsdp, making, pipelining, swapping, updating
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.leaving import leave_models_clean
@@ -139,7 +139,7 @@ class Session:
         swapping.follow(self.seams)
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
-            *(deepspeed.follow, megatron.follow_schedules, megatron.follow_optimizers, pipelining.follow),
+            *(deepspeed.follow, fsdp.follow, megatron.follow_schedules, megatron.follow_optimizers, pipelining.follow),
             lambda seams, _: cuda_graphs.follow_transformer_engine(seams, self.graphs),
         ]
         self._open_doors()

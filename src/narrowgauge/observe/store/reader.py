@@ -215,7 +215,7 @@ class Run:
         """
         names = list(self.scalar_names) if name is None else asked.names("name", name, "loss")
         whose, which = self._rank(rank), [] if name is None else [names]
-        # Columns go by number: DuckDB takes names that differ only in case for one. It passes over a NULL, which is a NaN.
+        # Columns go by number: DuckDB takes names that differ only in case for one. And it passes over NULLs, our NaNs.
         value = "coalesce(value, 'nan'::DOUBLE)"
         picks = "".join(f', arg_max({value}, wall_time) FILTER (name = ?) AS "{at}"' for at in range(len(names)))
         only = "AND name IN (SELECT unnest(?::VARCHAR[])) " if which else ""

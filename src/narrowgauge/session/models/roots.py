@@ -40,6 +40,7 @@ from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.tensors.fingerprint import weights_hash
 from narrowgauge.session.tensors.sharded import copied_by, shape_of
+from narrowgauge.session.tensors.shares import learn
 from narrowgauge.session.tensors.weakly import Weak, weakly
 
 MOST_NAMED = 8  # layers that a model got, in one sentence
@@ -156,6 +157,7 @@ class Roots:
             if self._plan.noise:
                 perturb(model, self._plan.noise, self._plan.seed)
         prefix = self._name()
+        learn((module, *whole.modules()))
         self._copied[prefix] = copied_by((module, *whole.modules()))
         if stage is not None or self._stages:
             self._stages.update(dict.fromkeys((named(prefix, layer) for layer in self._models[-1].layers), stage))

@@ -6,7 +6,7 @@ else  `total` is this rank's part: the ranks' parts together are the square of t
 
 copies   how many ranks hold the same part of x: the mesh's dimensions that replicate it (`sharded.py`), times the ranks
          of the largest mesh for each one of x's own; a plain tensor next to sharded ones is on a mesh of one rank, or,
-         where Megatron-Core cut it, on that of its group (`shares.py`)
+         where Megatron-Core or FSDP1 cut it, on that of its group (`shares.py`)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.tensors.sharded import is_distributed, local_of, mesh_size
-from narrowgauge.session.tensors.shares import copies_in_group, group_of, is_experts
+from narrowgauge.session.tensors.shares import copies_in_group, group_of, is_experts, laid_flat
 
 FSDP = "torch.distributed.fsdp"  # where parameters are marked
 PIECE = 1 << 16  # elements
@@ -134,8 +134,8 @@ class Parts:
 
 
 def cut_by_fsdp(x: Tensor) -> bool:
-    """Whether FSDP1 has sharded this parameter; it marks what it did."""
-    return bool(getattr(x, "_fsdp_flattened", False))
+    """Whether FSDP1 has sharded this parameter, which it marks, and nobody says over which ranks."""
+    return bool(getattr(x, "_fsdp_flattened", False)) and laid_flat(x) is None
 
 
 def some_cut_by_fsdp(tensors: Iterable[Tensor]) -> bool:
