@@ -112,7 +112,8 @@ class Session:
         self.roots = Roots(plan, self.recorder, self.plain, family)
         told = Told(
             *(self._copies, self._mesh, self.roots.stage),
-            *(lambda: self.roots.taken, self.optimizers.mesh, self.plain.choice.dear),
+            *(lambda: self.roots.taken, self.optimizers.mesh),
+            *(lambda: self.roots.began(self.optimizers.parameters()), self.plain.choice.dear),
         )
         further = None if self.recorder.what_if is None else self.recorder.what_if.collectors
         self.ranks = Ranks(plan, writer, self.recorder.collector, told, further)

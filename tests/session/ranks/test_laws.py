@@ -47,6 +47,27 @@ def test_norms_of_copies_count_once_and_those_of_parts_add_up(norms, kinds, norm
 
 
 @pytest.mark.parametrize(
+    ("norms", "began", "losses", "norm"),
+    [
+        ((3.0, 3.0), "aa", (1, 1), 3.0),  # gradients that were all-reduced
+        ((3.0, 5.0), "aa", (1, 1), 17**0.5),  # each rank its own: local SGD
+        ((3.0, NAN), "aa", (1, 1), NAN),
+        ((3.0, 4.0), "ab", (1, 1), 5.0),  # parts
+        ((3.0, 4.0), "aa", (0, 1), 5.0),  # stages, from one seed
+        ((3.0, 5.0, 4.0, 4.0), "aabb", (1, 1, 1, 1), 33**0.5),  # two shards, each of which two ranks have
+        ((3.0, 4.0), ("", ""), (1, 1), 5.0),  # nobody knows
+    ],
+)
+def test_norms_of_replicas_that_went_their_own_ways_are_those_of_one(norms, began, losses, norm):
+    rows = [{"param_norm": n, "update_ratio": 0.1} | {"loss": 1.0} for n in norms]
+    for row in (row for row, has in zip(rows, losses, strict=True) if not has):
+        del row["loss"]
+    found = merged(rows, "a" * len(norms), began=list(began))
+    assert found["param_norm"] == pytest.approx(norm, nan_ok=True)
+    assert found["update_ratio"] == 0.1
+
+
+@pytest.mark.parametrize(
     ("norms", "ratios", "kinds", "ratio"),
     [
         ((3.0, 3.0), (0.1, 0.1), "aa", 0.1),

@@ -17,8 +17,9 @@ names of the last.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +76,14 @@ class Roots:
     def taken(self) -> int:
         """How many models there were."""
         return self._taken
+
+    def began(self, trained: Sequence[Tensor]) -> str:
+        """A name for the weights that the models began with and which are `trained`; "" if any is of no model here."""
+        places = {at: i for i, at in enumerate(at for known in self._models for at in known.parameters())}
+        which = [places.get(id(p)) for p in trained]
+        if not which or None in which:
+            return ""
+        return hashlib.sha256(repr((self._hashes, which)).encode()).hexdigest()[:16]
 
     def called_in(self, turn: int) -> list[nn.Module]:
         """Those that were called with gradients in this turn of the threads."""

@@ -42,13 +42,14 @@ class Landing:
         self._kinds: Sequence[str] = [""] * world
         self._families: Sequence[str] = [""] * world
         self._meshes: Sequence[int | None] = [None] * world
+        self._began: Sequence[str] = [""] * world
         self._stages = Stages()
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
         self.told: set[str] = set()
         self._mine: set[str] = set()  # those of rank 0
         self._models: Sequence[int] = ()  # of each rank, at the last step
-        self._alike: set[str] = set()  # undeclared weights that were the same on all ranks
+        self._alike: set[str] = set()  # undeclared weights that were the same on all ranks, or began so
         self._apart: set[str] = set()  # sites and scalars that are told to disagree
 
     def receive(self, step: int, layouts: Sequence[Layout], gather: Gather, marks: Marks) -> None:
@@ -69,6 +70,7 @@ class Landing:
             copies, tables = merger.split(copy.host.numpy())
             self._kinds, self._families = [one.sites for one in merger.layouts], merger.families
             self._meshes = [one.mesh for one in merger.layouts]
+            self._began = [one.began for one in merger.layouts]
             self._forget_models([one.models for one in merger.layouts])
             self._compare(step, merger, copies)
             for rank, (one, table) in enumerate(zip(merger.layouts, tables, strict=True)):
@@ -92,8 +94,8 @@ class Landing:
                 continue
             ranks = sorted(rows)
             kinds, meshes = [self._kinds[rank] for rank in ranks], [self._meshes[rank] for rank in ranks]
-            families = [self._families[rank] for rank in ranks]
-            merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes, families)
+            began, families = [self._began[rank] for rank in ranks], [self._families[rank] for rank in ranks]
+            merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes, began, families)
             self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
             found = disagreements(rows, self._kinds)
             for name in laws.COMPARED:
@@ -135,7 +137,8 @@ class Landing:
             for first, members in groups.items():
                 same = _alike(copies[members, d])
                 alone = first is None and len(members) == len(ranks) and not any(union.on_mesh[u])
-                if alone and same and _varied(*copies[members[0], d].tolist()):
+                varied = same and _varied(*copies[members[0], d].tolist())
+                if alone and (varied or _replicas([merger.layouts[rank] for rank in ranks])):
                     self._alike.add(site)
                 if not same and (first is not None or site in self._alike):
                     differ = {ranks[i]: dict(zip(COMPARED, copies[i, d].tolist(), strict=True)) for i in members}
@@ -159,6 +162,11 @@ class Landing:
             message = f"{what} should be the same on ranks {ranks} and is not, first at step {step}"
             self._writer.add_event(step, "replicas_disagree", message, site, ranks=list(values), values=values)
         return True
+
+
+def _replicas(layouts: Sequence[Layout]) -> bool:
+    """Whether ranks began with the same weights and train the same of them; stages may, but not all have a loss."""
+    return bool(layouts[0].began) and len({(one.began, "loss" in one.scalars) for one in layouts}) == 1
 
 
 def _alike(values: npt.NDArray[np.float64]) -> bool:

@@ -3,7 +3,8 @@
     mean     loss, eval_loss, and whatever has no other law
     max      seconds, bytes, counts of what happened to a step (microbatches, skipped, nonfinite)
     min      clean: undisturbed only if it was on every rank
-    norm     of copies once, else sqrt(sum of squares): among the ranks of one kind, then among the kinds
+    norm     among the ranks of one kind, then among the kinds: of copies once, else sqrt(sum of squares). Of replicas,
+             which began with the same weights and train the same of them, once: the root mean square where they differ
     ratio    update_ratio: of the norm of what moved on any rank to that of the weights there
     squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums.
              Of several meshes with one kind of ranks, each of which has all of it, one counts
@@ -28,12 +29,14 @@ MIN = ("clean",)
 PART = "_square_local"
 
 Row = Mapping[str, float]
+Replica = tuple[str, bool]  # what is the same for ranks that are replicas of each other
 
 
 def merged(
     rows: Sequence[Row],
     kinds: Sequence[str],
     meshes: Sequence[int | None] | None = None,
+    began: Sequence[str] | None = None,
     families: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """One step's scalars of all ranks as one.
@@ -42,11 +45,18 @@ def merged(
         rows: each rank's, in their order; a name may be missing.
         kinds: what kind of rank each is: of one kind are those that run the same part of the model.
         meshes: which mesh each one's weights lie on, None without one.
+        began: a name for what each one's weights began as, "" where nobody knows. Stages may have begun alike; of
+            replicas all have a loss, or none.
         families: what family each is of; without them each kind is one.
     """
+    names_of = began or [""] * len(rows)
+    replicas = [
+        (name, "loss" in row) if name else (str(r), False)
+        for r, (row, name) in enumerate(zip(rows, names_of, strict=True))
+    ]
     owners = list(zip(kinds, meshes or [None] * len(rows), strict=True))
     names = dict.fromkeys(name for row in rows for name in row)
-    out = {name: _merged(name, rows, kinds) for name in names if not name.endswith(PART)}
+    out = {name: _merged(name, rows, kinds, replicas) for name in names if not name.endswith(PART)}
     if "tokens" in out:
         out["tokens"] = _tokens(rows, kinds, families or kinds)
     parts = [name for name in names if name.endswith(PART)]
@@ -79,9 +89,9 @@ def alike(values: Sequence[float], within: float = SAME) -> bool:
     return all(v == first or (v != v and first != first) or math.isclose(v, first, rel_tol=within) for v in values)
 
 
-def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str]) -> float:
+def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str], replicas: Sequence[Replica]) -> float:
     if name == "update_ratio":
-        return _ratio(rows, kinds)
+        return _ratio(rows, kinds, replicas)
     values = [row[name] for row in rows if name in row]
     if name in ONCE:
         return values[0]
@@ -90,11 +100,11 @@ def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str]) -> float:
     if name in MIN:
         return min(values)
     if name.endswith("_norm"):
-        by_kind: dict[str, list[float]] = {}
-        for row, kind in zip(rows, kinds, strict=True):
+        by_kind: dict[str, list[tuple[Replica, float]]] = {}
+        for row, kind, replica in zip(rows, kinds, replicas, strict=True):
             if name in row:
-                by_kind.setdefault(kind, []).append(row[name])
-        return _norm([_norm(same) for same in by_kind.values()])
+                by_kind.setdefault(kind, []).append((replica, row[name]))
+        return _norm([_norm_of(same) for same in by_kind.values()])
     return sum(values) / len(values)
 
 
@@ -121,13 +131,23 @@ def _norm(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else math.sqrt(sum(v * v for v in values))
 
 
-def _ratio(rows: Sequence[Row], kinds: Sequence[str]) -> float:
+def _norm_of(parts: Sequence[tuple[Replica, float]]) -> float:
+    """Of the ranks of one kind: of replicas one, then of the parts."""
+    together: dict[Replica, list[float]] = {}
+    for replica, value in parts:
+        together.setdefault(replica, []).append(value)
+    return _norm([v[0] if alike(v) else math.sqrt(sum(x * x for x in v) / len(v)) for v in together.values()])
+
+
+def _ratio(rows: Sequence[Row], kinds: Sequence[str], replicas: Sequence[Replica]) -> float:
     """Of what moved to what was there, among the ranks of one kind, then among the kinds."""
-    by_kind: dict[str, list[tuple[float, float]]] = {}
-    for row, kind in zip(rows, kinds, strict=True):
+    by_kind: dict[str, list[tuple[Replica, float, float]]] = {}
+    for row, kind, replica in zip(rows, kinds, replicas, strict=True):
         if "update_ratio" in row:
-            by_kind.setdefault(kind, []).append((row.get("param_norm", math.nan), row["update_ratio"]))
-    return _together([(_norm([norm for norm, _ in same]), _together(same)) for same in by_kind.values()])
+            by_kind.setdefault(kind, []).append((replica, row.get("param_norm", math.nan), row["update_ratio"]))
+    norms = [_norm_of([(replica, norm) for replica, norm, _ in same]) for same in by_kind.values()]
+    moved = [_together([(norm, ratio) for _, norm, ratio in same]) for same in by_kind.values()]
+    return _together(list(zip(norms, moved, strict=True)))
 
 
 def _together(parts: Sequence[tuple[float, float]]) -> float:

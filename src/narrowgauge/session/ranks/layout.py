@@ -48,6 +48,8 @@ class Layout:
         models: how many there were so far: another one may have the sites' names from here on.
         mesh: the lowest rank of the mesh that what is trained lies on, null without one: ranks of one mesh hold parts
             of the same norms.
+        began: a name for the weights that its models began with and which of them it trains: ranks with the same one
+            are replicas. Empty if nobody knows.
     """
 
     operands: tuple[str, ...] = ()
@@ -60,6 +62,7 @@ class Layout:
     by: tuple[str, ...] = ()
     models: int = 0
     mesh: int | None = None
+    began: str = ""
 
     @cached_property
     def text(self) -> str:
@@ -81,7 +84,7 @@ class Layout:
     @cached_property
     def sites(self) -> str:
         """A name for its sites alone: ranks that run the same part of a model have equal ones."""
-        return replace(self, scalars=(), rows=0, copies=(), meshes=(), models=0, mesh=None).digest
+        return replace(self, scalars=(), rows=0, copies=(), meshes=(), models=0, mesh=None, began="").digest
 
     @property
     def staged_operands(self) -> list[Staged]:

@@ -23,6 +23,7 @@ class Told:
         stages: of a site, the stage of a pipeline that it is in; None if it is in none.
         models: how many models the program has had so far.
         mesh: the lowest rank of the mesh that what is trained lies on; None without one.
+        began: a name for the weights that its models began with and which of them are trained; "" if it has none.
         dear: whether recorded steps have lost this rank as much time as compiling for them would take.
     """
 
@@ -31,6 +32,7 @@ class Told:
     stages: Callable[[str], int | None] = lambda site: None
     models: Callable[[], int] = lambda: 0
     mesh: Callable[[], int | None] = lambda: None
+    began: Callable[[], str] = lambda: ""
     dear: Callable[[], bool] = lambda: False
 
 
@@ -75,6 +77,7 @@ class OpenStep:
             by=by if any(by) else (),
             models=told.models(),
             mesh=told.mesh(),
+            began=told.began(),
         )
         parts = [table.reshape(-1).to(home) for table in tables]
         table = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=home)
