@@ -359,6 +359,19 @@ def test_a_nan_of_one_rank_is_what_the_run_has_of_all(tmp_path):
     assert np.array_equal(loss, [0.5, float("nan"), 0.5], equal_nan=True)
 
 
+def test_steps_that_another_rank_made_alone_are_in_the_run(tmp_path):
+    """Rank 0 has less data, and is done; rank 1 goes on."""
+    first, second = program = made(tmp_path, every=4)
+    train(program, 5, lambda rank, step: {"a:input": batch(rank, step)})
+    for step in (6, 7):
+        second.begin()
+        second.end(loss=float(step), tokens=10.0)
+    scalars = finished(program, tmp_path).scalars(["loss", "tokens"])
+    assert scalars["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert scalars["loss"].tolist() == [1.5, 2.5, 3.5, 4.5, 5.5, 6.0, 7.0]
+    assert scalars["tokens"].tolist() == [20.0] * 5 + [10.0] * 2
+
+
 def test_a_late_rank_is_left_behind_and_merged_again_when_it_is_back(tmp_path):
     first, second = program = made(tmp_path)
 

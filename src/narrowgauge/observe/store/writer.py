@@ -136,6 +136,11 @@ class RunWriter:
             rows = [(int(step), name, float(value), now) for name, value in values.items() if value is not None]
             self._waiting.scalars(step, rows)
 
+    @property
+    def newest_scalars(self) -> int:
+        """The last step that has any; 0 before the first."""
+        return self._newest_scalars
+
     def add_event(self, step: int, kind: str, message: str, site: str | None = None, **data: Any) -> None:
         """Record something that happened: `kind` ("nan", "skipped", ...), a sentence, where, and data."""
         if os.getpid() != self._pid:

@@ -102,9 +102,13 @@ class Landing:
                 self._tell(step, name, None, found.get(name))
 
     def _write_alone(self, step: int, told: tuple[int, dict[str, float]]) -> None:
-        """Of a step that one rank told of, the end: what rank 0 has none of, such as the loss of a last stage."""
+        """Of a step that one rank told of, the end: what rank 0 has none of, such as the loss of a last stage.
+
+        Of a step that rank 0 has not made (it had less data, and is done) that is all.
+        """
         _, row = told
-        found = {name: v for name, v in row.items() if name not in self._mine and not name.endswith(laws.PART)}
+        had = self._mine if step <= self._writer.newest_scalars else ()
+        found = {name: v for name, v in row.items() if name not in had and not name.endswith(laws.PART)}
         self._writer.add_scalars(step, **found)
 
     def _merger(self, layouts: Sequence[Layout], gather: Gather) -> Merger:
