@@ -20,7 +20,7 @@ def test_each_scalar_has_its_law():
     assert merged([first, second], ["", ""]) == want
 
 
-@pytest.mark.parametrize("name", ["turn", "lr", "loss_scale", "data_digest"])
+@pytest.mark.parametrize("name", ["turn", "lr", "lr_1", "loss_scale", "data_digest"])
 def test_what_names_a_step_or_was_set_is_the_first_rank_s(name):
     """A mean would be of none of them: there is no turn 0.5."""
     assert merged([{"loss": 1.0}, {name: 1.0}, {name: 0.0}], "aaa")[name] == 1.0
@@ -133,3 +133,5 @@ def test_what_is_set_should_be_the_same_on_ranks_of_one_kind():
     rows = [{"lr": 0.1, "loss_scale": 4.0}, {"lr": 0.2, "loss_scale": 4.0}]
     assert disagreeing(rows, "aa") == {"lr": {0: 0.1, 1: 0.2}}
     assert disagreeing(rows, "ab") == {}
+    rows = [{"lr": 0.1, "lr_0": 0.1, "lr_1": 0.01}, {"lr": 0.1, "lr_0": 0.1, "lr_1": 0.02}]
+    assert disagreeing(rows, "aa") == {"lr_1": {0: 0.01, 1: 0.02}}

@@ -359,9 +359,23 @@ def test_a_nan_of_one_rank_is_what_the_run_has_of_all(tmp_path):
     assert np.array_equal(loss, [0.5, float("nan"), 0.5], equal_nan=True)
 
 
+def test_a_learning_rate_of_one_group_that_differs_is_told(tmp_path):
+    program = made(tmp_path)
+    for step in (1, 2, 3):
+        for r, rank in enumerate(program):
+            if rank.begin():
+                rank.see("a:input", batch(r, step))
+            rank.end(lr=0.1, lr_0=0.1, lr_1=0.01 * (1 + r * (step > 1)))
+    run = finished(program, tmp_path)
+    assert run.scalars("lr_1")["lr_1"].tolist() == [0.01] * 3  # rank 0's
+    assert [(each["step"], each["values"]) for each in events(run, "replicas_disagree")] == [
+        (2, {"0": 0.01, "1": 0.02})
+    ]
+
+
 def test_steps_that_another_rank_made_alone_are_in_the_run(tmp_path):
     """Rank 0 has less data, and is done; rank 1 goes on."""
-    first, second = program = made(tmp_path, every=4)
+    _, second = program = made(tmp_path, every=4)
     train(program, 5, lambda rank, step: {"a:input": batch(rank, step)})
     for step in (6, 7):
         second.begin()

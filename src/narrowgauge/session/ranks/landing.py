@@ -98,7 +98,7 @@ class Landing:
             merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes, began, families)
             self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
             found = disagreements(rows, self._kinds)
-            for name in laws.COMPARED:
+            for name in filter(laws.compared, merged):
                 self._tell(step, name, None, found.get(name))
 
     def _write_alone(self, step: int, told: tuple[int, dict[str, float]]) -> None:
@@ -127,7 +127,7 @@ class Landing:
         if models != self._models:
             self._models = models
             self._alike.clear()
-            self._apart.intersection_update(laws.COMPARED)
+            self._apart = set(filter(laws.compared, self._apart))
 
     def _compare(self, step: int, merger: Merger, copies: npt.NDArray[np.float64]) -> None:
         union = merger.operands

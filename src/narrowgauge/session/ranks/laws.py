@@ -8,7 +8,7 @@
     ratio    update_ratio: of the norm of what moved on any rank to that of the weights there
     squares  of sharded parts (`grad_square_local`) their sum: grad_norm = sqrt(sum); update_ratio from two such sums.
              Of several meshes with one kind of ranks, each of which has all of it, one counts
-    once     turn, lr, loss_scale, data_digest: the first rank's; lr and loss_scale are compared
+    once     turn, lr, lr_0, lr_1, ..., loss_scale, data_digest: the first rank's; rates and loss_scale are compared
     tokens   the sum over different batches: ranks with the same data (tensor parallel) count once, and of pipeline
              stages, whose later ones are fed activations, the one that counts most
 
@@ -72,13 +72,18 @@ def merged(
 def disagreeing(rows: Sequence[Row], kinds: Sequence[str]) -> dict[str, dict[int, float]]:
     """The scalars that should be the same on ranks of one kind and are not: their values by rank."""
     found: dict[str, dict[int, float]] = {}
-    for name in COMPARED:
+    for name in filter(compared, dict.fromkeys(name for row in rows for name in row)):
         for kind in dict.fromkeys(kinds):
             values = {r: row[name] for r, row in enumerate(rows) if kinds[r] == kind and name in row}
             if not alike(list(values.values())):
                 found[name] = values
                 break
     return found
+
+
+def compared(name: str) -> bool:
+    """Whether ranks of one kind should have the same: what is set, such as the learning rate of each group."""
+    return name in COMPARED or name.startswith("lr_")
 
 
 def alike(values: Sequence[float], within: float = SAME) -> bool:
@@ -93,7 +98,7 @@ def _merged(name: str, rows: Sequence[Row], kinds: Sequence[str], replicas: Sequ
     if name == "update_ratio":
         return _ratio(rows, kinds, replicas)
     values = [row[name] for row in rows if name in row]
-    if name in ONCE:
+    if name in ONCE or compared(name):
         return values[0]
     if name in MAX or name.endswith(("_seconds", "_bytes")):
         return max(values)
