@@ -58,6 +58,7 @@ class Roots:
         self._roots: dict[int, Root] = {}
         self._models: list[Model] = []  # those that live
         self._taken = self._parameters = 0  # how many there were, and how many elements they have
+        self._began: tuple[tuple[int, tuple[int, ...]], str] = (0, ()), ""  # of how many, what of them was trained
         self._unmade: list[Weak] = []  # parameters that lazy modules had still to make
         self._device = ""
         self._hashes: list[str] = []
@@ -79,11 +80,13 @@ class Roots:
 
     def began(self, trained: Sequence[Tensor]) -> str:
         """A name for the weights that the models began with and which are `trained`; "" if any is of no model here."""
-        places = {at: i for i, at in enumerate(at for known in self._models for at in known.parameters())}
-        which = [places.get(id(p)) for p in trained]
-        if not which or None in which:
-            return ""
-        return hashlib.sha256(repr((self._hashes, which)).encode()).hexdigest()[:16]
+        key = self._taken, tuple(map(id, trained))
+        if key != self._began[0]:
+            places = {at: i for i, at in enumerate(at for known in self._models for at in known.parameters())}
+            which = [places.get(at) for at in key[1]]
+            known = bool(which) and None not in which
+            self._began = key, hashlib.sha256(repr((self._hashes, which)).encode()).hexdigest()[:16] if known else ""
+        return self._began[1]
 
     def called_in(self, turn: int) -> list[nn.Module]:
         """Those that were called with gradients in this turn of the threads."""
