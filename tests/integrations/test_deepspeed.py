@@ -20,13 +20,7 @@ WORKS = WorksWith(
 
 FP32, BF16, FP16 = ("0", "1", "2", "3"), ("bf16", "bf16-1", "bf16-3"), ("fp16", "fp16-fused", "fp16-1", "fp16-3")
 ENGINES = (*FP32, *BF16, *FP16)
-SCALES = [
-    1024.0,
-    512.0,
-    512.0,
-    1024.0,
-    2048.0,
-]  # halved by a skipped step, doubled by the second one after
+SCALES = [1024.0, 512.0, 512.0, 1024.0, 2048.0]  # halved by a skipped step, doubled by the second one after
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # executed once, by one worker
 
