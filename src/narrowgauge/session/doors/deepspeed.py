@@ -20,6 +20,7 @@ from torch import Tensor
 
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.doors.updating import Told
+from narrowgauge.session.doors.within import Make, counted
 
 ENGINE = "deepspeed.runtime.engine"
 PIPELINE = "deepspeed.runtime.pipe.engine"
@@ -69,16 +70,6 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
 
         return run
 
-    def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            updates.prepares += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                updates.prepares -= 1
-
-        return run
-
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = getattr(self, "skipped_steps", 0)
@@ -88,20 +79,13 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
 
         return run
 
-    def staged(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            updates.staged += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                updates.staged -= 1
-
-        return run
-
-    places = [(ENGINE, "", "clip_grad_norm_", clip), (ENGINE, "DeepSpeedEngine", "_take_model_step", step)]
-    places.append(("deepspeed.runtime.base_optimizer", "ZeROOptimizer", "scale_if_loss", scale))
-    places.append((PIPELINE, "PipelineEngine", "_exec_schedule", staged))  # it holds its functions, pass by pass
-    places += [(module, name, "initialize_optimizer_states", prepare) for module, name in PREPARES]
+    places: list[tuple[str, str, str, Make]] = [
+        (ENGINE, "", "clip_grad_norm_", clip),
+        (ENGINE, "DeepSpeedEngine", "_take_model_step", step),
+        ("deepspeed.runtime.base_optimizer", "ZeROOptimizer", "scale_if_loss", scale),
+        (PIPELINE, "PipelineEngine", "_exec_schedule", counted(updates, "staged")),  # it holds its functions by pass
+        *((module, name, "initialize_optimizer_states", counted(updates, "prepares")) for module, name in PREPARES),
+    ]
     for module, name, function, make in places:
         owner = sys.modules.get(module)
         owner = getattr(owner, name, None) if name else owner

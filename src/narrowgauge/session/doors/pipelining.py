@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from narrowgauge.session.doors.backward import HearsBackward, backward
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.doors.within import Make, counted
 
 STAGES = "torch.distributed.pipelining.stage"
 TRIES = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")  # the last in older ones
@@ -49,16 +50,6 @@ def follow(seams: Seams, updates: Hears) -> bool:
         def run(*args: Any, **kwargs: Any) -> Any:
             with updates.hearing.nothing():
                 return original(*args, **kwargs)
-
-        return run
-
-    def staged(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            updates.staged += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                updates.staged -= 1
 
         return run
 
@@ -103,8 +94,12 @@ def follow(seams: Seams, updates: Hears) -> bool:
     for name, make in (("forward_maybe_with_nosync", forward), ("scale_grads", scaled)):
         if hasattr(base, name):
             seams.replace(base, name, make)
-    halves = ("stage_backward_input", halved), ("stage_backward_weight", again)
-    for name, make in (("stage_backward", staged), *halves):
+    passes: dict[str, Make] = {
+        "stage_backward": counted(updates, "staged"),
+        "stage_backward_input": halved,
+        "stage_backward_weight": again,
+    }
+    for name, takes in passes.items():
         if hasattr(module, name):
-            seams.replace(module, name, make)
+            seams.replace(module, name, takes)
     return True
