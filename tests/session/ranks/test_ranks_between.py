@@ -30,7 +30,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(1, 41):
     model(torch.ones(4, 16)).square().mean().backward()
     optimizer.step()
-    dist.barrier() if step < 7 else time.sleep(0.05)
+    dist.barrier() if step < 6 else time.sleep(0.05)
 print("finished", flush=True)
 """
 

@@ -160,7 +160,11 @@ class Ranks:
             self._writer.add_scalars(step, **values)
 
     def tick(self, step: int) -> None:
-        """Step `step` begins: a place that every rank passes between the same two steps."""
+        """Step `step` is next: a place that every rank passes between the same two steps.
+
+        It is where an optimizer has stepped, and not where the next forward begins: in a pipeline that waits for what
+        another stage sends, which would not come from one that waits here for this one.
+        """
         if not self._together:
             return
         with self._collector.guard(self._failed):

@@ -147,7 +147,9 @@ class Steps:
             self._plain.end(seen=True)
         self.ledger.stepped()
         self.evals.stepped()
-        self.made, self.zeroed, self._doubted = True, False, False
+        first, self.made, self.zeroed, self._doubted = not self.made, True, False, False
+        if first:
+            self._ranks.tick(self.ledger.steps + 1)
 
     def settle(self) -> None:
         """A compiled function returned, or must have: weights that an optimizer moved in it are in their place."""
@@ -224,7 +226,6 @@ class Steps:
             self._recorder.selection.stepped(stepped)
         line = self.ledger.open()
         self.batches.begin_anew()
-        self._ranks.tick(line.step)
         line.recorded = self._recorder.begin_step(line.step)
         if line.recorded:
             self._recorded_steps += 1
