@@ -189,7 +189,7 @@ def main() -> None:
         model = Model().to(device)
         if case == "between":
             leave_between(rank)
-        train(model, 64, device, rank, STEPS // 2, seconds, together=LEAVES + 3 if case == "between" else 0)
+        train(model, 64, device, rank, STEPS // 2, seconds, together=LEAVES + 2 if case == "between" else 0)
         if rank == 1 and case == "gone":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
