@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.recipes import BLOCKWISE, CURRENT, DELAYED
 
-RECIPES = [CURRENT, DELAYED.with_(history=4, initial="one"), BLOCKWISE]
+RECIPES = [CURRENT, DELAYED.with_(history=4), DELAYED.with_(history=4, name="from one", initial="one"), BLOCKWISE]
 CHECKPOINTS = ["none", "reentrant", "non-reentrant", "half reentrant", "reentrant in non-reentrant"]
 
 
@@ -84,6 +84,72 @@ def test_the_first_tensors_scale_is_recomputed_too(reentrant):
         table.fold()
         results.append((y, x.grad, net[0].weight.grad, table.scale, table.amax_now))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def like_torchs(function, x):
+    """A reentrant checkpoint of a library's own."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.save_for_backward(x)
+            with torch.no_grad():
+                return function(x)
+
+        @staticmethod
+        def backward(context, dy):
+            x = context.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                function(x).backward(dy)
+            return x.grad
+
+    return Function.apply(x)
+
+
+KINDS = {
+    "plain": lambda function, x: function(x),
+    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "like torch's": like_torchs,
+}
+
+
+@pytest.mark.parametrize("then", KINDS)
+@pytest.mark.parametrize("first", KINDS)
+def test_each_use_of_a_layer_is_recomputed_with_the_scale_of_its_first_forward(first, then):
+    results = []
+    for one, other in (("plain", "plain"), (first, then)):
+        torch.manual_seed(0)
+        layer = nn.Linear(32, 32)
+        table = adopt_all(nn.Sequential(layer), DELAYED.with_(history=4))
+        x = torch.randn(8, 32, requires_grad=True)
+        with torch.no_grad():
+            layer(100 * x)  # an evaluation leaves no scale
+        y = KINDS[other](layer, 9 * KINDS[one](layer, x))
+        y.square().sum().backward()
+        table.fold()
+        results.append((y, x.grad, layer.weight.grad, table.scale, table.amax_now))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_what_a_compiled_graph_runs_without_gradients_sets_no_scale():
+    """Its forward pass is an autograd function's, as a checkpoint's is."""
+
+    def call(layer, x):
+        with torch.no_grad():
+            teacher = layer(100 * x)
+        return layer(x) - teacher
+
+    scales = []
+    for called in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        layer = nn.Linear(32, 32)
+        table = adopt_all(nn.Sequential(layer), DELAYED.with_(history=4))
+        called(layer, torch.randn(8, 32, requires_grad=True)).square().sum().backward()
+        scales.append(table.scale)
+    torch._dynamo.reset()
+    assert torch.equal(*scales)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)

@@ -19,6 +19,7 @@ from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.call import Call
 from narrowgauge.compute.nn.kept_weight import Made
 from narrowgauge.compute.nn.scaling.scale_table import amax_ratio
+from narrowgauge.compute.nn.tracing.kept import kept_for_backward
 from narrowgauge.compute.recipes import ROLES, Operand
 
 OperandRole = Literal["input", "weight", "grad_output"]
@@ -102,7 +103,8 @@ def _given(
         return state.table.given(row, x_MK.device, write=write), amax
     if amax is None:
         amax = state.backend.amax(x_MK, rule.granularity)
-    scale, inv_scale = state.table.scale_of(row, rule, amax, write=write)
+    first = write or (call.mode == "read" and kept_for_backward())  # what is recomputed later will find it again
+    scale, inv_scale = state.table.scale_of(row, rule, amax, write=first)
     if call.mode == "note":
         call.tell(partial(state.table.scale_of, row, rule, amax, write=True))
     return Given(scale, inv_scale, state.table.slot(row, x_MK.device) if write else None), amax

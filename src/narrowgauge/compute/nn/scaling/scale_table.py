@@ -11,7 +11,8 @@ same one, and the amax of a step is read before the history rolls. A non-finite 
 max-history it would freeze the scale for the whole window.
 
 A scale of 0 means "not yet": the site takes its first tensor's own amax ("current"), and keeps it until the
-first roll. A site that has seen only zeros is still waiting.
+first roll. A site that has seen only zeros is still waiting. The first is one that a backward pass will come to: in a
+reentrant checkpoint, too, whose first forward runs without grad and leaves its scale, not its amax (`tracing.kept`).
 
 Rows: a module's three sites are neighbours, input, weight, grad_output. Legend: S = sites, H = history.
 Source: FP8 Formats for Deep Learning (arXiv:2209.05433), section 4; TransformerEngine DelayedScaling.
