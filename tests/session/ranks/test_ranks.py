@@ -16,7 +16,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.moments import moments
 from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.session.plan import Plan
-from narrowgauge.session.ranks import Ranks, Told, group, last_words, ranks, together
+from narrowgauge.session.ranks import Ranks, Told, flights, group, last_words, patience, ranks, together
 from narrowgauge.session.ranks.agreement import LAG
 from narrowgauge.session.ranks.meeting import Met
 
@@ -52,6 +52,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(Counting, "started", [])
     monkeypatch.setattr(dist, "ProcessGroupGloo", Counting)
     monkeypatch.setattr(ranks, "PATIENCE", 0.3)
+    monkeypatch.setattr(ranks, "may_come", lambda folder, rank: False)  # all are of this process, which lives
     monkeypatch.setattr(group, "MEETING", 5.0)
 
 
@@ -459,7 +460,7 @@ def test_a_rank_that_an_error_ends_hardly_waits_for_one_that_waits_for_its_end(t
             self.now += seconds
 
     clock = Clock()
-    for module in (ranks, together, last_words):
+    for module in (patience, flights, last_words):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(ranks, "PATIENCE", 20.0)
     monkeypatch.setattr(ranks, "HURRY", 1.0)

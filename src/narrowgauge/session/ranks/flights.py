@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ import torch
 from narrowgauge.observe.stats.guard import Marks
 from narrowgauge.session.ranks.group import Gather, Group
 from narrowgauge.session.ranks.landing import Landing
-from narrowgauge.session.ranks.last_words import POLL
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.open_step import OpenStep
+from narrowgauge.session.ranks.patience import POLL, Patience
 from narrowgauge.session.ranks.scalars import Table, Waiting, rows_of
 
 WAITING_BYTES = 256 << 20  # of tables; with more, meeting is waited for on a CPU as well
@@ -127,19 +127,27 @@ class Flights:
             self._flying.popleft()
             self.merged += 1
 
-    def settle(self, meeting: float, patience: float) -> None:
-        """The program ended: so many seconds for ranks that still meet, then for what is under way.
+    def settle(self, patience: Patience, others: Collection[int]) -> None:
+        """The program ended: the spare seconds for ranks that still meet, then some for what is under way to `others`.
 
         Raises:
-            RuntimeError: ranks did not meet, or see `land`.
+            RuntimeError: ranks did not meet, or did not join, or see `land`.
         """
-        deadline = time.monotonic() + meeting
-        while self._agreed and time.monotonic() < deadline:
+        meeting, began = patience.spare, time.monotonic()
+        while self._agreed and time.monotonic() < began + meeting:
             self.launch(meeting)
             time.sleep(POLL if self._agreed else 0.0)
         if self._agreed:
             raise RuntimeError(f"the ranks had not met when the program ended, nor in {meeting:g} s more")
-        self.arrive(patience)
+        patience.spent(time.monotonic() - began)
+        began = time.monotonic()
+        if not patience.wait(self._landed, lambda: patience.all_coming(others)):
+            waited = time.monotonic() - began
+            raise RuntimeError(f"another rank had not come by when this one ended, nor in {waited:.0f} s more")
+
+    def _landed(self) -> bool:
+        self.land()
+        return not self._flying or self.group.aborted
 
     def arrive(self, patience: float) -> None:
         """Take in what is done within so many seconds, see `land`."""

@@ -7,7 +7,7 @@ rows [world, size] --merge, beside the program's own work--> tables --> the coll
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,10 @@ class Landing:
         (self.told if rank else self._mine).update(*(row for _, row in rows))
         self._joined.add(rank, rows)
         self._write(anyway=False)
+
+    def lacking(self, ranks: Iterable[int]) -> list[int]:
+        """The steps that are not merged for want of what any of these ranks has to tell."""
+        return self._joined.lacking(ranks)
 
     def finish(self) -> None:
         """Merge what there is of the steps that not all ranks told of."""

@@ -8,9 +8,8 @@ import time
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.ranks.agreement import Agreement
 from narrowgauge.session.ranks.landing import Landing
+from narrowgauge.session.ranks.patience import POLL, Patience
 from narrowgauge.session.ranks.scalars import Waiting
-
-POLL = 0.01
 
 
 def leave(agreement: Agreement, waiting: Waiting, writer: RunWriter, patience: float) -> None:
@@ -24,17 +23,25 @@ def leave(agreement: Agreement, waiting: Waiting, writer: RunWriter, patience: f
             writer.add_scalars(step, **row)
 
 
-def fetch(agreement: Agreement, waiting: Waiting, landing: Landing, world: int, patience: float) -> None:
-    """On rank 0: join those of all ranks that come within `patience` seconds."""
-    rest, deadline = waiting.rest(), time.monotonic() + patience
+def fetch(agreement: Agreement, waiting: Waiting, landing: Landing, world: int, patience: Patience) -> str:
+    """On rank 0: join those of all ranks that come while there is `patience`; who did not, and what is missing then."""
     landing.look(wait=True)
-    landing.join(0, rest)
+    landing.join(0, waiting.rest())
     others = set(range(1, world))
-    while others and time.monotonic() < deadline:
+
+    def all_joined() -> bool:
         for rank in sorted(others):
             text = agreement.left(rank)
             if text is not None:
                 others.discard(rank)
                 landing.join(rank, [(step, row) for step, row in json.loads(text)])
-        time.sleep(POLL if others else 0.0)
+        return not others
+
+    patience.wait(all_joined, lambda: any(map(patience.coming, others)))
+    steps = landing.lacking(others)
     landing.finish()
+    if not steps:
+        return ""
+    who = f"rank {', '.join(map(str, sorted(others)))}"
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return f"{who} had not told the last numbers when rank 0 ended: loss, tokens and others of {which} are without them"

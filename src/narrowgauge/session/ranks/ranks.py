@@ -12,7 +12,6 @@ does in a program of one rank.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,11 +29,12 @@ from narrowgauge.session.ranks.group import MEETING
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.meeting import Meeting, Met, programs_own
 from narrowgauge.session.ranks.open_step import OpenStep, Told
+from narrowgauge.session.ranks.patience import Patience, may_come
 from narrowgauge.session.ranks.scalars import Waiting
 from narrowgauge.session.ranks.together import Together
 
 PATIENCE = 3.0  # seconds for other ranks at the end of the program, for each of: decisions, gathers, last words
-LATE = 12.0  # the same for ranks that have agreed to merge and still meet; together less than launchers wait
+LATE = 12.0  # more, for all of these together and for ranks that still meet: all less than launchers wait
 HURRY = 1.0  # all of these where an error ends it: others may be waiting in a collective for this process to be gone
 TRIES = 64  # recorded steps in a row that were not merged, before no further one is tried
 MOST_BYTES = 2 << 30  # gathered on rank 0; beyond, ranks stay apart
@@ -175,12 +175,12 @@ class Ranks:
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: settle what is open, in seconds."""
-        patience = HURRY if failed else PATIENCE
+        patience = Patience(HURRY, HURRY, _nobody) if failed else Patience(PATIENCE, LATE, self._may_come)
         with self._collector.guard(self._failed):
-            self._settle(patience, HURRY if failed else LATE)
+            self._settle(patience)
         with self._collector.guard(self._failed):
             if self.several():
-                self._together.last_words(self._writer, patience, merging=not self._off)
+                self._lacks(self._together.last_words(self._writer, patience, merging=not self._off))
         self._together.stop()
         with self._collector.guard(self._failed):
             self._together.close(broken=self._off)
@@ -232,12 +232,20 @@ class Ranks:
 
     # The end, and other ways out.
 
-    def _settle(self, patience: float, late: float) -> None:
-        deadline = time.monotonic() + patience
+    def _settle(self, patience: Patience) -> None:
+        if self._together.open:
+            self._together.wait(patience)
         while self._together.open:
-            self._together.wait(deadline)
-            self._resolve(late)
-        self._together.settle(late, patience)
+            self._resolve(patience.spare)
+        self._together.settle(patience)
+
+    def _may_come(self, rank: int) -> bool:
+        return may_come(self._writer.path, rank)
+
+    def _lacks(self, what: str) -> None:
+        if what:
+            self.notes.append(f"Ranks were not waited for: {what}.")
+            self._writer.add_event(self._writer.newest_scalars, "ranks_apart", self.notes[-1])
 
     def _failed(self, error: Exception) -> None:
         """Give up merging: everything that is open is written by its own rank."""
@@ -266,3 +274,7 @@ class Ranks:
         if self._all.rank:
             for step, row in self._waiting.rest():
                 self._writer.add_scalars(step, **row)
+
+
+def _nobody(rank: int) -> bool:
+    return False

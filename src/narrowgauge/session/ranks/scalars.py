@@ -91,6 +91,11 @@ class Joined:
         while len(self._steps) > MOST:  # a rank that is gone left them incomplete
             self._steps.pop(next(iter(self._steps)))
 
+    def lacking(self, ranks: Iterable[int]) -> list[int]:
+        """The steps that wait for a row of any of these ranks, in their order."""
+        wanted = set(ranks)
+        return sorted(step for step, rows in self._steps.items() if wanted - rows.keys())
+
     def complete(self, *, anyway: bool = False) -> Iterable[tuple[int, dict[int, dict[str, float]]]]:
         """Steps of which every rank's row is there (`anyway`: all), and their rows; they leave."""
         for step in sorted(self._steps):

@@ -11,7 +11,6 @@ its promise to come by and that place is missed by the others (pulse.py), who en
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,10 +23,11 @@ from narrowgauge.session.ranks.agreement import LAG, Agreement, Decision, Posted
 from narrowgauge.session.ranks.flights import Agreed, Flights
 from narrowgauge.session.ranks.group import MEETING, Group
 from narrowgauge.session.ranks.landing import Landing
-from narrowgauge.session.ranks.last_words import POLL, fetch, leave
+from narrowgauge.session.ranks.last_words import fetch, leave
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.meeting import Meeting
 from narrowgauge.session.ranks.open_step import OpenStep
+from narrowgauge.session.ranks.patience import Patience
 from narrowgauge.session.ranks.pulse import BEAT, GONE, Pulse
 from narrowgauge.session.ranks.scalars import Waiting
 
@@ -124,30 +124,37 @@ class Together:
 
     # The end, and other ways out.
 
-    def wait(self, deadline: float) -> None:
-        """Until something is decided of the oldest open step, or the time (`time.monotonic`) has come."""
-        assert self._agreement is not None
-        while self._agreement.decided(self.open[0].step) is None and time.monotonic() < deadline:
-            time.sleep(POLL)
+    def wait(self, patience: Patience) -> bool:
+        """Until something is decided of all open steps, or there is no more patience; whether all is."""
+        agreement, last = self._agreement, self.open[-1].step
+        assert agreement is not None
+        return patience.wait(
+            lambda: agreement.decided(last) is not None, lambda: patience.all_coming(agreement.missing(last))
+        )
 
-    def settle(self, meeting: float, patience: float) -> None:
+    def settle(self, patience: Patience) -> None:
         """The program ended, and all is decided: see `Flights.settle`."""
         if self._flights is not None:
-            self._flights.settle(meeting, patience)
+            others = range(1, self._all.world) if self._all.rank == 0 else (0,)
+            self._flights.settle(patience, others)
         self.land()
 
-    def last_words(self, writer: RunWriter, patience: float, *, merging: bool) -> None:
-        """Bring to rank 0 the scalars that no gather has taken; unless `merging`, it has those that came until then."""
+    def last_words(self, writer: RunWriter, patience: Patience, *, merging: bool) -> str:
+        """Bring to rank 0 the scalars that no gather has taken; unless `merging`, it has those that came until then.
+
+        What is missing, if anything is.
+        """
         if self._agreement is None:
-            return
+            return ""
         if not merging:
             if self.landing is not None:
                 self.landing.join(0, self._waiting.rest())
                 self.landing.finish()
         elif self.landing is None:
-            leave(self._agreement, self._waiting, writer, patience)
+            leave(self._agreement, self._waiting, writer, patience.seconds)
         else:
-            fetch(self._agreement, self._waiting, self.landing, self._all.world, patience)
+            return fetch(self._agreement, self._waiting, self.landing, self._all.world, patience)
+        return ""
 
     def end_gathers(self) -> None:
         """Take in what is as good as done, and wait for nothing else that is under way."""

@@ -1,0 +1,162 @@
+"""Who is late at the end of a program is waited for while it lives; who is gone is not, and what is missing is told."""
+
+import os
+import threading
+import time
+
+import pytest
+from tests.session.ranks.test_gone import writes
+from tests.session.ranks.test_ranks import batch, events, made, row, train
+
+from narrowgauge.observe.store import manifest as manifests
+from narrowgauge.observe.store import open_run
+from narrowgauge.session.ranks import patience, ranks
+from narrowgauge.session.ranks.patience import SELDOM, Patience, may_come
+
+SHOWN = lambda rank, step: {"a:input": batch(rank, step)}  # noqa: E731
+STEPS = 9
+
+
+class Clock:
+    """Time passes only where somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(patience, "time", found)
+    return found
+
+
+@pytest.fixture
+def living(monkeypatch):
+    """Ranks may come, as their manifests have it."""
+    monkeypatch.setattr(ranks, "PATIENCE", 0.3)
+    monkeypatch.setattr(ranks, "may_come", may_come)
+
+
+def never():
+    return False
+
+
+def test_one_that_lives_has_the_spare_seconds_once_for_all_that_is_waited_for(clock):
+    mine = Patience(3.0, 12.0, lambda rank: True)
+    waited = []
+    for _ in range(3):
+        began = clock.now
+        assert not mine.wait(never, lambda: mine.all_coming([1, 2]))
+        waited.append(clock.now - began)
+    assert waited == pytest.approx([15.0, 3.0, 3.0], abs=2 * SELDOM)
+
+
+def test_one_that_is_gone_has_only_the_seconds_of_each(clock):
+    mine = Patience(3.0, 12.0, lambda rank: rank != 2)
+    assert not mine.wait(never, lambda: mine.all_coming([1, 2]))
+    assert clock.now == pytest.approx(3.0, abs=SELDOM)
+    assert mine.spare == pytest.approx(12.0, abs=SELDOM)
+
+
+def test_what_is_there_is_not_waited_for_and_what_came_last_is_seen(clock):
+    mine, left = Patience(3.0, 12.0, lambda rank: True), []
+    assert mine.wait(lambda: True, never)
+    assert (clock.now, mine.spare) == (0.0, 12.0)
+    assert mine.wait(lambda: bool(left), lambda: left.append("its last words"))  # and then it was gone
+    assert mine.wait(lambda: clock.now > 10, lambda: True)
+    assert mine.spare == pytest.approx(12.0 - 4.0, abs=2 * SELDOM)
+
+
+def test_a_rank_may_come_until_its_process_is_gone_or_has_told_of_its_end(tmp_path):
+    assert may_come(tmp_path, 1)  # on another machine's disk, perhaps
+    writes(tmp_path, 1, os.getpid())
+    writes(tmp_path, 2, 2**22 + 1)
+    assert [may_come(tmp_path, rank) for rank in (1, 2)] == [True, False]
+    manifests.write(tmp_path, {**manifests.read(tmp_path, 1), "status": "complete"})
+    assert not may_come(tmp_path, 1)
+
+
+def test_a_rank_of_another_host_may_come_while_it_gives_signs_of_life(tmp_path):
+    writes(tmp_path, 1, os.getpid())
+    manifests.write(tmp_path, {**manifests.read(tmp_path, 1), "process": {"pid": 1, "started": 1, "host": "far"}})
+    assert may_come(tmp_path, 1)
+    long_ago = time.time() - 90
+    os.utime(tmp_path / manifests.name(1), (long_ago, long_ago))
+    assert not may_come(tmp_path, 1)
+
+
+def ended(program, late):
+    """The first rank ends, the other so many seconds later; how long the first one took."""
+    other = threading.Timer(late, program[1].finish)
+    other.start()
+    began = time.monotonic()
+    program[0].finish()
+    took = time.monotonic() - began
+    other.join()
+    return took
+
+
+@pytest.mark.parametrize("every", [1, 6])
+def test_what_a_late_rank_has_is_merged(tmp_path, living, every):
+    program = made(tmp_path, every=every)
+    train(program, STEPS, SHOWN)
+    ended(program, 1.5)
+    run = open_run(tmp_path / "run")
+    table = run.scalars("tokens")
+    assert dict(zip(table["step"].tolist(), table["tokens"].tolist(), strict=True)) == dict.fromkeys(
+        range(1, STEPS + 1), 20.0
+    )
+    recorded = sorted(set(run.tensors()["step"].tolist()))
+    assert [row(run, "a:input", step)["numel"] for step in recorded] == [512] * len(recorded)
+    assert (events(run, "ranks_apart"), program[0].ranks.notes) == ([], [])
+
+
+def test_numbers_of_a_rank_that_does_not_come_are_told_to_be_missing(tmp_path, living, monkeypatch):
+    monkeypatch.setattr(ranks, "LATE", 0.5)
+    program = made(tmp_path, every=10)
+    train(program, 15, SHOWN)
+    while not all(rank.ranks._together.merged for rank in program):
+        for rank in program:
+            rank.ranks.tick(rank.step)
+        time.sleep(0.01)
+    train(program, 4, SHOWN)  # behind what is merged
+    assert ended(program, 3.0) < 2.0
+    (note,) = program[0].ranks.notes
+    assert "rank 1 had not told the last numbers when rank 0 ended" in note
+    run = open_run(tmp_path / "run")
+    table = run.scalars("tokens")
+    alone = [step for step, n in zip(table["step"].tolist(), table["tokens"].tolist(), strict=True) if n == 10.0]
+    assert f"of steps {alone[0]} to {alone[-1]} are without them" in note
+    assert [each["message"] for each in events(run, "ranks_apart")][-1] == note
+
+
+def test_a_step_that_was_agreed_on_and_not_gathered_has_the_rows_of_each(tmp_path, living, monkeypatch):
+    monkeypatch.setattr(ranks, "LATE", 0.5)
+    program = made(tmp_path)
+    train(program, STEPS, SHOWN)
+    ended(program, 3.0)
+    run = open_run(tmp_path / "run")
+    table = run.tensors(["numel"])
+    found = sorted(zip(table["step"].tolist(), table["rank"].tolist(), table["numel"].tolist(), strict=True))
+    steps = {step for step, *_ in found}
+    assert steps == set(range(1, STEPS + 1))
+    for step in steps:
+        assert sum(numel for at, _, numel in found if at == step) == 512, step
+    assert any("had not come by when this one ended" in note for note in program[0].ranks.notes)
+
+
+def test_one_that_is_gone_is_not_waited_for(tmp_path, living, monkeypatch):
+    monkeypatch.setattr(ranks, "LATE", 20.0)
+    program = made(tmp_path, every=6)
+    train(program, STEPS, SHOWN)
+    program[1].writer.close("failed")
+    program[1].ranks.forget()
+    began = time.monotonic()
+    program[0].finish()
+    assert time.monotonic() - began < 10
