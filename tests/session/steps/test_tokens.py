@@ -99,3 +99,29 @@ def test_a_list_of_what_a_model_made_is_no_data():
     batches, pictures = Batches(), [torch.ones(3, 4, 4), torch.ones(3, 5, 5)]
     batches.made(pictures)
     assert batches.see(((pictures, ids(2)), {})) == 0
+
+
+class Layer(nn.Module):
+    """Of a model that is never called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, h, attention_mask, position_embeddings):
+        cos, sin = position_embeddings
+        return torch.softmax(h @ h.transpose(1, 2) + attention_mask, -1) @ self.up(h * cos + h * sin)
+
+
+def test_masks_and_angles_of_layers_that_the_program_calls_itself_are_no_tokens(tmp_path):
+    words, layers, head = nn.Embedding(32, 16), [Layer(), Layer()], nn.Linear(16, 32)
+    optimizer = torch.optim.SGD([p for part in (words, *layers, head) for p in part.parameters()], lr=0.1)
+    with followed(tmp_path) as (session, writer):
+        session.optimizer_made(optimizer)
+        for _ in range(3):
+            h, mask, angles = words(ids(4, 8)), torch.zeros(4, 8, 8), (torch.rand(1, 8, 16), torch.rand(1, 8, 16))
+            for layer in layers:
+                h = h + layer(h, attention_mask=mask, position_embeddings=angles)
+            head(h).square().mean().backward()
+            optimizer.step()
+    assert writer.column("tokens") == {1: 32, 2: 32, 3: 32}

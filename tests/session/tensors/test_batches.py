@@ -127,6 +127,56 @@ def test_what_tells_of_a_models_output_counts_nothing():
     assert batches.see(((ids(4), made), {})) == 4
 
 
+T = torch.arange(6)
+BESIDE_MADE = {
+    "a float mask": ((torch.zeros(4, 1, 6, 6),), {}),
+    "a causal mask": ((torch.zeros(6, 6),), {}),
+    "a named mask": ((), {"attention_mask": torch.zeros(4, 1, 6, 6)}),
+    "a mask of whole numbers": ((), {"attention_mask": torch.ones(4, 6, dtype=torch.long)}),
+    "a bool mask": ((torch.ones(4, 6) > 0,), {}),
+    "positions of one row": ((T[None],), {}),
+    "named positions": ((), {"position_ids": T.expand(4, 6), "cache_position": T}),
+    "rotary angles": ((), {"position_embeddings": (torch.rand(1, 6, 8), torch.rand(1, 6, 8))}),
+    "a tuple of them": (((torch.rand(6, 8), torch.rand(6, 8)),), {}),
+    "complex ones": ((torch.rand(6, 4, dtype=torch.complex64),), {}),
+    "all of it": ((torch.zeros(4, 1, 6, 6), T[None]), {"cache_position": T, "cos": torch.rand(1, 6, 8)}),
+}
+
+
+@pytest.mark.parametrize("part", BESIDE_MADE)
+@pytest.mark.parametrize("fed", ["ids", "numbers"])
+def test_parts_of_a_model_are_counted_where_the_batch_comes_in(part, fed):
+    batches, h = Batches(), torch.rand(4, 6, 8, requires_grad=True) * 2
+    args, kwargs = BESIDE_MADE[part]
+    first = ids(4, 6) if fed == "ids" else torch.rand(4, 6, 3)
+    for _ in range(2):  # steps
+        counted = [batches.see(((first,), {}), model=1)]
+        for layer in range(2, 5):
+            counted.append(batches.see(((h + 1, *args), kwargs), model=layer))
+        assert counted == [24 if fed == "ids" else 4, 0, 0, 0]
+        batches.begin_anew()
+    assert batches.facts() == {"counted": "tokens" if fed == "ids" else "samples"}
+
+
+def test_data_beside_what_a_model_made_count_where_nobody_else_has_counted():
+    batches, h, x = Batches(), torch.rand(4, 6, 8, requires_grad=True) * 2, torch.rand(4, 6, 8)
+    assert [batches.see(((h, x + n), {}), model=1) for n in range(2)] == [4, 4]  # a cell: its state, and a batch
+    assert batches.see(((x + 2, h), {}), model=2) == 4  # a state behind a batch
+    queries = nn.Parameter(torch.rand(1, 6, 8)).expand(4, 6, 8)
+    assert batches.see(((queries, x + 3), {}), model=3) == 4
+    assert batches.see(((h, ids(4, 9)), {}), model=4) == 36  # a decoder's ids, behind what the encoder made
+    assert batches.see(((h, x + 4), {}), model=5) == 0
+    batches.begin_anew()
+    assert batches.see(((h, x + 4), {}), model=5) == 4
+
+
+def test_a_call_that_an_error_has_left_has_counted_nothing():
+    batches, h, x = Batches(), torch.rand(4, 8, requires_grad=True) * 2, torch.rand(4, 8)
+    assert batches.see(((x,), {}), model=1) == 4
+    batches.take_back()
+    assert batches.see(((h, x + 1), {}), model=2) == 4
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_ids_in_ragged_rows_are_ids(layout):

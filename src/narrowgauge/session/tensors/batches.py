@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.session.tensors.counting import Given, count, count_listed
+from narrowgauge.session.tensors.counting import Given, beside_made, count, count_listed
 from narrowgauge.session.tensors.fingerprint import Chained, chain
 from narrowgauge.session.tensors.given import GivenBefore
 from narrowgauge.session.tensors.sharded import here
@@ -40,6 +40,8 @@ class Batches:
         self._unread: set[str] = set()
         self._closed: set[str] = set()
         self._units: set[str] = set()  # what was counted: "tokens", "samples"
+        self._counted: list[int] = []  # whose calls counted any, in the open step
+        self._latest = 0  # how many these were before the last call
 
     def facts(self) -> dict[str, str]:
         """What `tokens` counts; nothing before there were any."""
@@ -63,10 +65,12 @@ class Batches:
     def begin_anew(self) -> None:
         """A step begins, or what the open one was given is thrown away."""
         self._before.begin_anew()
+        self._counted, self._latest = [], 0
 
     def take_back(self) -> None:
         """The call that was seen last was left by an error."""
         self._before.take_back()
+        del self._counted[self._latest :]
 
     def see(self, inputs: Any, *, more: bool = False, model: int = 0) -> int:
         """A `model`'s call begins with these; returns the tokens in them (samples, if no input is token ids).
@@ -75,6 +79,7 @@ class Batches:
         step has given another model counts there (given.py). What token ids are is said in counting.py.
         """
         before = self._given if more else set()
+        self._latest = self._latest if more else len(self._counted)
         found = _tensors(inputs)
         if not found:
             self._closed |= {type(x).__name__ for x in tree_leaves(inputs) if hasattr(x, "__dict__")}
@@ -101,7 +106,11 @@ class Batches:
             return 0
         listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
         counted, are_ids = listed or count(found, data)
+        if not are_ids and beside_made(found, data) and any(other != model for other in self._counted):
+            return 0  # masks, angles: what they are given beside was counted where it came in
         if counted:
+            if model not in self._counted:
+                self._counted.append(model)
             self._units.add("tokens" if are_ids else "samples")
         return counted
 

@@ -12,7 +12,7 @@ of those can belong to a text:
 What a model is given first may be a list of one sample each, which counts as that (`count_listed`).
 So edges [2, E] beside nodes [N, K], categories [B, C] beside numbers [B, K] and classes of pixels [B, H, W] are none.
 A single row is all there is (packed texts), or says something of what lies in rows beside it: offsets of their parts,
-their classes or time steps.
+their classes or time steps, positions in what a model made of several texts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:
     numbers = [given for given in batched if _is_number(given.x) and given.x.dim() > 1]
     whole = [given for given in batched if not _is_number(given.x) and given.x.dtype != torch.bool]
     before = found[: whole[0].at] if whole and not numbers else ()
-    made = any(_is_number(given.x) and given.x.dim() > 1 and not _moves(given.x) for given in before)
+    others = [given.x for given in before if _is_number(given.x) and given.x.dim() > 1 and not _moves(given.x)]
+    made = bool(others)
+    whole = [given for given in whole if not any(_places(given.x, x) for x in others)]
     embedded = next((o.x for o in found if o.name.endswith("inputs_embeds") and not o.x.is_nested), None)
     ids = _ids([given for given in whole if given.x.dim() > 1], numbers, made, embedded)
     if ids is not None:
@@ -66,6 +68,19 @@ def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:
     if whole and not rows:  # packed ids beside where each text begins
         return max(given.x.numel() for given in whole), True
     return next((given.x.size(0) for given in (*rows, *batched)), len(data[:1])), False
+
+
+def beside_made(found: Sequence[Given], data: Sequence[Given]) -> bool:
+    """Whether what a call is given first are rows of numbers that a model made; behind them `data` may be anything.
+
+    A state that goes on comes behind the data; a view of a parameter (a prompt, queries) is as a parameter.
+    """
+    if not found:
+        return False
+    first, x = found[0], found[0].x
+    if not _is_number(x) or x.dim() < 2 or any(given is first for given in data):
+        return False
+    return not _moves(x) and not (x._base is not None and _moves(x._base))
 
 
 def count_listed(name: str, first: object, data: Sequence[Given]) -> tuple[int, bool] | None:
@@ -120,6 +135,11 @@ def _belongs(number: Given, ids: Given) -> bool:
         classes = behind and (B, T) in ((x.size(0), x.size(1)), (x.size(0), x.size(2)))
         return not classes and (B in x.shape[:2] or T in x.shape[:2])
     return x.size(0) in (1, B)
+
+
+def _places(row: Tensor, x: Tensor) -> bool:
+    """Whether it is one row [1, T] beside several of that length, [B, T, H]: one text's ids would be as many rows."""
+    return row.dim() == 2 and x.dim() == 3 and row.size(0) == 1 < x.size(0) and row.size(1) == x.size(1)
 
 
 def _is_number(x: Tensor) -> bool:
