@@ -57,6 +57,7 @@ class Steps:
         self._room = Room()
         self.moved_share = 1.0  # of the weights, that update ratios were measured on
         self.made = True  # an optimizer has stepped: the next forward opens a step
+        self._came_by = True  # since the last step was opened, for what other ranks have agreed on with this one
         self.begun = False  # a step was opened, or is about to be
         self.stepped: set[int] = set()  # ids of the optimizers that made the last step whose line is closed
         self.zeroed = False  # all gradients of the open step's microbatches were set to zero
@@ -139,17 +140,22 @@ class Steps:
         self.paused = False
         self.ledger.hand_over()
 
-    def end(self) -> None:
-        """An optimizer stepped, or a gradient scaler chose not to."""
+    def end(self, *, early: bool = False) -> None:
+        """An optimizer stepped, or a gradient scaler chose not to; if `early`, a compiled function is still running."""
         line = self.ledger.line
         if line is not None and line.recorded:
             self._moved()
             self._plain.end(seen=True)
         self.ledger.stepped()
         self.evals.stepped()
-        first, self.made, self.zeroed, self._doubted = not self.made, True, False, False
-        if first:
-            self._ranks.tick(self.ledger.steps + 1)
+        self.made, self.zeroed, self._doubted = True, False, False
+        if not early:
+            self._come_by(self.ledger.steps + 1)
+
+    def _come_by(self, step: int) -> None:
+        if not self._came_by:
+            self._came_by = True
+            self._ranks.tick(step)
 
     def settle(self) -> None:
         """A compiled function returned, or must have: weights that an optimizer moved in it are in their place."""
@@ -226,6 +232,8 @@ class Steps:
             self._recorder.selection.stepped(stepped)
         line = self.ledger.open()
         self.batches.begin_anew()
+        self._come_by(line.step)
+        self._came_by = False
         line.recorded = self._recorder.begin_step(line.step)
         if line.recorded:
             self._recorded_steps += 1

@@ -226,7 +226,7 @@ class Updates:
         if self._stepping is not None and not began:
             return
         self._steps.ledger.took_part(optimizer)
-        self._made()
+        self._made(early=early)
 
     @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
@@ -275,12 +275,12 @@ class Updates:
         self._clips = Clips()
         self.losses.forget()
 
-    def _made(self) -> None:
+    def _made(self, *, early: bool = False) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
         self._clips = Clips()
         if (line := self._steps.ledger.line) is not None:
             line.scalars.update(gradients(line))
-        self._steps.end()
+        self._steps.end(early=early)
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         @unseen
