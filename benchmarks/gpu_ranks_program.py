@@ -5,6 +5,7 @@ sites          2,000 layers; says which collectives anybody but torch's own grou
 amax           as ddp, with the largest numbers that its layers saw before the last step
 late, gone     each rank a model of its own; rank 1 sleeps, or is killed
 between        so, but rank 1 is killed after it has promised to merge a step: here narrowgauge is reached into
+first          so, of the first step that ranks merge
 split          one process, a model on two GPUs
 backward       one process, every weight steps as soon as its gradient is there
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 STEPS, SITES, SLEEP = 24, 2000, 8.0
-LEAVES = 8  # the step that rank 1 promises to merge, and does not
+LEAVES = {"between": 8, "first": 4}  # the step that rank 1 promises to merge, and does not
 GONE = 5.0  # seconds without a sign of life until it counts as gone
 
 
@@ -90,8 +91,8 @@ def keep_largest(model: nn.Module, into: dict[str, float]) -> None:
         layer.register_forward_hook(saw)
 
 
-def leave_between(rank: int) -> None:
-    """Have rank 1 killed where it would join the gather of step LEAVES, to which it has agreed."""
+def leave_between(rank: int, step: int) -> None:
+    """Have rank 1 killed where it would join the gather of this step, to which it has agreed."""
     from narrowgauge.session.ranks import together
 
     changed: Any = together
@@ -99,7 +100,7 @@ def leave_between(rank: int) -> None:
     gather = changed.Together.gather
 
     def leaves(self: Any, mine: Any, *rest: Any) -> None:
-        if mine.step == LEAVES and rank == 1:
+        if mine.step == step and rank == 1:
             torch.cuda.synchronize() if torch.cuda.is_available() else time.sleep(1)  # earlier gathers have ended
             os.kill(os.getpid(), signal.SIGKILL)
         gather(self, mine, *rest)
@@ -185,11 +186,11 @@ def main() -> None:
         torch.save(seen, folder / f"seen{rank}.pt")
         return
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    if case in ("late", "gone", "between"):
+    if case in ("late", "gone", *LEAVES):
         model = Model().to(device)
-        if case == "between":
-            leave_between(rank)
-        train(model, 64, device, rank, STEPS // 2, seconds, together=LEAVES + 2 if case == "between" else 0)
+        if case in LEAVES:
+            leave_between(rank, LEAVES[case])
+        train(model, 64, device, rank, STEPS // 2, seconds, together=LEAVES[case] + 2 if case in LEAVES else 0)
         if rank == 1 and case == "gone":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:

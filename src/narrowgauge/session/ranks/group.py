@@ -1,6 +1,6 @@
 """A process group of our own, which no call of the program can be mistaken for, and its one collective.
 
-    gather    every rank's table [size] -> rank 0's [world, size]
+    gather    every rank's table [size] -> rank 0's [world, size]; of a GPU's group, once of one number as ranks meet
 
 It is made from its backend's own class, by a store, as the ranks first merge: `new_group` would be a barrier in the
 program's own group. Asked whether a gather is done, it answers; it is waited for at the end of the program alone, and
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from narrowgauge.session.ranks.patience import POLL
 
 PATIENCE = timedelta(minutes=10)  # for ranks to come by that have said they will; the program's own limit is like this
 MEETING = 30.0  # seconds of them that training, or what is merged, can wait
@@ -102,8 +104,16 @@ class Group:
             torch.cuda.set_device(device)  # of this thread
             with _harmless():
                 group = dist.ProcessGroupNCCL(store, rank, world, options)
-            # Left to the first gather, meeting would hold up the program's own thread.
+            # Left to the first gather, meeting would hold up the program's own thread. So would that gather, which
+            # waits on the host until all ranks have come to it: one of a single number comes before all others.
             group.eager_connect_single_device(device)
+            first = self._launched(group, torch.zeros(1, dtype=torch.float64, device=device))
+            until = time.monotonic() + MEETING
+            while not first.done():
+                if time.monotonic() > until:
+                    group.abort()
+                    raise RuntimeError("a rank was gone before the first gather")
+                time.sleep(POLL)
             self._group = group
         else:
             self._group = dist.ProcessGroupGloo(store, rank, world, PATIENCE)
@@ -120,6 +130,9 @@ class Group:
 
     def gather(self, mine: Tensor) -> Gather:
         """Send `mine` [size], of one size on all ranks, to rank 0; returns at once."""
+        return self._launched(self._group, mine)
+
+    def _launched(self, group: Any, mine: Tensor) -> Gather:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(mine.device))
             mine.record_stream(self._stream)
@@ -127,7 +140,7 @@ class Group:
             rows = mine.new_empty(self._world, mine.numel()) if self._rank == 0 else None
             options = dist.GatherOptions()
             options.rootRank = 0
-            work = self._group.gather([] if rows is None else [list(rows.unbind(0))], [mine], options)
+            work = group.gather([] if rows is None else [list(rows.unbind(0))], [mine], options)
         return Gather(work, mine, rows, self._stream)
 
     def abort(self) -> None:
