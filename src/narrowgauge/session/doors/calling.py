@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.session.doors.seams import Seams
 
@@ -45,6 +46,7 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
     way to each.
     """
 
+    @passed_over
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
             calls.module_called(module, args)

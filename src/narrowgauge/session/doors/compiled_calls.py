@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.session.doors import compilations, recorded_graphs
 from narrowgauge.session.doors.compilations import Compilations, HearsCompiled, HearsGraphs, Whose
 from narrowgauge.session.doors.entries import Entries, Leave, nothing
@@ -79,6 +80,7 @@ class CompiledCalls(Compilations):
             if compilations.of_a_library(model):
                 return self._as_ever(compiled)
             self._heard = True
+            optimizer_steps.settle()
             optimizer = compilations.optimizer_of(model)
             if optimizer is not None:
                 return self._updating(optimizer, compiled)

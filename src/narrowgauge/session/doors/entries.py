@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
+
 _MODULE, _CLASS, _HOOKS = "torch._dynamo.eval_frame", "_TorchDynamoContext", "enter_exit_hooks"
 _REFUSES = "get_skip_reasons"  # what torch calls, and only then, when it refuses a call that has returned
 Leave = Callable[[], None]
@@ -129,6 +131,7 @@ class _Door:
     def __get__(self, context: Any, kind: type[Any]) -> Any:
         return self if context is None else _WithOurs(vars(context)[_HOOKS], self._enter)
 
+    @passed_over
     def __set__(self, context: Any, hooks: Any) -> None:
         vars(context)[_HOOKS] = hooks
 

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from narrowgauge.compute.nn.tracing.marks import not_compiled
+from narrowgauge.compute.nn.tracing.marks import not_compiled, passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.errors import NarrowgaugeError, let_pass
 from narrowgauge.session.doors.threads import Threads
@@ -121,7 +121,7 @@ def heard(
             hearing.kept(method.__name__, error)
             return None
 
-    return run
+    return passed_over(run, below=True)
 
 
 def heard_if(
@@ -138,11 +138,13 @@ def _goes_on(hearing: Hearing, same: Callable[..., bool | None], steps: bool, ar
     return hearing.goes_on(lambda: same(*args, **kwargs), steps)
 
 
+@functools.partial(passed_over, below=True)
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream; wakes no GPU."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+@functools.partial(passed_over, below=True)
 def unreal() -> bool:
     """Whether tensors are none here that could be looked at later, or looking would be written into a graph.
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.seams import Seams
 
 
@@ -75,6 +76,7 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
 
         return run
 
+    @passed_over
     def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not torch.compiler.is_dynamo_compiling():  # a slice of a list of modules is a list of its own
             making.module_registered(parent, child)

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 
+
+@passed_over
 def overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with these is told to the program first. `torch.set_default_device`, a mode too, says nothing."""
     modes = torch._C._len_torch_function_stack()

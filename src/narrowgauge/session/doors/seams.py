@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
 
@@ -59,8 +60,9 @@ class Seams:
         `alone` asks by itself whether anybody is told: one line less in a traceback of the program's.
         """
         original, own = getattr(owner, name), name in vars(owner)
-        ours = unseen(make(original))
+        ours = passed_over(unseen(make(original)))
 
+        @passed_over
         @unseen
         def asking(*args: Any, **kwargs: Any) -> Any:
             run = ours if self.telling else original
@@ -111,7 +113,9 @@ def _give_back(held: dict[str, Any], key: str, ours: Any, original: Any) -> None
         held[key] = original
 
 
+@passed_over
 @contextmanager
+@passed_over
 def _put_back(owner: Any, name: str, ours: Any, original: Any) -> Iterator[None]:
     """Meanwhile the original is in its place, unless the program has put something there."""
     found = getattr(owner, name) is ours

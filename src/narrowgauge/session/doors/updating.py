@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
@@ -173,6 +174,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 
 
 def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
+    @passed_over
     def clipped(order: float, norm: Any, of: frozenset[int] | None = None) -> None:
         (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order), of)
 
@@ -181,13 +183,21 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
 
     def clip(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                norm = original(*args, **kwargs)
+                if type(norm) is torch.Tensor and _order(args, kwargs, 2) == 2.0:
+                    tell(clips, 2, [norm])
+                return norm
+            before = scaled[0]
             norm = original(*args, **kwargs)
-            if torch.compiler.is_dynamo_compiling() and type(norm) is torch.Tensor and _order(args, kwargs, 2) == 2.0:
-                tell(clips, 2, [norm])
+            if scaled[0] == before:  # it was compiled by itself: what it calls lies in its graph
+                of = unseen_by_modes(_ids_of, args[0] if args else kwargs["parameters"])
+                clipped(_order(args, kwargs, 2), norm, of)
             return norm
 
         return run
 
+    scaled = [0]  # calls of what scales gradients down
     other: list[Any] = [None, 2.0]  # the last norm that was no L2 norm, and its order
 
     def norm_taken(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,6 +215,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
             original(*args, **kwargs)
             if not torch.compiler.is_dynamo_compiling():
                 norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
+                scaled[0] += 1
                 of = unseen_by_modes(_ids_of, args[0] if args else kwargs["parameters"])
                 clipped(other[1] if norm is other[0] else 2.0, norm, of)
 
@@ -219,11 +230,13 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
     seams.replace_where_held(torch.nn.utils, ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"))
 
 
+@passed_over
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
     """The order of the norm that gradients are clipped by, which is given by name or at this place."""
     return float(kwargs.get("norm_type", args[place] if len(args) > place else 2.0))
 
 
+@passed_over
 def _ids_of(parameters: Any) -> frozenset[int] | None:
     """Those of what a program had torch clip, as far as it has gradients; None of what can be read but once."""
     if isinstance(parameters, torch.Tensor):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType, GeneratorType
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if, unreal
 from narrowgauge.session.models.first_call import reroute
@@ -93,6 +95,7 @@ class Calls:
         """Whether a model is being called."""
         return self._depth > 0
 
+    @partial(passed_over, below=True)
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
         if self._depth or module in self._roots or not self._optimizers or inside_backward():
@@ -131,6 +134,7 @@ class Calls:
         if type(module) is not kind:
             self._rerouted = reroute(module)
 
+    @passed_over
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint begins what it will run again with gradients, or has ended it."""
         self._thread.checkpoint = runs

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.tensors.weakly import Weak, weakly
 
 
@@ -79,10 +80,12 @@ class Root:
         """
 
         # torch passes no keywords where a hook has just come or is just going, as in a signal's handler.
+        @passed_over
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] = _NONE) -> None:
             if not torch.compiler.is_dynamo_compiling() and _REPLICA not in module.__dict__:
                 begins(self, args, kwargs)
 
+        @passed_over
         def after(module: nn.Module, args: Any, *rest: Any) -> None:
             kwargs, output = rest if len(rest) > 1 else (_NONE, *rest)
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:

@@ -20,6 +20,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.doors.updating import Told
@@ -165,6 +167,7 @@ class Updates:
         """The gradients of the open step were divided, so its losses are."""
         self._steps.ledger.divide(by)
 
+    @passed_over
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
         if not self._steps.made:  # as it mostly is
@@ -283,21 +286,30 @@ class Updates:
         self._steps.end(early=early)
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        @passed_over
         @unseen
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._in_closure += 1
-            self._steps.paused = self._closure_again
+            self._evaluates()
             try:
                 return closure(*args, **kwargs)
             finally:
-                self._in_closure -= 1
-                self._steps.paused = False
-                if not self._closure_again:
-                    self._closure_again = True
-                    self._evaluated(optimizer)
+                self._evaluates(optimizer)
 
         return evaluate
+
+    @partial(passed_over, below=True)
+    def _evaluates(self, optimizer: Optimizer | None = None) -> None:
+        """A closure is called, or it has returned to `optimizer`."""
+        if optimizer is None:
+            self._in_closure += 1
+            self._steps.paused = self._closure_again
+            return
+        self._in_closure -= 1
+        self._steps.paused = False
+        if not self._closure_again:
+            self._closure_again = True
+            self._evaluated(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         if (line := self._steps.ledger.line) is not None:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.resume_warnings import warn_unowned
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 
 _PATIENCE = 8  # steps by optimizers that own nothing, before the first that does
@@ -150,6 +151,7 @@ class StepClock:
         self.step, self._has_data, self._ended_inside_backward = state["step"], state["has_data"], state["ended"]
 
 
+@passed_over
 def inside_backward() -> bool:
     """Return whether this thread runs a backward pass: a forward that runs now is a recomputed one."""
     return bool(torch._C._current_graph_task_id() != -1)

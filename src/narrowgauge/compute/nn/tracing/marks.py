@@ -6,18 +6,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, into which no compiler looks: `torch.compiler.disable`."""
     disabled: Callable[..., Any] = _disable_dynamo(function)
     return disabled
+
+
+def passed_over(function: Function, *, below: bool = False) -> Function:
+    """`function`, which is not compiled by itself; nor, if `below`, is what it calls. Only its code is marked.
+
+    Where a compiled function leaves its graphs, torch compiles each Python function that is called by itself: a graph
+    and a break more for each of ours. What is traced is another matter: there it is a part of what calls it.
+    """
+    if isinstance(function, FunctionType):
+        action = _frames._FrameAction
+        strategy = _frames._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
+        _frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+passed_over(torch.compiler.is_dynamo_compiling)  # which what is passed over asks
 
 
 def constant(function: Function) -> Function:

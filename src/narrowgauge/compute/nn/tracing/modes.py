@@ -9,15 +9,19 @@ a `__torch_function__`     of a mode or of a Tensor subclass, that logs or count
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@partial(passed_over, below=True)
 def unseen_by_modes(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function`, whose operations no mode of the program sees, and no `__torch_function__`."""
     with torch._C.DisableTorchFunction():

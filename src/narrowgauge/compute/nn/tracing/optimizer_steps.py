@@ -4,8 +4,10 @@ torch calls global hooks before and after every optimizer's step. Where the step
 what they do must not happen while a graph is traced, and must happen each time that it runs.
 
     not compiled                     the hooks tell
-    a step that breaks its graph     the hooks are left out of all graphs, and tell: no graph more, no graph less.
-                                     torch's own optimizers, nearly all, break it before and after their updates
+    a step that breaks its graph     torch's own optimizers, nearly all, do before and after their updates: there it is
+                                     told (`step_breaks`), and the hooks are traced and do nothing. No graph and no
+                                     break more, and none less. With other hooks beside ours, or a closure, ours are
+                                     left out of all graphs, and tell
     a step in one graph, or in the   an operator in that graph tells, twice; there is no break, and `fullgraph=True`
     graph of what is around it       is not refused
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -25,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from narrowgauge.compute.nn.tracing.marks import constant, not_compiled
+from narrowgauge.compute.nn.tracing import step_breaks
+from narrowgauge.compute.nn.tracing.marks import constant, not_compiled, passed_over
 from narrowgauge.compute.nn.tracing.telling import tell, telling
 
 # What is compiled asks whether the same global hooks are there, by their numbers. Ours has always this one, or what
@@ -75,6 +79,16 @@ def _install() -> None:
             hooks[OURS] = hook
         else:
             hooks.pop(OURS, None)
+    if not _BEGINS and not _ENDED:
+        step_breaks.forget()
+    elif step_breaks.asked():  # what was compiled then leaves it to this
+        step_breaks.hear(_tell_between)
+
+
+def settle() -> None:
+    """The program compiles: what tells between graphs is in its place before any of them is made."""
+    if _BEGINS or _ENDED:
+        step_breaks.hear(_tell_between)
 
 
 def _tell_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -94,27 +108,50 @@ def _tell_ended(optimizer: Optimizer, early: bool = False) -> None:
 _tell_begins_uncompiled, _tell_ended_uncompiled = not_compiled(_tell_begins), not_compiled(_tell_ended)
 
 
+def _tell_between(optimizer: Optimizer, ended: bool) -> None:
+    if ended:
+        _tell_ended(optimizer)
+    else:
+        _tell_begins(optimizer, (optimizer,), {})
+
+
 # What follows is traced: nothing in it may depend on who listens, or change anything.
 
+IN_GRAPH, BETWEEN, BREAKS = "in its graph", "between graphs", "breaks"
 
+
+@partial(passed_over, below=True)
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not torch.compiler.is_dynamo_compiling():
         return _tell_begins(optimizer, args, kwargs)
-    if _in_one_graph(type(optimizer)) and hasattr(optimizer, "_narrowgauge_handle") and not _closure(args, kwargs):
+    way = BREAKS if _closure(args, kwargs) else _way(type(optimizer))
+    if way == IN_GRAPH and hasattr(optimizer, "_narrowgauge_handle"):
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         changed = weights + [p.grad for p in weights if p.grad is not None]
         tell(optimizer._narrowgauge_handle, 0, [x for x in changed if type(x) in _PLAIN])
         return None
+    if way == BETWEEN and _alone(optimizer):
+        return None
     return _tell_begins_uncompiled(optimizer, args, kwargs)
 
 
+@partial(passed_over, below=True)
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
-        _tell_ended(optimizer)
-    elif _in_one_graph(type(optimizer)) and hasattr(optimizer, "_narrowgauge_handle") and not _closure(args, kwargs):
+        told = step_breaks.resumed() and not _closure(args, kwargs) and _alone(optimizer)
+        if not told or _way(type(optimizer)) != BETWEEN:
+            _tell_ended(optimizer)
+        return
+    way = BREAKS if _closure(args, kwargs) else _way(type(optimizer))
+    if way == IN_GRAPH and hasattr(optimizer, "_narrowgauge_handle"):
         tell(optimizer._narrowgauge_handle, 1, [])
-    else:
+    elif way != BETWEEN or not _alone(optimizer):
         _tell_ended_uncompiled(optimizer)
+
+
+def _alone(optimizer: Optimizer) -> bool:
+    """Whether no hook of the program's is called between ours and the updates."""
+    return not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
 def _closure(args: Any, kwargs: Any) -> bool:
@@ -123,8 +160,8 @@ def _closure(args: Any, kwargs: Any) -> bool:
 
 
 @constant
-def _in_one_graph(kind: type[Optimizer]) -> bool:
-    """Whether torch's compiler may get through a step of this kind of optimizer; if so, they all have handles now.
+def _way(kind: type[Optimizer]) -> str:
+    """How a step of this kind of optimizer tells; if in its graph, they all have handles now.
 
     A trace can hand over no optimizer (torch 2.10), so all of them are looked up, once per trace.
     """
@@ -132,12 +169,12 @@ def _in_one_graph(kind: type[Optimizer]) -> bool:
     while step is not None:
         code = getattr(step, "__code__", None)
         if hasattr(step, "_torchdynamo_disable") or (code is not None and "graph_break" in code.co_names):
-            return False
+            return BETWEEN if step_breaks.makes(step) and step_breaks.hear(_tell_between) else BREAKS
         step = getattr(step, "__wrapped__", None)
     for found in gc.get_objects():
         if type(found) is kind:
             _give_handle(found)
-    return True
+    return IN_GRAPH
 
 
 def _give_handle(optimizer: Any) -> None:

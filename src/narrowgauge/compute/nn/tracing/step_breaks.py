@@ -1,0 +1,112 @@
+"""A step of torch's own optimizers is heard between its graphs, where nothing of ours is traced.
+
+    wrapper          calls the hooks, and may be compiled
+      _use_grad      never is: torch calls it by itself, between two graphs
+        graph_break  does nothing; called before the updates and behind them
+        step         the updates
+
+A hook that left its graph would do so in a loop. Torch then gives up on `wrapper`, whose code all optimizers share: it
+compiles it for none, and refuses any of them under `fullgraph=True`. So where `wrapper` runs compiled it is
+`graph_break` that tells: the function that it was, by which a compiler knows it, with code that asks who calls.
+
+Source: torch 2.13, torch/optim/optimizer.py, `_use_grad_for_differentiable`, `Optimizer.profile_hook_step`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from torch.optim import optimizer as optimizers
+
+from narrowgauge.compute.nn.tracing.marks import passed_over
+
+
+def _inner(function: Any) -> CodeType | None:
+    """The code of what `function` makes."""
+    return next((code for code in function.__code__.co_consts if isinstance(code, CodeType)), None)
+
+
+_WRAPPER, _USE_GRAD = _inner(optimizers.Optimizer.profile_hook_step), _inner(optimizers._use_grad_for_differentiable)
+Tell = Callable[[Any, bool], None]
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        # Steps that run: whose, and the error that was being handled when it began.
+        self.steps: list[tuple[FrameType, Any, BaseException | None]] = []
+
+
+_here = _OfThread()
+_original: list[CodeType] = []
+_asked = False
+_tell: list[Tell] = []
+
+
+def hear(tell: Tell) -> bool:
+    """From now on call `tell(optimizer, ended)` twice for each such step; returns whether that can be."""
+    global _asked
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if not hasattr(dynamo, "graph_break") or _WRAPPER is None or _USE_GRAD is None:
+        return False
+    if getattr(dynamo.config, "nested_graph_breaks", False):  # then whatever is outermost calls it
+        return False
+    if not _original:
+        _original.append(dynamo.graph_break.__code__)
+        dynamo.graph_break.__code__ = graph_break.__code__
+    _tell[:], _asked = [tell], True
+    return True
+
+
+def forget() -> None:
+    """Tell nobody from now on."""
+    _tell.clear()
+    if _original:
+        sys.modules["torch._dynamo"].graph_break.__code__ = _original.pop()
+
+
+def asked() -> bool:
+    """Whether any was ever to be heard."""
+    return _asked
+
+
+def makes(step: Any) -> bool:
+    """Whether such a function is what makes this step."""
+    return getattr(step, "__code__", None) is _USE_GRAD
+
+
+def resumed() -> bool:
+    """Whether what is left of `wrapper` behind a graph called the function that asks, and not `wrapper`."""
+    return sys._getframe(2).f_code.co_name.startswith("torch_dynamo_resume_in_wrapper")
+
+
+def graph_break(msg: str = "") -> None:
+    """Force a graph break"""
+    from narrowgauge.compute.nn.tracing.step_breaks import called  # its globals are those of torch's function
+
+    called()
+
+
+passed_over(graph_break, below=True)
+
+
+def called() -> None:
+    """`graph_break` was called, of whose code a graph has nothing."""
+    frame = sys._getframe(2)
+    around = frame.f_back
+    if frame.f_code is not _USE_GRAD or around is None or around.f_code is _WRAPPER or not _tell:
+        return  # the program's own; a step whose hooks tell
+    if around.f_code.co_name != "wrapper" or around.f_code.co_filename != _USE_GRAD.co_filename:
+        return
+    steps, tell = _here.steps, _tell[0]
+    if not steps or steps[-1][0] is not frame:
+        optimizer = frame.f_locals["self"]
+        steps.append((frame, optimizer, sys.exception()))
+        tell(optimizer, False)
+        return
+    _, optimizer, error = steps.pop()
+    if sys.exception() is error:  # else the step raised
+        tell(optimizer, True)
