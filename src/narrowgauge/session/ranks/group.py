@@ -107,16 +107,19 @@ class Group:
             # Left to the first gather, meeting would hold up the program's own thread. So would that gather, which
             # waits on the host until all ranks have come to it: one of a single number comes before all others.
             group.eager_connect_single_device(device)
-            first = self._launched(group, torch.zeros(1, dtype=torch.float64, device=device))
-            until = time.monotonic() + MEETING
-            while not first.done():
-                if time.monotonic() > until:
-                    group.abort()
-                    raise RuntimeError("a rank was gone before the first gather")
-                time.sleep(POLL)
+            self._first(group, torch.zeros(1, dtype=torch.float64, device=device))
             self._group = group
         else:
             self._group = dist.ProcessGroupGloo(store, rank, world, PATIENCE)
+
+    def _first(self, group: Any, mine: Tensor) -> None:
+        """Make the first gather, and wait for it, but for no rank that will never join."""
+        gather, until = self._launched(group, mine), time.monotonic() + MEETING
+        while not gather.done():
+            if time.monotonic() > until:
+                group.abort()
+                raise RuntimeError("a rank was gone before the first gather")
+            time.sleep(POLL)
 
     @property
     def meeting(self) -> bool:
