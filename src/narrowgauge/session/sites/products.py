@@ -32,6 +32,7 @@ from narrowgauge.session.sites.convolution import image_turns
 from narrowgauge.session.sites.einsum import turns_of
 from narrowgauge.session.sites.origin import origin
 from narrowgauge.session.sites.part import Part, Turn, rows
+from narrowgauge.session.sites.pieces import Pieces
 from narrowgauge.session.sites.stand_in import StandIn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -164,6 +165,7 @@ class Products:
         self._heard, self._failed, self._told = heard, failed, told
         self._open = self._listening = False
         self._asides: list[int] = []  # the thread of each
+        self._pieces, self._steps = Pieces(), 0
         self._mine = threading.local()  # whether this thread is inside a product, or telling of one
         # For each function what took its place; and now: where, what, and what was there.
         self._ours: list[StandIn | None] = [None] * len(_FUNCTIONS)
@@ -172,6 +174,7 @@ class Products:
     def open(self) -> None:
         """Listen."""
         self._open = True
+        self._steps += 1
         self._settle()
 
     def close(self) -> None:
@@ -260,6 +263,8 @@ class Products:
             for candidate in read(call):
                 part = candidate.part(y)
                 if part is not None:
+                    if part.w is not None and self._pieces.again(part.x, candidate.w, part.w, self._steps):
+                        part.x = None
                     self._heard(part, True)
                     return
                 if name.startswith(("linear", "conv")):
