@@ -394,7 +394,7 @@ def test_what_a_thread_waited_for_is_in_its_own_first_step(tmp_path):
         training = Training()
 
         def epoch():
-            session.loading.batch_loaded(0.25)
+            session.loading.batch_loaded(0.25, None)
             training.step()
 
         training.step()  # with a batch that nobody loaded

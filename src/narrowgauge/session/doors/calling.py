@@ -35,8 +35,8 @@ class HearsCalls(Protocol):
 class HearsLoads(Protocol):
     """Hears of batches."""
 
-    def batch_loaded(self, seconds: float, *, last: bool = False) -> None:
-        """A data loader gave a batch after so long, or had no more: the one before was the `last`."""
+    def batch_loaded(self, seconds: float, iterator: Any, *, last: bool = False) -> None:
+        """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
 
 
 def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool], None]:
@@ -81,7 +81,7 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
                 last = True
                 raise
             finally:
-                loads.batch_loaded(time.perf_counter() - began, last=last)
+                loads.batch_loaded(time.perf_counter() - began, self, last=last)
 
         return run
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.steps.line import Line
@@ -37,7 +38,7 @@ class Loading:
         self._thread = _OfThread()
         self.seen = False
 
-    def batch_loaded(self, seconds: float, *, last: bool = False) -> None:
+    def batch_loaded(self, seconds: float, iterator: Any, *, last: bool = False) -> None:
         """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
         self._thread.waited += seconds
         if self._hearing.perhaps_mine():
@@ -45,7 +46,8 @@ class Loading:
             if last:
                 self._evals.data_ended()
             else:
-                self._evals.data_came()
+                first = getattr(iterator, "_num_yielded", 0) == 1
+                self._evals.data_came(id(getattr(iterator, "_dataset", None)), first=first)
 
     def evaluated(self) -> None:
         """A model is called without gradients: what was waited for is no step's."""

@@ -74,6 +74,8 @@ class EvalLosses:
         self._trained: frozenset[int] = frozenset()
         self._passes = self._most_passes = 1  # over data, in one evaluation
         self._begun, self._over = 0, True  # passes so far, and whether the last has come to its end
+        self._data = self._batches = 0  # whose the latest iterator's batches are, and how many came
+        self._judged = False  # there was a loss since the latest pass began
         self._first: int | None = None  # pass in which the open evaluation began
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._told = self._beside = False  # the last loss is what the last call returned; beside other things
@@ -112,6 +114,7 @@ class EvalLosses:
         if self._last_was_ours:
             self._first = self._begun if self._first is None else self._first
             self._passes = self._begun - self._first + 1
+            self._judged = True
         value = here(loss).detach().reshape(()).clone().float()
         self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, returned))
 
@@ -161,9 +164,17 @@ class EvalLosses:
         self._trained = frozenset()
         self.trains_by.training_changed()
 
-    def data_came(self) -> None:
-        """A data loader gave a batch, of a new pass if the last had ended; losses of batches before may still come."""
-        self._begun += self._over
+    def data_came(self, data: int = 0, *, first: bool = False) -> None:
+        """A data loader gave a batch of this data, the `first` of its iterator's.
+
+        It is of a new pass if the last had ended, or was left; losses of batches before may still come. Who takes one
+        batch of each iterator makes none, nor who takes batches of several for one loss.
+        """
+        left = first and self._judged and (data != self._data or self._batches > 1)
+        if self._over or left:
+            self._begun += 1
+            self._judged = False
+        self._data, self._batches = data, 1 if first else self._batches + 1
         self._over = False
 
     def data_ended(self) -> None:

@@ -1,0 +1,77 @@
+"""Evaluations that leave a data loader before its end, as Lightning does, which knows how long each is."""
+
+import pytest
+import torch
+from tests.session.inline import followed
+from torch import nn
+from torch.utils.data import DataLoader
+
+TOLD = "Evaluations took up to {} passes over data loaders between two steps: eval_loss is the mean over all of them."
+
+
+def notes_of(tmp_path, evaluate):
+    """Of a program that evaluates after each of three steps, whose batches come of a loader too."""
+    with followed(tmp_path) as (session, _):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(x):
+            with torch.no_grad():
+                nn.functional.mse_loss(model(x), x)
+
+        for x in DataLoader(torch.randn(6, 4), batch_size=2):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            evaluate(loss)
+    assert not session.hearing.notes
+    return session.steps.evals.notes
+
+
+def known_length(loader, count=None):
+    """Its first batches, or as many as it has; nobody asks it for one more."""
+    batches = iter(loader)
+    return (next(batches) for _ in range(count or len(loader)))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 3), (6, 6, 6), (2, 6, 2)])
+def test_several_loaders_are_several_passes(tmp_path, sizes):
+    loaders = [DataLoader(torch.randn(6, 4), batch_size=size) for size in sizes]
+
+    def evaluate(loss):
+        for loader in loaders:
+            for x in known_length(loader):
+                loss(x)
+
+    assert notes_of(tmp_path, evaluate) == ([TOLD.format(len(sizes))] if len(sizes) > 1 else [])
+
+
+def test_one_loader_that_is_left_early_and_begun_again_is_so_too(tmp_path):
+    loader = DataLoader(torch.randn(6, 4), batch_size=2)
+
+    def evaluate(loss):
+        for _ in range(2):
+            for x in known_length(loader, 2):
+                loss(x)
+
+    assert notes_of(tmp_path, evaluate) == [TOLD.format(2)]
+
+
+def test_loaders_side_by_side_are_one_pass(tmp_path):
+    loaders = [DataLoader(torch.randn(6, 4), batch_size=2) for _ in range(2)]
+
+    def evaluate(loss):
+        for x, y in zip(*map(known_length, loaders), strict=True):
+            loss(x + y)
+
+    assert notes_of(tmp_path, evaluate) == []
+
+
+def test_a_loader_that_is_asked_for_one_batch_each_time_is_none(tmp_path):
+    loader = DataLoader(torch.randn(6, 4), batch_size=2, shuffle=True)
+
+    def evaluate(loss):
+        for _ in range(5):
+            loss(next(iter(loader)))
+
+    assert notes_of(tmp_path, evaluate) == []
