@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
@@ -81,6 +82,7 @@ class Calls:
         self._outermost: FrameType | None = None  # torch's, of the call that is running
         self._running: Root | None = None
         self._rerouted: Callable[[], None] | None = None
+        self._inside: RemovableHandle | None = None  # hears the end of a call of what the running root wraps
         self._tokens = 0  # of the last call with gradients
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
@@ -98,13 +100,15 @@ class Calls:
     @partial(passed_over, below=True)
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
-        if self._depth or module in self._roots or not self._optimizers or inside_backward():
+        if self._depth or not self._optimizers or inside_backward():
             return
         if not self.learns():
-            if not self._steps.evals.knows(module):
+            if (root := self._roots.around_call(module)) is not None:
+                self._evaluated_inside(root, module, args)
+            elif module not in self._roots and not self._steps.evals.knows(module):
                 self._evaluated(module)
             return
-        if not self._owned(module):
+        if module in self._roots or not self._owned(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -123,6 +127,22 @@ class Calls:
     @heard
     def _evaluated(self, module: nn.Module) -> None:
         self._steps.evals.module_called(module, self._optimizers.ids)
+
+    @heard
+    def _evaluated_inside(self, root: Root, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """A model is called itself, without gradients; with them the program calls what wraps it, or is compiled of it.
+
+        Its hook is there for this call alone: no graph is made anew for its sake.
+        """
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            hook.remove()
+            if self._inside is hook:
+                self.ended(root, output)
+
+        self.begins(root, args, {})
+        if self._running is root:
+            hook = self._inside = model.register_forward_hook(after, always_call=True)
 
     @heard_if(lambda self, module, args: self._same.module(module))
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -281,6 +301,9 @@ class Calls:
         self.training = self._teaches = False
         if self._rerouted is not None:
             self._rerouted()
+        if self._inside is not None:
+            self._inside.remove()
+            self._inside = None
 
     def take(self, module: nn.Module) -> Root:
         """A module, of which no call is heard so far, is a model."""

@@ -60,6 +60,11 @@ class Root:
         """The whole."""
         return _living(self._model)
 
+    @property
+    def followed(self) -> bool:
+        """Whether its own hooks tell of its calls; or a compiled function's around it do."""
+        return self._around is not None
+
     def frozen(self) -> bool:
         """Whether none of its parameters wants a gradient."""
         known = self._learns()

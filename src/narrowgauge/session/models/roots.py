@@ -143,6 +143,16 @@ class Roots:
                 return whole
         return None
 
+    def around_call(self, module: nn.Module) -> Root | None:
+        """Of a model that is called itself, and has no hook: its root, heard where the program calls what wraps it."""
+        own = self._roots.get(id(module))
+        if own is not None and own.followed:
+            return None
+        for root in self._roots.values():
+            if root.alive and (root.model is module or root.model._modules.get("_orig_mod") is module):
+                return root
+        return None
+
     def take(self, module: nn.Module, optimizers: Trained, stage: int | None = None) -> Root:
         """Take `module` as a root; with a new model: fingerprint it, then perturb or convert it as the plan says.
 
