@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.session.inline import followed
 from torch import nn
 
+from narrowgauge.session.steps import returned
 from narrowgauge.session.steps.returned import MOST_NODES, ReturnedLosses
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -91,6 +92,27 @@ def test_a_loss_that_a_program_trains_by_is_an_evaluations(tmp_path, make, loss)
         expected = trained(make(), loss)
     assert list(writer.column("eval_loss").values()) == expected
     assert not session.steps.evals.notes + session.hearing.notes
+
+
+def by_two(model):
+    """Where it is."""
+    loss = model(X)[1]
+    loss *= 2
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [(by_two, True), (lambda model: 2 * model(X)[1], True), (penalized, False), (lambda model: model(X)[1], False)],
+)
+def test_one_that_each_of_two_ranks_multiplies_by_two_is_told(tmp_path, monkeypatch, loss, told):
+    monkeypatch.setattr(returned, "_ranks", lambda: 2)
+    with followed(tmp_path) as (session, writer):
+        expected = trained(ByHand(), loss)
+    assert list(writer.column("eval_loss").values()) == expected
+    note = "3 of 3 losses of evaluations are what the model's call returned, which the program multiplies by 2, the "
+    note += "number of its ranks, before backward: eval_loss is without that."
+    assert session.steps.evals.notes == ([note] if told else [])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ Nodes of a graph have numbers that grow as a thread makes them: what lies betwee
 the call computed has one below the next that is free when it returns. A parameter's is the largest that there is.
 A compiled model's outputs have one node, and each its number there.
 
+Several ranks, whose gradients are averaged, may multiply it by their number before backward, where it is their part of a
+mean over all (Hugging Face's Trainer): an evaluation's is such a part, too.
+
 Where several calls come before a backward, nothing is said: it may be of the sum of their losses. Nor where another
 thread calls it.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
@@ -32,6 +36,7 @@ class _Made(NamedTuple):
     output: int
     until: int  # numbers of what the call made are below
     thread: int
+    value: Tensor | None  # of one rank of several
 
 
 class ReturnedLosses:
@@ -46,6 +51,13 @@ class ReturnedLosses:
         self._made: list[_Made | None] = []  # what calls since the last backward returned
         self._passes = self._outside = self._parts = self.evaluated = 0
         self.whole = False
+        self._ranks = 1
+        self._factor: Tensor | None = None  # backward's loss over it, where it is the whole
+
+    @property
+    def by_ranks(self) -> int:
+        """The number of ranks, if the program multiplies it by that before backward; else 1."""
+        return self._ranks if self._factor is not None and abs(float(self._factor) - self._ranks) < 1e-3 else 1
 
     @property
     def asks(self) -> bool:
@@ -78,7 +90,8 @@ class ReturnedLosses:
             if loss is None or node is None:
                 self._made.append(None)
                 return
-            self._made.append(_Made(_name(node), loss.output_nr, _get_sequence_nr(), get_ident()))
+            value = loss.detach().clone() if _ranks() > 1 else None  # it may be multiplied where it is
+            self._made.append(_Made(_name(node), loss.output_nr, _get_sequence_nr(), get_ident(), value))
 
     def backward(self, losses: Any) -> None:
         """Backward is called on this, or these."""
@@ -99,6 +112,8 @@ class ReturnedLosses:
                 self._outside += not found
                 self._parts += found
                 self.whole = found and alone
+                if self.whole and wanted.value is not None and len(given) == 1 and given[0].numel() == 1:
+                    self._ranks, self._factor = _ranks(), given[0].detach().reshape(()) / wanted.value.reshape(())
                 return
             node, output = edges.pop()
             if _name(node) == wanted.node and output == wanted.output:
@@ -114,3 +129,7 @@ class ReturnedLosses:
 
 def _name(node: Any) -> tuple[int, str]:
     return node._sequence_nr(), node.name()
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

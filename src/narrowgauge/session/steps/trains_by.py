@@ -49,18 +49,26 @@ class TrainsBy:
 
     def notes(self, of: int) -> list[str]:
         """What of so many losses of evaluations models' calls returned that are not what the program trains by."""
-        counted = {True: 0, False: 0}
+        counted, multiplied, ranks = {True: 0, False: 0}, 0, 1
         for each in (*self._gone, *self._of.values()):
+            if each.by_ranks > 1:
+                multiplied, ranks = multiplied + each.evaluated, each.by_ranks
             if each.otherwise:
                 counted[each.partly] += each.evaluated
         told = f"{{}} of {of} losses of evaluations are what the model's call returned, "
         why = {
             True: "which is only a part of what backward was called on: eval_loss has nothing of the rest.",
-            False: "which backward was not called on, nor on anything made of it: eval_loss is no measure beside the "
-            "training loss.",
+            False: "which backward was not called on, nor on anything made of it: eval_loss need not be a "
+            "measure beside the training loss.",
         }
-        return [told.format(counted[partly]) + why[partly] for partly in (True, False) if counted[partly]]
+        notes = [told.format(counted[partly]) + why[partly] for partly in (True, False) if counted[partly]]
+        if multiplied:
+            notes.append(
+                f"{told.format(multiplied)}which the program multiplies by {ranks}, the number of its ranks, before "
+                "backward: eval_loss is without that."
+            )
+        return notes
 
     def _forget(self, found: ReturnedLosses) -> None:
-        if found.otherwise:
+        if found.otherwise or found.by_ranks > 1:
             self._gone.append(found)
