@@ -75,3 +75,21 @@ def test_a_loader_that_is_asked_for_one_batch_each_time_is_none(tmp_path):
             loss(next(iter(loader)))
 
     assert notes_of(tmp_path, evaluate) == []
+
+
+def test_a_loss_of_a_batch_that_is_trained_next_is_no_pass_of_the_evaluation_after_it(tmp_path):
+    loader = DataLoader(torch.randn(6, 4), batch_size=2)
+    with followed(tmp_path) as (session, _):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, x in enumerate(DataLoader(torch.randn(8, 4), batch_size=2)):
+            with torch.no_grad():
+                nn.functional.mse_loss(model(x), x)
+            model(x).square().sum().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        for y in known_length(loader):
+            with torch.no_grad():
+                nn.functional.mse_loss(model(y), y)
+    assert session.steps.evals.notes == []

@@ -112,7 +112,9 @@ class EvalLosses:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
         if self._last_was_ours:
-            self._first = self._begun if self._first is None else self._first
+            if self._first is None or (self._losses and self._losses[-1].steps != self._steps()):
+                self._most_passes = max(self._most_passes, self._passes)
+                self._first = self._begun
             self._passes = self._begun - self._first + 1
             self._judged = True
         value = here(loss).detach().reshape(()).clone().float()

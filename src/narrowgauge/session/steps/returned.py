@@ -9,8 +9,8 @@ Nodes of a graph have numbers that grow as a thread makes them: what lies betwee
 the call computed has one below the next that is free when it returns. A parameter's is the largest that there is.
 A compiled model's outputs have one node, and each its number there.
 
-Several ranks, whose gradients are averaged, may multiply it by their number before backward, where it is their part of a
-mean over all (Hugging Face's Trainer): an evaluation's is such a part, too.
+Several ranks, whose gradients are averaged, may multiply it by their number before backward, where it is their part of
+a mean over all (Hugging Face's Trainer): an evaluation's is such a part, too.
 
 Where several calls come before a backward, nothing is said: it may be of the sum of their losses. Nor where another
 thread calls it.
