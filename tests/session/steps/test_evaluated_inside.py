@@ -74,3 +74,24 @@ def test_one_that_raises_leaves_nothing_behind(tmp_path, wrapper):
         assert not model._forward_hooks
 
     trained(tmp_path, model, wrapper(model), evaluate)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_a_model_makes_its_loss_of_is_nothing_beside_it(tmp_path, reduction):
+    class Both(Model):
+        """Its loss is of two, as CLIP's is."""
+
+        def forward(self, x, y):
+            logits = self.head(x)
+            parts = (F.cross_entropy(each, y, reduction=reduction) for each in (logits, -logits))
+            return {"loss": sum(part.mean() for part in parts)}
+
+    model = Both()
+
+    def evaluate(x, y):
+        with torch.no_grad():
+            return model(x, y)["loss"].item()
+
+    found, wanted, notes = trained(tmp_path, model, model, evaluate)
+    assert [found[step] for step in (1, 2, 3)] == pytest.approx(wanted, rel=1e-6)
+    assert notes == []

@@ -85,6 +85,7 @@ class EvalLosses:
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
+        self._before = 0, 0  # of `_several` and `_unreduced`, when the model's call began: what is inside is a part
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
@@ -130,6 +131,7 @@ class EvalLosses:
         """A model's call without gradients begins; losses inside it are parts of what it may return."""
         self._own = self.trains_by.of(model)
         self._mark, self._told, self._beside = len(self._losses), False, False
+        self._before = self._several, self._unreduced
         self._called_since.add(True)
         self._trains = False
 
@@ -193,6 +195,7 @@ class EvalLosses:
                 self._mark = None
                 return
             del self._losses[self._mark :]
+            self._several, self._unreduced = self._before
             self._called_since.add(True)
             self._add(loss, returned=self._own)
             self._told, self._beside = True, beside
