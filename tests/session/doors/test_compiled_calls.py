@@ -47,7 +47,8 @@ def bent(module):
 
 
 @pytest.mark.parametrize(
-    ("module", "eager"), [("transformer_engine.pytorch.jit", 0), ("torch.nn.attention", 0), ("my_model", 2)]
+    ("module", "eager"),
+    [("transformer_engine.pytorch.jit", 0), ("torch.nn.attention", 0), ("torchao.optim.adam", 0), ("my_model", 2)],
 )
 def test_what_a_library_compiles_for_itself_runs_as_ever(module, eager, tmp_path, monkeypatch):
     for name in (module, module.partition(".")[0]) if module != "torch.nn.attention" else ():

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.doors.entries import Leave
 
-LIBRARIES = ("torch.nn.attention", "transformer_engine")  # modules, and what is in them
+LIBRARIES = ("torch.nn.attention", "torchao.optim", "transformer_engine")  # modules, and what is in them
 
 # Of a call: followed, and layers may be in it; without layers (a library's, an optimizer's step); heard of by nobody.
 Whose = Literal["followed", "bare", "unheard"]

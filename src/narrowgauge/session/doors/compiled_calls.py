@@ -8,8 +8,8 @@ While a graph is traced nothing is told. Without a listener, before there is one
 
 In recorded steps what the program compiles runs uncompiled, or in graphs of its own (recorded_graphs.py), so that its
 layers are seen. Functions that a library compiles for itself have none inside (TransformerEngine's fused activations,
-torch's flex_attention): they run as ever, or their results would be rounded otherwise than in the step before. So does
-an optimizer's step without a closure, when all has been seen of the layers.
+updates of torchao's optimizers, torch's flex_attention): they run as ever, or their results would be rounded otherwise
+than in the step before. So does an optimizer's step without a closure, when all has been seen of the layers.
 
 What was compiled before we listened, or past us, has no wrapper: torch tells that it is called (entries.py). It runs as
 ever, too. Called inside of what runs uncompiled it does not: it is a part of that one's graph, and has none of its own.
