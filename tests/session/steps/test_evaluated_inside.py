@@ -1,5 +1,7 @@
 """A program that trains a model through what wraps it, and evaluates the model itself: by the loss that it returns."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,3 +97,17 @@ def test_what_a_model_makes_its_loss_of_is_nothing_beside_it(tmp_path, reduction
     found, wanted, notes = trained(tmp_path, model, model, evaluate)
     assert [found[step] for step in (1, 2, 3)] == pytest.approx(wanted, rel=1e-6)
     assert notes == []
+
+
+def test_a_part_that_outlives_its_model_disturbs_no_evaluation(tmp_path):
+    with followed(tmp_path) as (session, _):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(6, 4)
+        first, second = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        second(first(x)).square().sum().backward()  # called part by part
+        optimizer.step()
+        del model
+        gc.collect()
+        with torch.no_grad():
+            nn.Linear(4, 2)(first(x))
+    assert not session.hearing.notes

@@ -60,6 +60,11 @@ class Root:
         """The whole."""
         return _living(self._model)
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is the whole, or torch.compile made the whole of it; not of one that the program has dropped."""
+        whole = self._model()  # what is called, a part of it, may live on
+        return whole is not None and (whole is module or whole._modules.get("_orig_mod") is module)
+
     @property
     def followed(self) -> bool:
         """Whether its own hooks tell of its calls; or a compiled function's around it do."""

@@ -148,8 +148,8 @@ class Roots:
         own = self._roots.get(id(module))
         if own is not None and own.followed:
             return None
-        for root in self._roots.values():
-            if root.alive and (root.model is module or root.model._modules.get("_orig_mod") is module):
+        for root in list(self._roots.values()):  # one may come or go: nobody keeps an error from the program
+            if root.alive and root.is_of(module):
                 return root
         return None
 
