@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.session.sites.recorded import recorded, same
 from torch import nn
+from torch.nn import functional as F
 
 from narrowgauge.session.sites.matrices import pieces
 
@@ -42,3 +43,21 @@ def test_what_cannot_be_taken_is_told():
     rows, notes = recorded(model, lambda: model(nested))
     assert rows == {}
     assert "no quantizer takes them: input nested Tensor of float64, weight Tensor of float64." in notes
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_they_may_be_multiplied_by_a_piece_of_a_weight(layout):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 32, bias=False)
+
+        def forward(self, x):
+            return F.linear(x, self.head.weight[:16])
+
+    torch.manual_seed(1)
+    model, pieces = Half(), [torch.randn(n, 16) for n in (3, 5)]
+    rows, notes = recorded(model, lambda: model(torch.nested.nested_tensor(pieces, layout=layout)))
+    assert "failed" not in notes
+    same(rows, "head", [torch.cat(pieces)], "input")
+    same(rows, "head", model.head.weight, "weight")

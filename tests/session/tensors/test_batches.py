@@ -184,6 +184,14 @@ def test_ids_in_ragged_rows_are_ids(layout):
     assert Batches().see(((ragged, torch.rand(2, 7)), {})) == 8
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_one_text_behind_ragged_rows_that_a_model_made_is_one(layout):
+    rows = [torch.rand(n, 8) for n in (3, 5)]
+    ragged = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True) * 2
+    assert Batches().see(((ragged, torch.arange(6)[None]), {})) == 6
+
+
 @pytest.mark.parametrize(
     ("inputs", "counted"),
     [

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,6 +30,8 @@ class Pieces(threading.local):
     def again(self, x: Any, piece: Tensor, parameter: Tensor, step: int) -> bool:
         """Whether x came before, with other pieces of this parameter, in this step (any number for it)."""
         if piece.numel() == parameter.numel() or parameter.dim() != 2 or type(x) is not Tensor or x.is_inference():
+            return False
+        if x.is_nested or x.layout is not torch.strided:  # of no one shape, or of several memories
             return False
         if step != self._step:
             self._by.clear()

@@ -139,6 +139,8 @@ def _belongs(number: Given, ids: Given) -> bool:
 
 def _places(row: Tensor, x: Tensor) -> bool:
     """Whether it is one row [1, T] beside several of that length, [B, T, H]: one text's ids would be as many rows."""
+    if row.is_nested or x.is_nested:
+        return False
     return row.dim() == 2 and x.dim() == 3 and row.size(0) == 1 < x.size(0) and row.size(1) == x.size(1)
 
 
