@@ -192,3 +192,24 @@ def test_with_much_that_waits_meeting_is_waited_for(tmp_path, meet, monkeypatch)
     assert time.monotonic() - began >= 2.0
     finished(program, tmp_path)
     assert numel(tmp_path) == [(step, 512.0) for step in range(1, LAG + 2)]
+
+
+def test_meeting_has_the_spare_seconds_once_for_all_steps_that_wait_for_it(tmp_path, meet, monkeypatch):
+    monkeypatch.setattr(flights, "WAITING_BYTES", 0)
+    monkeypatch.setattr(ranks, "LATE", 1.0)
+    asked, ready = [], group.Group.ready
+
+    def timed(self, seconds, *, wait=False):
+        asked.append(seconds)
+        return ready(self, seconds, wait=wait)
+
+    monkeypatch.setattr(group.Group, "ready", timed)
+    program = made(tmp_path)
+    train(program, LAG, lambda rank, step: {"a:input": batch(rank, step)})
+    assert asked == []
+    program[0].finish()
+    assert asked[0] == pytest.approx(1.0, abs=0.1)
+    assert len(asked) > 1
+    assert max(asked[1:]) < 0.1
+    meet.set()
+    program[1].finish()

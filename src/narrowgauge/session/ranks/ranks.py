@@ -12,6 +12,7 @@ does in a program of one rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -236,7 +237,9 @@ class Ranks:
         if self._together.open:
             self._together.wait(patience)
         while self._together.open:
+            began = time.monotonic()
             self._resolve(patience.spare)
+            patience.spent(time.monotonic() - began)
         self._together.settle(patience)
 
     def _may_come(self, rank: int) -> bool:
