@@ -20,6 +20,7 @@ from torch import nn
 
 from narrowgauge import convert
 from narrowgauge.compute.nn.linear import clock_of
+from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.compute.nn.tracing import telling as known
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
@@ -131,6 +132,33 @@ def test_a_closure_is_handed_over_and_the_step_heard_once():
         stop()
     assert heard == [True, "ended"] * 3
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("way", ["closure", "hook", "hook of all"])
+def test_who_hears_of_the_end_alone_hears_it_once(way):
+    model, optimizer = build("sgd")
+    heard = []
+
+    def closure():
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().mean().backward()
+
+    with unheard():
+        stop = hear_steps(lambda *_: heard.append("ended"))
+        optimizer_steps.settle()
+        register = {"hook": optimizer.register_step_post_hook, "hook of all": _optim.register_optimizer_step_post_hook}
+        hook = register[way](lambda *_: heard.append("hook")) if way in register else None
+        try:
+            step = torch.compile(optimizer.step, backend="eager")
+            for _ in range(4):
+                closure()
+                step(*[closure] * (way == "closure"))
+        finally:
+            stop()
+            if hook is not None:
+                hook.remove()
+    assert heard.count("ended") == 4
+    assert heard.count("hook") == 4 * (hook is not None)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

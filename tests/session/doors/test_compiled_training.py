@@ -8,7 +8,7 @@ from tests.compute.nn.compiled_steps import Counted, Plain
 from torch import nn
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
-from torch.optim.optimizer import _use_grad_for_differentiable
+from torch.optim.optimizer import _use_grad_for_differentiable, register_optimizer_step_pre_hook
 
 import narrowgauge as ng
 
@@ -271,6 +271,29 @@ def test_hooks_of_the_programs_own_see_ours_where_they_do_uncompiled(place, tmp_
 
         getattr(training.optimizer, f"register_step_{place}_hook")(change)
         return watched(training, tmp_path / ("run" if compiled else "plain"))(compiled or (lambda step: step))
+
+    counts(run)
+    run(None)
+    assert rows(tmp_path / "run")["grad_norm"] == pytest.approx(rows(tmp_path / "plain")["grad_norm"], rel=1e-5)
+
+
+def test_so_do_hooks_of_the_program_for_all_optimizers(tmp_path):
+    def run(compiled):
+        training = Training(kind=torch.optim.SGD)
+
+        def change(optimizer, args, kwargs):
+            for p in training.model.parameters():
+                p.grad.mul_(0.5)
+
+        def step(function):
+            handles.append(register_optimizer_step_pre_hook(change))  # behind ours
+            return (compiled or (lambda step: step))(function)
+
+        handles = []
+        try:
+            return watched(training, tmp_path / ("run" if compiled else "plain"))(step)
+        finally:
+            handles[0].remove()
 
     counts(run)
     run(None)

@@ -82,13 +82,13 @@ def _install() -> None:
     if not _BEGINS and not _ENDED:
         step_breaks.forget()
     elif step_breaks.asked():  # what was compiled then leaves it to this
-        step_breaks.hear(_tell_between)
+        step_breaks.hear(_tell_between, _between)
 
 
 def settle() -> None:
     """The program compiles: what tells between graphs is in its place before any of them is made."""
     if _BEGINS or _ENDED:
-        step_breaks.hear(_tell_between)
+        step_breaks.hear(_tell_between, _between)
 
 
 def _tell_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 @partial(passed_over, below=True)
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
-        told = step_breaks.resumed() and not _closure(args, kwargs) and _alone(optimizer)
+        told = step_breaks.resumed() and _between(optimizer, args, kwargs)
         if not told or _way(type(optimizer)) != BETWEEN:
             _tell_ended(optimizer)
         return
@@ -149,8 +149,17 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _tell_ended_uncompiled(optimizer)
 
 
+def _between(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether a step that breaks its graph can be told between its graphs: else our hooks tell."""
+    return not _closure(args, kwargs) and _alone(optimizer)
+
+
 def _alone(optimizer: Optimizer) -> bool:
     """Whether no hook of the program's is called between ours and the updates."""
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        for number in hooks:
+            if number != OURS:
+                return False
     return not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
@@ -169,7 +178,7 @@ def _way(kind: type[Optimizer]) -> str:
     while step is not None:
         code = getattr(step, "__code__", None)
         if hasattr(step, "_torchdynamo_disable") or (code is not None and "graph_break" in code.co_names):
-            return BETWEEN if step_breaks.makes(step) and step_breaks.hear(_tell_between) else BREAKS
+            return BETWEEN if step_breaks.makes(step) and step_breaks.hear(_tell_between, _between) else BREAKS
         step = getattr(step, "__wrapped__", None)
     for found in gc.get_objects():
         if type(found) is kind:

@@ -32,22 +32,26 @@ def _inner(function: Any) -> CodeType | None:
 
 _WRAPPER, _USE_GRAD = _inner(optimizers.Optimizer.profile_hook_step), _inner(optimizers._use_grad_for_differentiable)
 Tell = Callable[[Any, bool], None]
+Between = Callable[[Any, Any, Any], bool]
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        # Steps that run: whose, and the error that was being handled when it began.
-        self.steps: list[tuple[FrameType, Any, BaseException | None]] = []
+        # Steps that run: whose, if it is told here, and the error that was being handled when it began.
+        self.steps: list[tuple[FrameType, Any | None, BaseException | None]] = []
 
 
 _here = _OfThread()
 _original: list[CodeType] = []
 _asked = False
-_tell: list[Tell] = []
+_tell: list[tuple[Tell, Between]] = []
 
 
-def hear(tell: Tell) -> bool:
-    """From now on call `tell(optimizer, ended)` twice for each such step; returns whether that can be."""
+def hear(tell: Tell, between: Between) -> bool:
+    """From now on call `tell(optimizer, ended)` twice for each such step; returns whether that can be.
+
+    `between(optimizer, args, kwargs)`: whether it is told of here, and not by hooks.
+    """
     global _asked
     dynamo: Any = sys.modules.get("torch._dynamo")
     if not hasattr(dynamo, "graph_break") or _WRAPPER is None or _USE_GRAD is None:
@@ -57,7 +61,7 @@ def hear(tell: Tell) -> bool:
     if not _original:
         _original.append(dynamo.graph_break.__code__)
         dynamo.graph_break.__code__ = graph_break.__code__
-    _tell[:], _asked = [tell], True
+    _tell[:], _asked = [(tell, between)], True
     return True
 
 
@@ -95,18 +99,20 @@ passed_over(graph_break, below=True)
 
 def called() -> None:
     """`graph_break` was called, of whose code a graph has nothing."""
-    frame = sys._getframe(2)
+    frame, heard = sys._getframe(2), list(_tell)  # who hears may come and go on another thread
     around = frame.f_back
-    if frame.f_code is not _USE_GRAD or around is None or around.f_code is _WRAPPER or not _tell:
+    if frame.f_code is not _USE_GRAD or around is None or around.f_code is _WRAPPER or not heard:
         return  # the program's own; a step whose hooks tell
     if around.f_code.co_name != "wrapper" or around.f_code.co_filename != _USE_GRAD.co_filename:
         return
-    steps, tell = _here.steps, _tell[0]
+    steps, (tell, between) = _here.steps, heard[0]
     if not steps or steps[-1][0] is not frame:
-        optimizer = frame.f_locals["self"]
+        given = frame.f_locals
+        optimizer = given["self"] if between(given["self"], given["args"], given["kwargs"]) else None
         steps.append((frame, optimizer, sys.exception()))
-        tell(optimizer, False)
+        if optimizer is not None:
+            tell(optimizer, False)
         return
     _, optimizer, error = steps.pop()
-    if sys.exception() is error:  # else the step raised
+    if optimizer is not None and sys.exception() is error:  # else the step raised
         tell(optimizer, True)
