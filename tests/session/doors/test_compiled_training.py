@@ -1,5 +1,6 @@
 """A whole step of training in one compiled function has the graphs, breaks and frames that it has without us."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -298,3 +299,35 @@ def test_so_do_hooks_of_the_program_for_all_optimizers(tmp_path):
     counts(run)
     run(None)
     assert rows(tmp_path / "run")["grad_norm"] == pytest.approx(rows(tmp_path / "plain")["grad_norm"], rel=1e-5)
+
+
+ALONE = {
+    "clip": lambda model: (nn.utils.clip_grad_norm_, list(model.parameters()), 0.1),
+    "loss": lambda model: (torch.binary_cross_entropy_with_logits, *torch.rand(2, 2, 4), None, None, 1),
+    "zero": lambda model: (model.zero_grad,),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("case", ALONE)
+def test_what_stands_in_the_place_of_torch_s_may_be_compiled_by_itself(case, fullgraph, tmp_path):
+    def run(watches):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, counted = nn.Linear(16, 4), Counted("eager")
+        with ng.watch(model, out=tmp_path / "run", every=100) if watches else nullcontext():
+            optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+            function, *given = ALONE[case](model)
+            function = torch.compile(function, backend=counted.backend, fullgraph=fullgraph)
+            for _ in range(3):
+                model(torch.ones(2, 16)).square().sum().backward()
+                found.append(function(*given))
+                optimizer.step()
+                optimizer.zero_grad()
+        return counted.graphs, found
+
+    alone = run(False)
+    assert alone[0] == (case != "zero")
+    assert run(True) == alone
+    if case == "clip":
+        assert rows(tmp_path / "run")["grad_norm"] == pytest.approx([norm.item() for norm in alone[1]], rel=1e-5)

@@ -31,6 +31,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing import optimizer_steps
+from narrowgauge.compute.nn.tracing.marks import inlined
 from narrowgauge.session.doors import compilations, recorded_graphs
 from narrowgauge.session.doors.compilations import Compilations, HearsCompiled, HearsGraphs, Whose
 from narrowgauge.session.doors.entries import Entries, Leave, nothing
@@ -76,7 +77,7 @@ class CompiledCalls(Compilations):
         def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
             if model is None:
                 return lambda function: compile_(function, *args, **kwargs)
-            compiled: Any = self._compile(model, *args, **kwargs)
+            compiled: Any = self._compile(inlined(model), *args, **kwargs)
             if compilations.of_a_library(model):
                 return self._as_ever(compiled)
             self._heard = True
