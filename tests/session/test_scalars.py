@@ -256,6 +256,24 @@ def test_a_clip_that_was_imported_by_name_is_heard(tmp_path, clip):
     assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
 
 
+def test_what_a_program_has_put_in_the_place_of_clipping_returns_what_it_likes(tmp_path, monkeypatch):
+    def clip(parameters, limit):
+        for p in parameters:
+            p.grad.clamp_(-limit, limit)
+        return torch.tensor(7.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    monkeypatch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", clip)
+    model = nn.Linear(16, 16)
+    with followed(tmp_path, every=1) as (_, writer):
+        wanted = train(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            clip=lambda: torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1e9),
+        )
+    assert writer.column("grad_norm") == pytest.approx({step: row[0] for step, row in wanted.items()}, rel=1e-5)
+
+
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_clip_by_another_norm_is_not_taken_for_the_norm(tmp_path, by_name):
     model = nn.Linear(16, 16)

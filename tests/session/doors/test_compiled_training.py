@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.optim.optimizer import _use_grad_for_differentiable, register_optimizer_step_pre_hook
 
 import narrowgauge as ng
+from narrowgauge.compute.nn.tracing import step_breaks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's, of an input
@@ -331,3 +332,24 @@ def test_what_stands_in_the_place_of_torch_s_may_be_compiled_by_itself(case, ful
     assert run(True) == alone
     if case == "clip":
         assert rows(tmp_path / "run")["grad_norm"] == pytest.approx([norm.item() for norm in alone[1]], rel=1e-5)
+
+
+def test_what_a_program_puts_in_the_place_of_torchs_graph_break_is_left_alone(monkeypatch):
+    def torchs(msg=""):
+        return None
+
+    def own(msg=""):
+        return "own"
+
+    monkeypatch.setattr(step_breaks, "_original", [])
+    monkeypatch.setattr(step_breaks, "_tell", [])
+    monkeypatch.setattr(torch._dynamo, "graph_break", torchs)
+    codes = torchs.__code__, own.__code__
+    assert step_breaks.hear(lambda optimizer, ended: None, lambda *_: True)
+    assert torchs.__code__ is not codes[0]
+    monkeypatch.setattr(torch._dynamo, "graph_break", own)
+    step_breaks.forget()
+    assert (torchs.__code__, own.__code__) == codes
+    assert own() == "own"
+    monkeypatch.setattr(torch._dynamo, "graph_break", partial(own))  # of what has no code, there is none to swap
+    assert not step_breaks.hear(lambda optimizer, ended: None, lambda *_: True)

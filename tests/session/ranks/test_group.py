@@ -11,12 +11,16 @@ from narrowgauge.session.ranks import group
 class Never:
     """A process group one of whose ranks is gone."""
 
-    def __init__(self, done):
-        self.aborted, self.sizes, self._done = False, [], done
+    def __init__(self, done, error=""):
+        self.aborted, self.sizes, self._done, self.error = False, [], done, error
 
     def gather(self, rows, mine, options):
         self.sizes.append(mine[0].numel())
-        return SimpleNamespace(is_completed=lambda: self._done)
+        return SimpleNamespace(is_completed=lambda: self._done, wait=self._wait)
+
+    def _wait(self):
+        if self.error:
+            raise RuntimeError(self.error)
 
     def abort(self):
         self.aborted = True
@@ -35,6 +39,11 @@ def test_a_first_gather_that_a_rank_never_joins_is_ended(met):
     with pytest.raises(RuntimeError, match="a rank was gone before the first gather"):
         met._first(ranks, torch.zeros(1, dtype=torch.float64))
     assert ranks.aborted
+
+
+def test_a_first_gather_that_fails_is_none(met):
+    with pytest.raises(RuntimeError, match="unhandled"):
+        met._first(Never(done=True, error="unhandled cuda error"), torch.zeros(1, dtype=torch.float64))
 
 
 def test_a_first_gather_that_all_join_is_of_one_number(met):

@@ -115,6 +115,30 @@ def test_one_that_each_of_two_ranks_multiplies_by_two_is_told(tmp_path, monkeypa
     assert session.steps.evals.notes == ([note] if told else [])
 
 
+class Spread(torch.Tensor):
+    """As one that lies on several ranks, of which a number is a collective."""
+
+    read = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.read += function in (torch.Tensor.__float__, torch.Tensor.item, torch.Tensor.clone)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_nobody_reads_a_loss_that_is_spread_over_ranks(monkeypatch):
+    monkeypatch.setattr(returned, "_ranks", lambda: 2)
+    losses, weight = returned.ReturnedLosses(), torch.ones((), requires_grad=True)
+    loss = (weight * 3).as_subclass(Spread)
+    losses.returned(loss)
+    losses.backward(2 * loss)
+    assert (losses.whole, losses.compared, losses.by_ranks, Spread.read) == (True, False, 1, 0)
+    plain = weight * 3
+    losses.returned(plain)
+    losses.backward(2 * plain)
+    assert (losses.compared, losses.by_ranks) == (True, 2)
+
+
 @pytest.mark.parametrize(
     "loss",
     [

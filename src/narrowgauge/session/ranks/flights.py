@@ -134,11 +134,11 @@ class Flights:
             RuntimeError: ranks did not meet, or did not join, or see `land`.
         """
         meeting, began = patience.spare, time.monotonic()
-        while self._agreed and time.monotonic() < began + meeting:
+        while self._agreed:
             self.launch(meeting)
+            if self._agreed and time.monotonic() >= began + meeting:
+                raise RuntimeError(f"the ranks had not met when the program ended, nor in {meeting:g} s more")
             time.sleep(POLL if self._agreed else 0.0)
-        if self._agreed:
-            raise RuntimeError(f"the ranks had not met when the program ended, nor in {meeting:g} s more")
         patience.spent(time.monotonic() - began)
         began = time.monotonic()
         if not patience.wait(self._landed, lambda: patience.all_coming(others)):

@@ -120,6 +120,7 @@ class Group:
                 group.abort()
                 raise RuntimeError("a rank was gone before the first gather")
             time.sleep(POLL)
+        gather.check()
 
     @property
     def meeting(self) -> bool:

@@ -60,6 +60,11 @@ class ReturnedLosses:
         return self._ranks if self._factor is not None and abs(float(self._factor) - self._ranks) < 1e-3 else 1
 
     @property
+    def compared(self) -> bool:
+        """Whether what the program made of it is known."""
+        return self._factor is not None
+
+    @property
     def asks(self) -> bool:
         """Whether it is still to be told of what is returned."""
         return not self.whole and (self._passes < OFTEN or self._passes % OFTEN == 0)
@@ -90,7 +95,8 @@ class ReturnedLosses:
             if loss is None or node is None:
                 self._made.append(None)
                 return
-            value = loss.detach().clone() if _ranks() > 1 else None  # it may be multiplied where it is
+            # It may be multiplied where it is. Of what is spread over ranks a number would be a collective of theirs.
+            value = loss.detach().clone() if type(loss) is Tensor and _ranks() > 1 else None
             self._made.append(_Made(_name(node), loss.output_nr, _get_sequence_nr(), get_ident(), value))
 
     def backward(self, losses: Any) -> None:
@@ -112,8 +118,8 @@ class ReturnedLosses:
                 self._outside += not found
                 self._parts += found
                 self.whole = found and alone
-                if self.whole and wanted.value is not None and len(given) == 1 and given[0].numel() == 1:
-                    self._ranks, self._factor = _ranks(), given[0].detach().reshape(()) / wanted.value.reshape(())
+                if self.whole and wanted.value is not None and len(given) == 1:
+                    self._compare(given[0], wanted.value)
                 return
             node, output = edges.pop()
             if _name(node) == wanted.node and output == wanted.output:
@@ -125,6 +131,10 @@ class ReturnedLosses:
             elif node._sequence_nr() < wanted.until:
                 alone, least = False, wanted.node[0]
             edges += [(each, at) for each, at in before if each is not None and each._sequence_nr() >= least]
+
+    def _compare(self, loss: Tensor, returned: Tensor) -> None:
+        if type(loss) is Tensor and loss.numel() == 1 and loss.device == returned.device:
+            self._ranks, self._factor = _ranks(), loss.detach().reshape(()) / returned.reshape(())
 
 
 def _name(node: Any) -> tuple[int, str]:

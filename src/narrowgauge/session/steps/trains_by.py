@@ -70,5 +70,5 @@ class TrainsBy:
         return notes
 
     def _forget(self, found: ReturnedLosses) -> None:
-        if found.otherwise or found.by_ranks > 1:
+        if found.otherwise or found.compared:
             self._gone.append(found)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from torch.optim import optimizer as optimizers
@@ -42,7 +42,7 @@ class _OfThread(threading.local):
 
 
 _here = _OfThread()
-_original: list[CodeType] = []
+_original: list[tuple[FunctionType, CodeType]] = []  # the program may have put another in its place since
 _asked = False
 _tell: list[tuple[Tell, Between]] = []
 
@@ -54,13 +54,14 @@ def hear(tell: Tell, between: Between) -> bool:
     """
     global _asked
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if not hasattr(dynamo, "graph_break") or _WRAPPER is None or _USE_GRAD is None:
+    breaks = getattr(dynamo, "graph_break", None)
+    if not isinstance(breaks, FunctionType) or _WRAPPER is None or _USE_GRAD is None:
         return False
     if getattr(dynamo.config, "nested_graph_breaks", False):  # then whatever is outermost calls it
         return False
     if not _original:
-        _original.append(dynamo.graph_break.__code__)
-        dynamo.graph_break.__code__ = graph_break.__code__
+        _original.append((breaks, breaks.__code__))
+        breaks.__code__ = graph_break.__code__
     _tell[:], _asked = [(tell, between)], True
     return True
 
@@ -69,7 +70,8 @@ def forget() -> None:
     """Tell nobody from now on."""
     _tell.clear()
     if _original:
-        sys.modules["torch._dynamo"].graph_break.__code__ = _original.pop()
+        breaks, code = _original.pop()
+        breaks.__code__ = code
 
 
 def asked() -> bool:
