@@ -6,7 +6,7 @@ import time
 
 import pytest
 from tests.session.ranks.test_gone import writes
-from tests.session.ranks.test_ranks import batch, events, made, row, train
+from tests.session.ranks.test_ranks import Clock, batch, events, made, row, train
 
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store import open_run
@@ -15,18 +15,6 @@ from narrowgauge.session.ranks.patience import SELDOM, Patience, may_come
 
 SHOWN = lambda rank, step: {"a:input": batch(rank, step)}  # noqa: E731
 STEPS = 9
-
-
-class Clock:
-    """Time passes only where somebody sleeps."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture

@@ -56,6 +56,18 @@ def _quick(monkeypatch):
     monkeypatch.setattr(group, "MEETING", 5.0)
 
 
+class Clock:
+    """Time passes only where somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
 class Rank:
     """One rank of a program that has `steps` steps and records `every` so many."""
 
@@ -448,17 +460,6 @@ def test_a_rank_that_is_gone_keeps_nobody(tmp_path):
 @pytest.mark.parametrize("failed", [True, False])
 @pytest.mark.parametrize("ends", [0, 1])
 def test_a_rank_that_an_error_ends_hardly_waits_for_one_that_waits_for_its_end(tmp_path, monkeypatch, ends, failed):
-    class Clock:
-        """Time passes only where somebody sleeps."""
-
-        now = 0.0
-
-        def monotonic(self):
-            return self.now
-
-        def sleep(self, seconds):
-            self.now += seconds
-
     clock = Clock()
     for module in (patience, flights, last_words):
         monkeypatch.setattr(module, "time", clock)
