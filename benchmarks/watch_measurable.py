@@ -3,10 +3,12 @@
     alone       a block of the program's steps
     again       another one, the same: what blocks differ by where nothing differs
     followed    a block under `ng.watch`, none of whose steps is recorded
+    rested      the same with `scalars = "recorded"`, where such steps are left alone
 
-The three take turns, in another order each round. Told are the medians over rounds of a block's median step over
+The four take turns, in another order each round. Told are the medians over rounds of a block's median step over
 that of the round's `alone`, less 1, in percent, each with the interval that holds the median of as many rounds drawn
-from these in 95 of 100 draws. What is told of `followed` is measurable where its interval lies above that of `again`.
+from these in 95 of 100 draws. What is told of `followed` and `rested` is measurable where its interval lies above that
+of `again`.
 
 On a GPU each block is timed as a whole, from one idle GPU to the next.
 
@@ -103,20 +105,24 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 def row_of(name: str, rounds: int, steps: int, device: str) -> dict[str, Any]:
     """A program's row."""
     train = training(name, device)
-    took: dict[str, list[float]] = {"alone": [], "again": [], "followed": []}
+    took: dict[str, list[float]] = {"alone": [], "again": [], "followed": [], "rested": []}
     with tempfile.TemporaryDirectory() as folder:
+        settings = {"followed": Path(folder) / "followed.toml", "rested": Path(folder) / "rested.toml"}
+        settings["followed"].write_text("")
+        settings["rested"].write_text('[watch]\nscalars = "recorded"\n')
         for number in range(rounds + 1):
             kinds = list(took)
-            for kind in kinds[number % 3 :] + kinds[: number % 3]:
-                if kind == "followed":
-                    with ng.watch(out=Path(folder) / str(number), every=NEVER):
+            turn = number % len(kinds)
+            for kind in kinds[turn:] + kinds[:turn]:
+                if kind in settings:
+                    with ng.watch(out=Path(folder) / f"{number}_{kind}", every=NEVER, config=settings[kind]):
                         ms = block(train, steps, device)
                 else:
                     ms = block(train, steps, device)
                 if number:  # the first round compiles and imports
                     took[kind].append(ms)
     row: dict[str, Any] = {"program": name, "alone_ms": round(statistics.median(took["alone"]), 2)}
-    for kind in ("again", "followed"):
+    for kind in ("again", "followed", "rested"):
         median, low, high = interval([100 * (b / a - 1) for a, b in zip(took["alone"], took[kind], strict=True)])
         row |= {f"{kind}_pct": round(median, 2), f"{kind}_from": round(low, 2), f"{kind}_to": round(high, 2)}
     return row

@@ -151,6 +151,7 @@ class Session:
             self._compiled.graphs = self.plain.compiled
             self._compiled.told()
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
+        self.steps.resting, self.steps.rest.refused = self._rest, self._never_rests
 
     @property
     def ledger(self) -> Ledger:
@@ -185,6 +186,7 @@ class Session:
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
+        self.steps.wake()
         self._estimates |= only_estimates(optimizer)
         self.plain.weights_came()
         self.steps.evals.training_changed()
@@ -199,6 +201,7 @@ class Session:
         """It may hold other parameters than before; one that is just being made is not known yet."""
         if optimizer in self.optimizers:
             self.optimizers.changed()
+            self.steps.wake()
             self.plain.weights_came()
             self.steps.evals.training_changed()
 
@@ -212,6 +215,19 @@ class Session:
         """Modules' calls are not heard for a while; unless something is compiled, which asks what hooks there are."""
         if not deaf or (self._compiled is not None and not self._compiled.any()):
             self._hear_modules(not deaf)
+
+    def _rest(self, rests: bool) -> None:
+        """The program is left alone from now on, or is not any more."""
+        self.seams.resting = rests
+        if not rests:
+            self._deaf(False)
+
+    def _never_rests(self) -> str:
+        """Why the program is never left alone; "" if it may be."""
+        if self.ranks.several():
+            return "several ranks train"
+        # What is traced would be traced once more with what stands in torch's places at rest.
+        return "the program compiles" if self._compiled is not None and self._compiled.any() else ""
 
     def _follows(self, optimizer: Optimizer) -> bool:
         return (self._only is None or optimizer in self.optimizers) and not only_estimates(optimizer)
@@ -282,6 +298,7 @@ class Session:
                 "every": self.plan.every,
                 "update_share": steps.moved_share,
                 **steps.ledger.rows.pace.facts(),
+                **({"steps_left_alone": steps.rest.steps} if steps.rest.steps else {}),
                 **({"steps_in_graphs": self.plain.choice.steps} if self.plain.choice.steps else {}),
                 **self.recorder.facts(),
             },
@@ -303,6 +320,7 @@ class Session:
                 *conversions.notes,
                 *conversions.unmet,
                 *steps.notes,
+                *steps.rest.notes(steps.ledger.steps),
                 *steps.batches.notes,
                 *steps.evals.notes,
                 *(self.loading.notes if self.plan.compiling else ()),

@@ -79,6 +79,17 @@ class Recorder:
         self.selection.gate.asked = dumped or (self.what_if is not None and self.what_if.asking)
         return dumped or recorded
 
+    def next_due(self, step: int) -> int | None:
+        """The next step in which anything is looked at, where optimizers take no turns; None without one."""
+        dumped = None if self.dumper is None else self.dumper.next_due(step)
+        return min((at for at in (self.selection.next_due(step), dumped) if at is not None), default=None)
+
+    def made(self, steps: int) -> None:
+        """The program made so many steps, of the last ones of which nobody was told."""
+        self.selection.made(steps)
+        if self.dumper is not None:
+            self.dumper.made(steps)
+
     def end_step(self) -> None:
         """The step ended."""
         if self.what_if is not None:  # its rows first: with several ranks, they go with the step's own

@@ -17,6 +17,7 @@ roles = ["input", "weight"]
 metrics = ["amax", "*sqnr*"]
 what_if = ["current", "blockwise"]
 compiled = "graphs"
+scalars = "recorded"
 ranks = true
 [convert]
 skip = ["lm_head"]
@@ -78,6 +79,7 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         "metrics": ["amax", "*sqnr*"],
         "what_if": ["current", "blockwise"],
         "compiled": "graphs",
+        "scalars": "recorded",
         "ranks": True,
     }
     roles = ["input", "weight", "grad_output"]

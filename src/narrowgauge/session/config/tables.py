@@ -77,6 +77,9 @@ class Watch(Table):
     compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""
+    scalars: Literal["all", "recorded"] = "all"
+    """Which steps have a row of scalars (loss, norms, rates): `all`; or those that are `recorded`, one before and one
+    behind each, and a program of one process is left alone between them."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 

@@ -28,6 +28,9 @@ class HearsCalls(Protocol):
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run its forward."""
 
+    def known(self, module: nn.Module) -> bool:
+        """Whether its own hooks tell of it, or it cannot be trained."""
+
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint's first forward begins, or has ended."""
 
@@ -48,7 +51,9 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
 
     @passed_over
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
+        if torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
+            return
+        if not (seams.resting and torch.is_grad_enabled() and calls.known(module)):  # evaluations are heard always
             calls.module_called(module, args)
 
     def hear(heard: bool) -> None:

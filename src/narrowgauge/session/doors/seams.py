@@ -34,6 +34,7 @@ class Seams:
         self._undo = ExitStack()
         self._originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.telling = True
+        self.resting = False  # meanwhile what `rests` tells nobody
 
     def close(self) -> None:
         """Undo everything, in reverse order; what the program has wrapped stays, and tells nobody."""
@@ -52,12 +53,14 @@ class Seams:
         *,
         overridable: bool = False,
         alone: bool = False,
+        rests: bool = False,
         also: tuple[Any, str] | None = None,
     ) -> None:
         """Put `make(original)` in the place of `owner.name` until closed, and where it is `also` found under a name.
 
         Of an `overridable` function the program's `__torch_function__` may be told; of ours it is not. What stands
-        `alone` asks by itself whether anybody is told: one line less in a traceback of the program's.
+        `alone` asks by itself whether anybody is told: one line less in a traceback of the program's. What `rests`
+        tells nobody while steps are left alone.
         """
         original, own = getattr(owner, name), name in vars(owner)
         ours = passed_over(unseen(make(original)))
@@ -65,7 +68,7 @@ class Seams:
         @passed_over
         @unseen
         def asking(*args: Any, **kwargs: Any) -> Any:
-            run = ours if self.telling else original
+            run = ours if self.telling and not (rests and self.resting) else original
             if not overridable or torch.compiler.is_compiling() or not overridden(args, kwargs):
                 return run(*args, **kwargs)
             with _put_back(owner, name, seam, original):

@@ -63,6 +63,12 @@ class HearsUpdates(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
+    def alone(self) -> bool:
+        """Whether a step that begins while seams rest is to be left alone."""
+
+    def left_alone(self, optimizer: Optimizer) -> bool:
+        """It ended while seams rest; whether nobody else is to be told."""
+
 
 class HearsCaptures(Protocol):
     """Hears of what is called while a CUDA graph is captured."""
@@ -84,6 +90,8 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if seams.resting and closure is None and updates.alone():
+            return None
         followed = updates.step_begins(optimizer, closure if callable(closure) else None)
         if followed is None or followed is closure:
             return None
@@ -92,7 +100,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     def step_ended(optimizer: Optimizer, early: bool) -> None:
         if capturing():
             graphs.step_captured(optimizer)
-        else:
+        elif not (seams.resting and not early and updates.left_alone(optimizer)):
             updates.step_ended(optimizer, early)
 
     seams.on_close(hear_steps(step_ended, step_begins))
@@ -146,9 +154,9 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 
         return run
 
-    seams.replace(torch.autograd, "backward", backward)
-    seams.replace(Optimizer, "zero_grad", zero_grad)
-    seams.replace(nn.Module, "zero_grad", zero_grad)
+    seams.replace(torch.autograd, "backward", backward, rests=True)
+    seams.replace(Optimizer, "zero_grad", zero_grad, rests=True)
+    seams.replace(nn.Module, "zero_grad", zero_grad, rests=True)
     seams.replace(torch.amp.GradScaler, "step", scaler_step)
     heard: set[type] = set()
 
@@ -157,7 +165,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
         for owner in kind.__mro__:
             if "scale" in vars(owner) and owner not in heard and issubclass(owner, torch.amp.GradScaler):
                 heard.add(owner)
-                seams.replace(owner, "scale", scale)
+                seams.replace(owner, "scale", scale, rests=True)
 
     def scaler_made(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -229,7 +237,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
         ("get_total_norm", "_", norm_taken),
         ("clip_grads_with_norm_", "_", scaled_down),
     ):  # one and the same in both places: what pickles it finds it by its name
-        seams.replace(torch.nn.utils.clip_grad, f"{mark}{name}", make, also=(torch.nn.utils, name))
+        seams.replace(torch.nn.utils.clip_grad, f"{mark}{name}", make, rests=True, also=(torch.nn.utils, name))
     seams.replace_where_held(torch.nn.utils, ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"))
 
 

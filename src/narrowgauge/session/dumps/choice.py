@@ -35,6 +35,14 @@ class Choice:
         self._met += met
         return met and not self.capped
 
+    def next_due(self, step: int) -> int | None:
+        """The next step that it takes something of, behind this one; None without one."""
+        return None if self.capped else self._steps.next(step)
+
+    def made(self, steps: int) -> None:
+        """The program made so many, of the last ones of which nobody was told."""
+        self._made = steps
+
     def selects(self, module: str, role: str) -> bool:
         """Whether it takes a site, of a step that it takes."""
         return not self.capped and self._sites.selects(module, role)

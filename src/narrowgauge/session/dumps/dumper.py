@@ -70,6 +70,16 @@ class Dumper:
             self._calls.clear()
         return bool(self._open)
 
+    def next_due(self, step: int) -> int | None:
+        """The next step of which anything is chosen; None without one."""
+        steps = [] if self.failure else [choice.next_due(step) for choice in self._choices]
+        return min((at for at in steps if at is not None), default=None)
+
+    def made(self, steps: int) -> None:
+        """The program made so many, of the last ones of which nobody was told."""
+        for choice in self._choices:
+            choice.made(steps)
+
     def wants(self, module: str) -> bool:
         """Whether any operand of a module may be taken in the open step."""
         return any(choice.reaches(module) for choice in self._open)

@@ -74,7 +74,7 @@ class Calls:
         taken: Callable[[str], None],
         deaf: Callable[[bool], None] = lambda deaf: None,
     ) -> None:
-        self._roots, self._steps, self._probe = roots, steps, probe
+        self._roots, self._steps, self._probe, self.rest = roots, steps, probe, steps.rest
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
         self._loading, self._taken, self._deaf = loading, taken, deaf
         self._thread = _OfThread()
@@ -148,7 +148,7 @@ class Calls:
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         kind = type(module)
         root = self.take(module)
-        root.follow(self.begins, self.ended)
+        root.follow(self)
         root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
         self.begins(root, args, {})
         if type(module) is not kind:
@@ -221,6 +221,45 @@ class Calls:
             self._loading.trained(line)
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
+
+    @partial(passed_over, below=True)
+    def known(self, module: nn.Module) -> bool:
+        """Whether its own hooks tell of it, or it has nothing that could be trained."""
+        return module in self._roots or next(module.parameters(), None) is None
+
+    @partial(passed_over, below=True)
+    def passes(self, root: Root) -> bool:
+        """A model is called while the program is left alone; whether it is left alone with that."""
+        rest = self.rest
+        if self.hearing.ident != threading.get_ident():
+            return False
+        if rest.depth and rest.outermost is not None and not still_runs(rest.outermost):  # it was interrupted
+            rest.depth = 0
+        if inside_backward():
+            return True
+        if not rest.depth:
+            if not self.learns():
+                return False
+            rest.outermost = innermost_call()
+            self._deaf(True)
+            if not root.frozen():
+                rest.called = True
+                self._loading.evaluated()
+                self._steps.evals.training_begins()
+        rest.depth += 1
+        return True
+
+    @partial(passed_over, below=True)
+    def passed(self) -> bool:
+        """Such a call returned, or raised."""
+        rest = self.rest
+        if not rest.depth or self.hearing.ident != threading.get_ident() or inside_backward():
+            return False
+        rest.depth -= 1
+        if not rest.depth:
+            rest.outermost = None
+            self._deaf(False)
+        return True
 
     def _begins_aside(self) -> None:
         if not inside_backward():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.session.steps.rest import Rest
 from narrowgauge.session.tensors.weakly import Weak, weakly
 
 
@@ -25,6 +26,24 @@ class _OfThread(threading.local):
 _REPLICA = "_is_replica"  # nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's
 _NONE: dict[str, Any] = {}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class HearsRoots(Protocol):
+    """Hears of calls of models."""
+
+    rest: Rest
+
+    def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model is called."""
+
+    def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
+        """Its call returned."""
+
+    def passes(self, root: Root) -> bool:
+        """It is called while steps are left alone; whether that is all there is to it."""
+
+    def passed(self) -> bool:
+        """The same of its return."""
 
 
 class Root:
@@ -79,29 +98,30 @@ class Root:
         self._learns = Weak() if learns is None else weakly(learns)
         return learns is None
 
-    def follow(
-        self,
-        begins: Callable[[Root, tuple[Any, ...], dict[str, Any]], None],
-        ended: Callable[[Root, Any, dict[str, Any]], None],
-    ) -> None:
-        """Have the two called around each call of the model; `ended` with the keywords that `begins` missed.
+    def follow(self, calls: HearsRoots) -> None:
+        """Tell of each call of the model; `ended` with the keywords that `begins` missed.
 
         Not while it is traced: what is compiled around it is called as a whole.
         """
+        rest = calls.rest
 
         # torch passes no keywords where a hook has just come or is just going, as in a signal's handler.
         @passed_over
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] = _NONE) -> None:
-            if not torch.compiler.is_dynamo_compiling() and _REPLICA not in module.__dict__:
-                begins(self, args, kwargs)
-
-        @passed_over
-        def after(module: nn.Module, args: Any, *rest: Any) -> None:
-            kwargs, output = rest if len(rest) > 1 else (_NONE, *rest)
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
+            if not (rest.on and calls.passes(self)):
+                calls.begins(self, args, kwargs)
+
+        @passed_over
+        def after(module: nn.Module, args: Any, *given: Any) -> None:
+            kwargs, output = given if len(given) > 1 else (_NONE, *given)
+            if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
+                return
+            if rest.on and calls.passed():
+                return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
-            ended(self, output, missed)
+            calls.ended(self, output, missed)
 
         self._around = before, after
         self.come_back()

@@ -77,6 +77,16 @@ class Selection:
             self.first = step
         return due
 
+    def next_due(self, step: int) -> int | None:
+        """The next step that is recorded where optimizers take no turns; None without one."""
+        alone = self._alone.next(step) if self._alone.spans else None
+        regular = self._ranges.next(step, self._every)
+        return regular if alone is None else alone if regular is None else min(alone, regular)
+
+    def made(self, steps: int) -> None:
+        """The program made so many, of the last ones of which nobody was told."""
+        self._steps = steps
+
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""
         self._turns.stepped(optimizers)

@@ -46,3 +46,12 @@ class StepRanges:
 
     def __contains__(self, step: int) -> bool:
         return not self.spans or any(first <= step and (last is None or step <= last) for first, last in self.spans)
+
+    def next(self, step: int, every: int = 1) -> int | None:
+        """The first step behind this one that is in a range and that `every` divides; None without one.
+
+        >>> StepRanges([(0, 3), (25, None)]).next(3, every=10)
+        30
+        """
+        found = [(-(-max(first, step + 1) // every) * every, last) for first, last in self.spans or ((0, None),)]
+        return min((at for at, last in found if last is None or at <= last), default=None)

@@ -105,6 +105,17 @@ class Ledger:
             self.line.scalars["step_seconds"] = so_far + seconds
             self.steps = self.line.step
 
+    def left_alone(self, *, skipped: bool) -> None:
+        """A step was made of which nobody was told more."""
+        self.steps += 1
+        self.rows.skipped_steps += skipped
+        self.rows.pace.passed()
+
+    def laps_anew(self) -> None:
+        """What comes next is timed, what was so far is not."""
+        self._clock.lap()
+        self._clock.events()
+
     def has(self, optimizer: Optimizer) -> bool:
         """Whether the open step is of this optimizer, with what it holds now."""
         return self.line is not None and held(optimizer) in self.line.stepped

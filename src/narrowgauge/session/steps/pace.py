@@ -43,6 +43,10 @@ class Pace:
         self._steps[recorded] += 1
         self._all += seconds if recorded else 0.0
 
+    def passed(self) -> None:
+        """A step was made that nobody timed, and that was not recorded."""
+        self._steps[False] += 1
+
     def _medians(self) -> tuple[float, float] | None:
         """Of a recorded step and of another; None before there are enough of both."""
         if min(map(len, self._seconds.values())) < FEWEST:

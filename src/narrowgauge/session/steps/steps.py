@@ -9,8 +9,11 @@ the program's end before one                                                    
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from torch.optim.optimizer import Optimizer
 
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.plan import Plan
@@ -23,6 +26,7 @@ from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
+from narrowgauge.session.steps.rest import Rest
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.tensors.batches import Batches
 from narrowgauge.session.tensors.movement import Movement
@@ -53,6 +57,10 @@ class Steps:
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses(lambda: self.ledger.steps)
+        asked = plan.watch.get("scalars") == "recorded" and plan.compiling and plan.steps is None and probe is None
+        self.rest = Rest(asked=asked)
+        self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
+        self._fed = 0  # the last step in which a model was called with gradients
         self._recorded_steps = 0
         self._room = Room()
         self.moved_share = 1.0  # of the weights, that update ratios were measured on
@@ -91,6 +99,7 @@ class Steps:
     def feed(self, inputs: Any, model: int = 0) -> int:
         """A model, told apart by its number, is called with gradients and these inputs; returns their tokens."""
         line = self.ledger.line
+        self._fed = 0 if line is None else line.step
         accumulates = line is not None and line.microbatches > 0
         self._other_data = accumulates and (self._other_data or not self.batches.again(inputs))
         if self.zeroed and line is not None and self._other_data:
@@ -136,6 +145,7 @@ class Steps:
 
     def hand_over(self) -> None:
         """Another thread goes on."""
+        self.wake()
         self.doubt()
         self.paused = False
         self.ledger.hand_over()
@@ -151,6 +161,42 @@ class Steps:
         self.made, self.zeroed, self._doubted = True, False, False
         if not early:
             self._come_by(self.ledger.steps + 1)
+
+    def perhaps_rest(self, optimizer: Optimizer) -> None:
+        """The open step was made by this optimizer, in the usual way: the next ones may be left alone."""
+        line = self.ledger.line
+        if line is None or not self.rest.follows(line, called=self._fed == line.step, before=self.stepped):
+            return
+        if self.rest.begin(optimizer, line.step, self._recorder.next_due(line.step)):
+            self._close()
+            self._who_stepped(line)
+            self.ledger.close()
+            self.resting(True)
+
+    def left_alone(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        """This optimizer has stepped, or was `skipped`, while the program is left alone."""
+        alike = self.rest.alike(optimizer)
+        if self.rest.called:
+            self.ledger.left_alone(skipped=skipped)
+            self.rest.steps += 1
+        self.rest.called, self.rest.depth, self.rest.outermost = False, 0, None
+        self.evals.stepped()
+        if not alike:
+            self.unlike()
+        elif self.rest.over(self.ledger.steps):
+            self.wake()
+
+    def unlike(self) -> None:
+        """What the program does while it is left alone is not as before."""
+        self.rest.give_up(f"what the program did about step {self.ledger.steps + 1} was not as before")
+        self.wake()
+
+    def wake(self) -> None:
+        """The next step has a row."""
+        if self.rest.on:
+            self.rest.on = False
+            self.ledger.laps_anew()
+            self.resting(False)
 
     def _come_by(self, step: int) -> None:
         if not self._came_by:
@@ -185,6 +231,7 @@ class Steps:
 
     def capture_begins(self) -> None:
         """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
+        self.wake()
         with self._left_over():
             self._plain.end()
             self._recorder.end_step()
@@ -211,6 +258,8 @@ class Steps:
                     f"step (backward: {self.line.microbatches} times); {rows}."
                 )
         self._close()
+        if self.rest.steps:
+            self._recorder.made(self.ledger.steps)
         self.memory.sample()
         self.ledger.finish()
         self._ranks.finish(failed=failed)
@@ -222,14 +271,14 @@ class Steps:
             status.report(self._plan, self.ledger, done=done)
 
     def _open(self) -> None:
+        if self.rest.on:
+            self.unlike()
         self._close()
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
         self.made, self.begun = False, True
         if self.ledger.line is not None:
-            stepped = self.ledger.line.optimizers
-            self.stepped = stepped or self.stepped
-            self._recorder.selection.stepped(stepped)
+            self._who_stepped(self.ledger.line)
         line = self.ledger.open()
         self.batches.begin_anew()
         self._come_by(line.step)
@@ -243,6 +292,10 @@ class Steps:
             line.disturbed |= self._probe.armed(line.step)
         if self._reports:
             self.report()
+
+    def _who_stepped(self, line: Line) -> None:
+        self.stepped = line.optimizers or self.stepped
+        self._recorder.selection.stepped(line.optimizers)
 
     def _close(self) -> None:
         line = self.ledger.line

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -39,6 +40,8 @@ from narrowgauge.session.steps.looking import gradients, learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
+
+ENGINE = "an engine steps that multiplies losses, clips or skips by itself"
 
 
 class Updates:
@@ -85,6 +88,7 @@ class Updates:
     @heard
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """An engine multiplied the loss by a scale of its own, if there is one."""
+        self._steps.rest.give_up(ENGINE)
         self.losses.multiplied(before, after, scale())
 
     @heard_if(lambda self, loss, plain: self.same.loss(loss))
@@ -229,12 +233,35 @@ class Updates:
         if self._stepping is not None and not began:
             return
         self._steps.ledger.took_part(optimizer)
+        if self._closure_again:
+            self._steps.rest.give_up("an optimizer calls a closure")
         self._made(early=early)
+        if self._steps.rest.asked and not early:
+            self._steps.perhaps_rest(optimizer)
+
+    def alone(self) -> bool:
+        """Whether an optimizer's step that the calling thread begins is one of those that are left alone."""
+        return self.hearing.ident == get_ident() and not inside_backward()
+
+    def left_alone(self, optimizer: Optimizer) -> bool:
+        """An optimizer stepped while the program is left alone; whether that is all there is to it."""
+        if self.hearing.ident != get_ident():
+            return False
+        if inside_backward():
+            self._steps.unlike()
+            return False
+        if not self.prepares and self._follows(optimizer):
+            self.ended += 1
+            self._steps.left_alone(optimizer)
+        return True
 
     @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
         if moved or not self._follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
+            return
+        if self._steps.rest.on:
+            self._steps.left_alone(optimizer, skipped=True)
             return
         line = self._steps.ledger.line
         if line is not None and self._stepping is not None and self._stepping() not in (None, optimizer):
@@ -245,6 +272,7 @@ class Updates:
     @heard
     def engine_stepped(self, told: Callable[[], Told]) -> None:
         """An engine stepped that clips and skips by itself; its norm is that of all ranks' gradients."""
+        self._steps.rest.give_up(ENGINE)
         norm, skipped, optimizers = told()
         if skipped and not self._steps.made:
             self._skipped(*optimizers)

@@ -1,0 +1,96 @@
+"""Steps that are left alone, where the settings ask for it: those between the recorded ones.
+
+    step    8   9  10  11  12 ... 18  19  20  21      every = 10, scalars = "recorded"
+    row         x   R   x              x   R   x      R: with tensors
+
+Of such a step no more is heard than that a model was called with gradients and that the optimizer has stepped since:
+one look at a flag in each function of ours that a program passes. So there is neither a loss nor a norm of it.
+Evaluations are heard as ever. A program that goes on otherwise than in the two steps before (another optimizer, a
+closure, a graph) has a row of each step from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from weakref import ReferenceType, ref
+
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.steps.line import Line
+
+AROUND = 1  # steps before a recorded one, and behind it, that have a row
+
+
+class Rest:
+    """Whether the program is left alone now.
+
+    Args:
+        asked: whether it is to be, wherever that can be.
+
+    Attributes:
+        on: it is, until its steps are `over`.
+        called: in the step that it makes a model was called with gradients.
+        depth: calls of models that run.
+        outermost: torch's, of the first of them.
+        steps: that were left alone so far.
+        refused: why it is not to be, asked before it is; "" if it may.
+    """
+
+    def __init__(self, *, asked: bool) -> None:
+        self.asked, self.on = asked, False
+        self.refused: Callable[[], str] = lambda: ""
+        self.called, self.depth = False, 0
+        self.outermost: FrameType | None = None
+        self.steps = 0
+        self._leader: ReferenceType[Optimizer] | None = None
+        self._until: int | None = None
+        self._given_up = ""
+        self._unlike = False  # a step was not as the one before
+
+    def follows(self, line: Line, *, called: bool, before: set[int]) -> bool:
+        """Whether a step of this line may be the last with a row: `called` in it was a model, and the same optimizer
+        made it as the one `before`, alone."""
+        regular = called and line.microbatches > 0 and len(line.optimizers) == 1 and line.optimizers == before
+        self._unlike |= bool(before) and not regular
+        return self.asked and not self.on and not line.recorded and regular
+
+    def begin(self, optimizer: Optimizer, step: int, due: int | None) -> bool:
+        """Leave the program alone behind this step, which `optimizer` made; False if a recorded one is `due` soon."""
+        self._until = None if due is None else due - 1 - AROUND
+        if self._until is not None and self._until <= step:
+            return False
+        if why := self.refused():
+            self.give_up(why)
+            return False
+        self._leader = ref(optimizer)
+        self.called, self.depth, self.outermost, self.on = False, 0, None, True
+        return True
+
+    def alike(self, optimizer: Optimizer) -> bool:
+        """Whether a step that this optimizer has made is as those before."""
+        return self.called and self._leader is not None and self._leader() is optimizer
+
+    def over(self, steps: int) -> bool:
+        """Whether, so many being made, the next has a row."""
+        return self._until is not None and steps >= self._until
+
+    def give_up(self, why: str) -> None:
+        """From now on each step has a row."""
+        if self.asked:
+            self.asked, self._given_up = False, why
+
+    def notes(self, steps: int) -> list[str]:
+        """How many of all steps were left alone, and why not more."""
+        notes = []
+        if self.steps:
+            notes.append(
+                f"{self.steps} of {steps} steps were left alone, as watch.scalars asks: they have no row, and what was "
+                "not finite or skipped in them is not counted."
+            )
+        why = self._given_up
+        if self.asked and self._unlike and not self.steps:
+            why = "the program's steps are not all of one optimizer, each behind a model's call"
+        if why:
+            notes.append(f'watch.scalars is "recorded", but {why}: each step has a row{" since" * bool(self.steps)}.')
+        return notes
