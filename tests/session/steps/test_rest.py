@@ -1,5 +1,6 @@
 """Steps between the recorded ones, left alone: what has a row is as if every step had one, and the program's own."""
 
+import functools
 import gc
 import sys
 import threading
@@ -48,10 +49,10 @@ def made(kind=torch.optim.AdamW):
     return model, kind(model.parameters(), lr=0.01)
 
 
-def step(model, optimizer, number, losses):
+def step(model, optimizer, number, losses, device="cpu"):
     """One of a training with two microbatches, clipping and a falling rate."""
     for part in (0, 1):
-        x = batch(2 * number + part)
+        x = batch(2 * number + part).to(device)
         loss = F.mse_loss(model(x), x) / 2
         loss.backward()
         losses.append(loss.item())
@@ -61,10 +62,11 @@ def step(model, optimizer, number, losses):
     optimizer.zero_grad()
 
 
-def plain(losses):
-    model, optimizer = made()
+def plain(losses, device="cpu"):
+    model = Model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number in range(1, 25):
-        step(model, optimizer, number, losses)
+        step(model, optimizer, number, losses, device)
 
 
 def run(tmp_path, program, scalars="recorded", **more):
@@ -108,9 +110,15 @@ def notes(session):
     return [note for note in session.facts()["notes"] if "watch.scalars" in note]
 
 
-def test_recorded_steps_and_those_around_them_have_rows(tmp_path):
-    session, writer = compared(tmp_path, plain)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_recorded_steps_and_those_around_them_have_rows(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    session, writer = compared(tmp_path, functools.partial(plain, device=device))
     assert list(writer.column("loss")) == AROUND
+    seconds = writer.column("step_seconds")
+    assert set(seconds) >= set(AROUND[1:])
+    assert max(seconds[at] for at in (9, 19)) < 1.0  # of the step alone
     assert notes(session) == [
         "16 of 24 steps were left alone, as watch.scalars asks: they have no row, and what was not finite or skipped "
         "in them is not counted."
