@@ -106,12 +106,12 @@ def _why_none(run: Run) -> list[str]:
 
 def _how_far(run: Run) -> str:
     """So many steps, and the loss at the first and the last of those that have one; of each turn apart."""
-    from narrowgauge.observe.report.steps import made, turns
+    from narrowgauge.observe.report.steps import number, turns
     from narrowgauge.observe.report.words import listing
 
     table = run.scalars()
-    number = int(made(table).sum())
-    steps = f"{number} step{'' if number == 1 else 's'}"
+    made = number(run, table)
+    steps = f"{made} step{'' if made == 1 else 's'}"
     if "loss" not in table.columns:
         return steps
     of_each = [[loss for loss in table["loss"][rows].tolist() if math.isfinite(loss)] for rows in turns(table)]

@@ -34,6 +34,14 @@ def test_a_row_for_each_scalar_that_a_run_has():
     assert (told[1]["loss"], told[1]["eval_loss"], told[1]["lr"]) == ("7.0000", "—", "—")
 
 
+@pytest.mark.parametrize(("meta", "steps"), [({}, "11"), ({"steps": 14}, "14"), ({"steps": 1200}, "1,200")])
+def test_steps_that_were_left_alone_count(meta, steps):
+    (told,) = single(
+        {"one": Recorded(meta, step=[9, 10, 11, 12], loss=[4, 3, 2, np.nan], eval_loss=[np.nan] * 3 + [5])}
+    )
+    assert told["steps"] == steps
+
+
 @pytest.mark.parametrize(
     ("counted", "said"),
     [

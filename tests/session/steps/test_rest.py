@@ -371,31 +371,15 @@ def test_an_optimizer_that_is_made_meanwhile_is_looked_at_first(tmp_path):
     assert len(notes(session)) == 1
 
 
-def test_a_closure_has_rows(tmp_path):
+@pytest.mark.parametrize("first", [1, 15])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_closures_are_left_alone_too(tmp_path, kind, first):
+    """As Lightning has them, in each step; or from one of the steps between on."""
+
     def program(losses):
-        model = Model()
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        model, optimizer = made(kind if first == 1 else torch.optim.AdamW)
         for number in range(1, 25):
-
-            def closure(number=number):
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(batch(number)), batch(number))
-                loss.backward()
-                losses.append(loss.item())
-                return loss
-
-            optimizer.step(closure)
-
-    session, writer = compared(tmp_path, program)
-    assert list(writer.column("loss")) == list(range(1, 25))
-    assert notes(session) == ['watch.scalars is "recorded", but an optimizer calls a closure: each step has a row.']
-
-
-def test_a_closure_that_comes_meanwhile_is_followed(tmp_path):
-    def program(losses):
-        model, optimizer = made()
-        for number in range(1, 25):
-            if number < 15:
+            if number < first:
                 step(model, optimizer, number, losses)
                 continue
 
@@ -408,8 +392,41 @@ def test_a_closure_that_comes_meanwhile_is_followed(tmp_path):
 
             optimizer.step(closure)
 
+    session, writer = compared(tmp_path, program)
+    assert list(writer.column("loss")) == AROUND
+    assert len(notes(session)) == 1
+
+
+def test_a_step_without_any_call_of_a_model_counts(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            if number != 15:
+                step(model, optimizer, number, losses)
+                continue
+            model.up.weight.square().sum().backward()  # a decay by hand
+            optimizer.step()
+            optimizer.zero_grad()
+
     _, writer = compared(tmp_path, program)
-    assert list(writer.column("loss")) == [1, 2, 9, 10, 11, *range(15, 25)]
+    assert list(writer.column("loss")) == AROUND
+
+
+def test_a_step_without_any_backward_ends_it(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            if number != 15:
+                step(model, optimizer, number, losses)
+                continue
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session, writer = compared(tmp_path, program)
+    assert list(writer.column("loss")) == [1, 2, 9, 10, 11, *range(16, 25)]
+    assert "about step 16 " in notes(session)[1]
 
 
 def test_a_step_in_backward_that_comes_meanwhile_has_rows_soon(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.observe.report import facts, words
-from narrowgauge.observe.report.steps import made, turns
+from narrowgauge.observe.report.steps import made, number, turns
 from narrowgauge.observe.store import Run
 
 Array = NDArray[Any]
@@ -92,7 +92,7 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
                 **told,
                 "name": name,
                 "counted": str(run.meta.get("counted") or "tokens"),
-                "steps": f"{int(trained.sum()):,}",
+                "steps": f"{number(run, scalars):,}",
                 "nan": int(np.nansum(column("nonfinite"))),
                 "skipped": int(np.nansum(column("skipped"))),
                 "status": facts.state_of(run),

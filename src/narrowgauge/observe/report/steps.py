@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.observe.store import Table
+from narrowgauge.observe.store import Run, Table
 
 OTHERS = -1.0  # the turn of steps that have no number, because there are too many
 
@@ -22,6 +22,12 @@ def made(scalars: Table) -> NDArray[Any]:
         if name not in ("step", "eval_loss"):
             steps |= ~np.isnan(np.asarray(scalars[name], dtype=np.float64))
     return steps
+
+
+def number(run: Run, scalars: Table) -> int:
+    """How many steps a run made. Not all have a row where the program was left alone between recorded ones."""
+    numbered = np.asarray(scalars["step"])[made(scalars)]
+    return max(int(run.meta.get("steps") or 0), int(numbered.max(initial=0)))
 
 
 def turns(scalars: Table) -> list[NDArray[Any]]:

@@ -63,8 +63,8 @@ class HearsUpdates(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
-    def alone(self) -> bool:
-        """Whether a step that begins while seams rest is to be left alone."""
+    def alone(self, *, backward: bool = False) -> bool:
+        """Whether an optimizer's step, or a `backward`, that begins while seams rest is to be left alone."""
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """It ended while seams rest; whether nobody else is to be told."""
@@ -89,9 +89,9 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     _follow_clips(seams, updates, graphs)
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if seams.resting and closure is None and updates.alone():
+        if seams.resting and updates.alone():
             return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         followed = updates.step_begins(optimizer, closure if callable(closure) else None)
         if followed is None or followed is closure:
             return None
@@ -109,7 +109,8 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
+            # A reentrant checkpoint's own backward is no new microbatch.
+            if inside_backward() or (seams.resting and updates.alone(backward=True)):
                 original(tensors, *args, **kwargs)
                 return
             if capturing():
@@ -154,7 +155,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 
         return run
 
-    seams.replace(torch.autograd, "backward", backward, rests=True)
+    seams.replace(torch.autograd, "backward", backward)
     seams.replace(Optimizer, "zero_grad", zero_grad, rests=True)
     seams.replace(nn.Module, "zero_grad", zero_grad, rests=True)
     seams.replace(torch.amp.GradScaler, "step", scaler_step)

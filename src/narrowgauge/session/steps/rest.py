@@ -3,10 +3,10 @@
     step    8   9  10  11  12 ... 18  19  20  21      every = 10, scalars = "recorded"
     row         x   R   x              x   R   x      R: with tensors
 
-Of such a step no more is heard than that a model was called with gradients and that the optimizer has stepped since:
-one look at a flag in each function of ours that a program passes. So there is neither a loss nor a norm of it.
-Evaluations are heard as ever. A program that goes on otherwise than in the two steps before (another optimizer, a
-closure, a graph) has a row of each step from there on.
+Of such a step no more is heard than that a model was called with gradients, or backward was, and that the optimizer has
+stepped since: one look at a flag in each function of ours that a program passes. So it has neither a loss nor a norm.
+Evaluations are heard as ever. A program that goes on otherwise than in the two steps before (with another optimizer,
+by a graph) has a row of each step from there on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rest:
 
     Attributes:
         on: it is, until its steps are `over`.
-        called: in the step that it makes a model was called with gradients.
+        called: in the step that it makes a model was called with gradients, or backward was called.
         depth: calls of models that run.
         outermost: torch's, of the first of them.
         steps: that were left alone so far.
@@ -67,9 +67,9 @@ class Rest:
         self.called, self.depth, self.outermost, self.on = False, 0, None, True
         return True
 
-    def alike(self, optimizer: Optimizer) -> bool:
-        """Whether a step that this optimizer has made is as those before."""
-        return self.called and self._leader is not None and self._leader() is optimizer
+    def leads(self, optimizer: Optimizer) -> bool:
+        """Whether it is the one that made the steps before."""
+        return self._leader is not None and self._leader() is optimizer
 
     def over(self, steps: int) -> bool:
         """Whether, so many being made, the next has a row."""

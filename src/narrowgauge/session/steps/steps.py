@@ -175,13 +175,13 @@ class Steps:
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """This optimizer has stepped, or was `skipped`, while the program is left alone."""
-        alike = self.rest.alike(optimizer)
-        if self.rest.called:
+        called, leads = self.rest.called, self.rest.leads(optimizer)
+        if called or leads:
             self.ledger.left_alone(skipped=skipped)
             self.rest.steps += 1
         self.rest.called, self.rest.depth, self.rest.outermost = False, 0, None
         self.evals.stepped()
-        if not alike:
+        if not (called and leads):
             self.unlike()
         elif self.rest.over(self.ledger.steps):
             self.wake()

@@ -233,15 +233,16 @@ class Updates:
         if self._stepping is not None and not began:
             return
         self._steps.ledger.took_part(optimizer)
-        if self._closure_again:
-            self._steps.rest.give_up("an optimizer calls a closure")
         self._made(early=early)
         if self._steps.rest.asked and not early:
             self._steps.perhaps_rest(optimizer)
 
-    def alone(self) -> bool:
-        """Whether an optimizer's step that the calling thread begins is one of those that are left alone."""
-        return self.hearing.ident == get_ident() and not inside_backward()
+    def alone(self, *, backward: bool = False) -> bool:
+        """Whether an optimizer's step, or a `backward`, that the calling thread begins is to be left alone."""
+        if self.hearing.ident != get_ident() or inside_backward():
+            return False
+        self._steps.rest.called |= backward
+        return True
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped while the program is left alone; whether that is all there is to it."""
