@@ -196,7 +196,7 @@ class Calls:
         if not self.learns():
             self._loading.evaluated()
             self._eval_began = time.perf_counter()
-            self._steps.evals.model_begins(root)
+            self._steps.evals.model_begins(root, evaluates=root.evaluates)
             return
         if self._roots.changed:
             self._renew()

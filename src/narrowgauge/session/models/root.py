@@ -89,6 +89,12 @@ class Root:
         """Whether its own hooks tell of its calls; or a compiled function's around it do."""
         return self._around is not None
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether what is called is in evaluation mode, or the whole: a program may set what a wrapper wraps alone."""
+        whole = self._model()
+        return not (self.module.training and (whole is None or whole.training))
+
     def frozen(self) -> bool:
         """Whether none of its parameters wants a gradient."""
         known = self._learns()

@@ -28,6 +28,7 @@ from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.returned import ReturnedLosses
 from narrowgauge.session.steps.trains_by import TrainsBy
+from narrowgauge.session.steps.unheard import Unheard
 from narrowgauge.session.tensors.sharded import here
 
 MOST_KNOWN = 1 << 14  # modules
@@ -82,6 +83,7 @@ class EvalLosses:
         self._after_call = False  # there was a loss since the model's call that was heard last
         self._sums = self._taken = self._numbers = self._further = self._several = 0
         self.trains_by = TrainsBy()
+        self._unheard = Unheard()
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
@@ -93,6 +95,7 @@ class EvalLosses:
 
     def _heard(self, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
         """torch's loss function returned this without gradients."""
+        self._unheard.loss()
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
         elif loss.numel() == 1:
@@ -124,11 +127,17 @@ class EvalLosses:
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
         self._called_since.clear()
+        self._unheard.over()
         self._after_call = False
         self._trains = self._fed = True
 
-    def model_begins(self, model: Any) -> None:
-        """A model's call without gradients begins; losses inside it are parts of what it may return."""
+    def model_begins(self, model: Any, *, evaluates: bool = False) -> None:
+        """A model's call without gradients begins; losses inside it are parts of what it may return.
+
+        It `evaluates` if the model is in that mode.
+        """
+        if evaluates and not self._fed:  # or it is a reference's, beside a batch that trains
+            self._unheard.called()
         self._own = self.trains_by.of(model)
         self._mark, self._told, self._beside = len(self._losses), False, False
         self._before = self._several, self._unreduced
@@ -159,6 +168,7 @@ class EvalLosses:
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
+        self._unheard.over()
         self._last_was_ours, self._fed = True, False
         self._told = self._beside = False
 
@@ -174,6 +184,7 @@ class EvalLosses:
         It is of a new pass if the last had ended, or was left; losses of batches before may still come. Who takes one
         batch of each iterator makes none, nor who takes batches of several for one loss.
         """
+        self._unheard.data()
         left = first and self._judged and (data != self._data or self._batches > 1)
         if self._over or left:
             self._begun += 1
@@ -183,12 +194,14 @@ class EvalLosses:
 
     def data_ended(self) -> None:
         """A pass over data came to its end."""
+        self._unheard.data()
         self._over = True
 
     def model_ended(self, output: Any) -> None:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None and not loss.is_meta:
+            self._unheard.loss()
             beside = _nameless(output)
             if beside and self._mark == len(self._losses) and self._own.otherwise:
                 self._numbers += 1
@@ -244,7 +257,7 @@ class EvalLosses:
     @property
     def notes(self) -> list[str]:
         """What an evaluation's mean has, or lacks, that nobody would think of."""
-        notes = self.trains_by.notes(self._taken)
+        notes = self.trains_by.notes(self._taken) + self._unheard.notes
         if self._aside:
             notes.append(
                 f"{self._aside} losses were computed without gradients of models that do not train (an averaged copy, "
