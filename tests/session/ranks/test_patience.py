@@ -11,7 +11,7 @@ from tests.session.ranks.test_ranks import Clock, batch, events, made, row, trai
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store import open_run
 from narrowgauge.session.ranks import patience, ranks
-from narrowgauge.session.ranks.patience import SELDOM, Patience, may_come
+from narrowgauge.session.ranks.patience import SELDOM, Patience, has_ended, may_come
 
 SHOWN = lambda rank, step: {"a:input": batch(rank, step)}  # noqa: E731
 STEPS = 9
@@ -52,6 +52,28 @@ def test_one_that_is_gone_has_only_the_seconds_of_each(clock):
     assert mine.spare == pytest.approx(12.0, abs=SELDOM)
 
 
+@pytest.mark.parametrize(
+    ("coming", "ended", "seconds"),
+    [
+        ({2}, {1}, 15.0),
+        ({1, 2}, set(), 15.0),
+        (set(), {1, 2}, 3.0),  # what they did has come by now, or never will
+        ({2}, set(), 3.0),  # the first is gone
+        (set(), {1}, 3.0),
+    ],
+)
+def test_of_a_gather_the_rest_is_waited_for_when_one_has_done_its_part(clock, coming, ended, seconds):
+    mine = Patience(3.0, 12.0, coming.__contains__, ended.__contains__)
+    assert not mine.wait(never, lambda: mine.rest_coming([1, 2]))
+    assert clock.now == pytest.approx(seconds, abs=2 * SELDOM)
+
+
+def test_one_that_ends_as_it_is_asked_has_ended_well():
+    ended = set()
+    mine = Patience(3.0, 12.0, lambda rank: rank == 2 or bool(ended.add(1)), ended.__contains__)
+    assert mine.rest_coming([1, 2])
+
+
 def test_what_is_there_is_not_waited_for_and_what_came_last_is_seen(clock):
     mine, left = Patience(3.0, 12.0, lambda rank: True), []
     assert mine.wait(lambda: True, never)
@@ -70,6 +92,14 @@ def test_a_rank_may_come_until_its_process_is_gone_or_has_told_of_its_end(tmp_pa
     assert not may_come(tmp_path, 1)
 
 
+def test_a_rank_has_ended_well_if_it_told_so(tmp_path):
+    assert not has_ended(tmp_path, 1)
+    writes(tmp_path, 1, os.getpid())
+    for status, well in (("running", False), ("failed", False), ("complete", True)):
+        manifests.write(tmp_path, {**manifests.read(tmp_path, 1), "status": status})
+        assert has_ended(tmp_path, 1) is well
+
+
 def test_a_rank_of_another_host_may_come_while_it_gives_signs_of_life(tmp_path):
     writes(tmp_path, 1, os.getpid())
     manifests.write(tmp_path, {**manifests.read(tmp_path, 1), "process": {"pid": 1, "started": 1, "host": "far"}})
@@ -80,9 +110,10 @@ def test_a_rank_of_another_host_may_come_while_it_gives_signs_of_life(tmp_path):
 
 
 def ended(program, late):
-    """The first rank ends, the other so many seconds later; how long the first one took."""
-    other = threading.Timer(late, program[1].finish)
-    other.start()
+    """All ranks end, the last one so many seconds later; how long the first one took."""
+    *between, other = [threading.Timer(late * (rank is program[-1]), rank.finish) for rank in program[1:]]
+    for each in (*between, other):
+        each.start()
     began = time.monotonic()
     program[0].finish()
     took = time.monotonic() - began
@@ -90,18 +121,18 @@ def ended(program, late):
     return took
 
 
-@pytest.mark.parametrize("every", [1, 6])
-def test_what_a_late_rank_has_is_merged(tmp_path, living, every):
-    program = made(tmp_path, every=every)
+@pytest.mark.parametrize(("every", "world"), [(1, 2), (6, 2), (1, 3), (6, 3)])
+def test_what_a_late_rank_has_is_merged(tmp_path, living, every, world):
+    program = made(tmp_path, every=every, world=world)
     train(program, STEPS, SHOWN)
     ended(program, 1.5)
     run = open_run(tmp_path / "run")
     table = run.scalars("tokens")
     assert dict(zip(table["step"].tolist(), table["tokens"].tolist(), strict=True)) == dict.fromkeys(
-        range(1, STEPS + 1), 20.0
+        range(1, STEPS + 1), 10.0 * world
     )
     recorded = sorted(set(run.tensors()["step"].tolist()))
-    assert [row(run, "a:input", step)["numel"] for step in recorded] == [512] * len(recorded)
+    assert [row(run, "a:input", step)["numel"] for step in recorded] == [256 * world] * len(recorded)
     assert (events(run, "ranks_apart"), program[0].ranks.notes) == ([], [])
 
 

@@ -141,7 +141,7 @@ class Flights:
             time.sleep(POLL if self._agreed else 0.0)
         patience.spent(time.monotonic() - began)
         began = time.monotonic()
-        if not patience.wait(self._landed, lambda: patience.all_coming(others)):
+        if not patience.wait(self._landed, lambda: patience.rest_coming(others)):
             waited = time.monotonic() - began
             raise RuntimeError(f"another rank had not come by when this one ended, nor in {waited:.0f} s more")
 

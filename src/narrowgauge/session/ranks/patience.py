@@ -4,8 +4,9 @@
     spare      once, for all of these together: while who is waited for may still come (a busy machine, one that was
                late before); and for ranks that have agreed to merge and still meet
 
-A rank that is gone, or has come to its end, is waited for no longer; what it left is looked at once more. One that
-lives may train on for hours, or wait for this process to be gone: it has these seconds, and then a note says so.
+A rank that is gone, or has come to its end, is waited for no longer; what it left is looked at once more. For a gather
+all are waited for together: one that ended well has done its part, and the rest may still come. One that lives may
+train on for hours, or wait for this process to be gone: it has these seconds, and then a note says so.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ class Patience:
     Args:
         seconds, spare: see above.
         coming: whether a rank may still come.
+        ended: whether one has ended well.
     """
 
-    def __init__(self, seconds: float, spare: float, coming: Callable[[int], bool]) -> None:
-        self.seconds, self.spare, self.coming = seconds, spare, coming
+    def __init__(
+        self,
+        seconds: float,
+        spare: float,
+        coming: Callable[[int], bool],
+        ended: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        self.seconds, self.spare, self.coming, self._ended = seconds, spare, coming, ended
 
     def wait(self, done: Callable[[], bool], coming: Callable[[], bool]) -> bool:
         """Until it is `done`, or `coming` says that those who are waited for will not come; whether it is done."""
@@ -56,6 +64,11 @@ class Patience:
         """Whether each of these ranks may still come."""
         return all(map(self.coming, ranks))
 
+    def rest_coming(self, ranks: Iterable[int]) -> bool:
+        """Whether each of these has ended well or may still come, and one of them may."""
+        coming = {rank: self.coming(rank) for rank in ranks}  # asked first: who ends meanwhile has ended well below
+        return any(coming.values()) and all(may or self._ended(rank) for rank, may in coming.items())
+
 
 def may_come(folder: Path, rank: int) -> bool:
     """Whether the process that writes this rank's part of a run may still come to its end; True where nobody knows."""
@@ -65,3 +78,11 @@ def may_come(folder: Path, rank: int) -> bool:
     except (OSError, RunError):
         return True
     return manifests.status(manifest) == "running" and not silent
+
+
+def has_ended(folder: Path, rank: int) -> bool:
+    """Whether the process that writes this rank's part of a run has told that it ended well."""
+    try:
+        return manifests.read(folder, rank).get("status") == "complete"
+    except (OSError, RunError):
+        return False

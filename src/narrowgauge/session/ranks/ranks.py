@@ -30,7 +30,7 @@ from narrowgauge.session.ranks.group import MEETING
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.meeting import Meeting, Met, programs_own
 from narrowgauge.session.ranks.open_step import OpenStep, Told
-from narrowgauge.session.ranks.patience import Patience, may_come
+from narrowgauge.session.ranks.patience import Patience, has_ended, may_come
 from narrowgauge.session.ranks.scalars import Waiting
 from narrowgauge.session.ranks.together import Together
 
@@ -176,7 +176,8 @@ class Ranks:
 
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: settle what is open, in seconds."""
-        patience = Patience(HURRY, HURRY, _nobody) if failed else Patience(PATIENCE, LATE, self._may_come)
+        living = self._may_come, self._has_ended
+        patience = Patience(HURRY, HURRY, _nobody) if failed else Patience(PATIENCE, LATE, *living)
         with self._collector.guard(self._failed):
             self._settle(patience)
         with self._collector.guard(self._failed):
@@ -244,6 +245,9 @@ class Ranks:
 
     def _may_come(self, rank: int) -> bool:
         return may_come(self._writer.path, rank)
+
+    def _has_ended(self, rank: int) -> bool:
+        return has_ended(self._writer.path, rank)
 
     def _lacks(self, what: str) -> None:
         if what:
