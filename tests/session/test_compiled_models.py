@@ -82,6 +82,76 @@ def test_a_model_that_trained_before_a_compiled_function_called_it(tmp_path, wha
     assert not session.hearing.notes
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_model_of_a_compiled_function_is_heard_where_the_program_calls_it_itself(tmp_path, named):
+    with followed(tmp_path, every=1, judge="current", compiling=True) as (session, writer):
+        model = nn.Linear(8, 8)
+        optimizer = sgd(model)
+        itself = (lambda x: model(input=x)) if named else model
+        call = compiled(lambda x: model(x))
+        for forward in (call, itself, call, itself, itself):
+            trains(forward, torch.ones(4, 8), optimizer)
+        assert not model._forward_hooks
+    assert writer.column("tokens") == dict.fromkeys(range(1, 6), 4.0)
+    assert [step for step, sites, _ in writer.tensors if "(model):grad_output" in sites] == [1, 2, 3, 4, 5]
+    assert session.facts()["models"] == 1
+    assert not session.hearing.notes
+
+
+def test_one_that_is_frozen_by_then_teaches(tmp_path):
+    with followed(tmp_path, every=100, compiling=True) as (session, writer):
+        teacher, student, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.ones(4, 8)
+        optimizers = sgd(teacher), sgd(student)
+        calls = compiled(lambda x: teacher(x)), compiled(lambda x: student(x))
+        for call, optimizer in zip(calls, optimizers, strict=True):
+            trains(call, x, optimizer)
+        teacher.requires_grad_(False)
+        for _ in range(2):
+            teacher(torch.ones(16, 8))
+            trains(calls[1], x, optimizers[1])
+    assert list(writer.column("tokens").values()) == [4.0] * 4
+    assert not session.hearing.notes
+
+
+@pytest.mark.parametrize("every", [2, 100])
+def test_a_batch_that_a_compiled_function_fails_on_counts_nothing(tmp_path, every):
+    with followed(tmp_path, every=every, judge="current", compiling=True) as (session, writer):
+        model = nn.Linear(8, 8)
+
+        def fails_on_small_ones(x):
+            y = model(x)
+            if x.shape[0] < 4:
+                raise RuntimeError("the program's")
+            return y
+
+        optimizer, call = sgd(model), compiled(fails_on_small_ones)
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="the program's"):
+                call(torch.ones(2, 8))
+            trains(call, torch.ones(4, 8), optimizer)
+    assert writer.column("tokens") == dict.fromkeys(range(1, 5), 4.0)
+    assert not session.hearing.notes
+
+
+def test_a_compiled_step_that_fails_when_it_has_learned_keeps_its_tokens(tmp_path):
+    with followed(tmp_path, every=100, compiling=True) as (session, writer):
+        model = nn.Linear(8, 8)
+        optimizer = sgd(model)
+
+        def step(x):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            raise RuntimeError("the program's")
+
+        call = compiled(step)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="the program's"):
+                call(torch.ones(4, 8))
+    assert writer.column("tokens") == dict.fromkeys(range(1, 4), 4.0)
+    assert not session.hearing.notes
+
+
 @pytest.mark.parametrize("through", [True, False])
 @pytest.mark.parametrize("larger", [16, 64])
 @pytest.mark.parametrize("first", ["generator", "discriminator"])

@@ -27,8 +27,8 @@ class HearsCompiled(Protocol):
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function, or a module compiled in place, is called; returns what `compiled_ended` is to know."""
 
-    def compiled_ended(self, known: Any, output: Any) -> None:
-        """The call returned."""
+    def compiled_ended(self, known: Any, output: Any, *, left: bool) -> None:
+        """The call returned, or was `left` by an error."""
 
     def update_begins(self, optimizer: Optimizer) -> Any:
         """An optimizer's step is called, without a closure."""

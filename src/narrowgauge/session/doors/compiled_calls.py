@@ -269,17 +269,18 @@ class CompiledCalls(Compilations):
     @contextmanager
     def _call(self, known: Any) -> Iterator[list[Any]]:
         """A call of what is compiled; of what is given, the second is what it returned."""
-        told = [known, None]
+        told, left = [known, None], True
         self._depth += 1
         try:
             yield told
+            left = False
         finally:
             self._depth -= 1
             if not self._depth and self._lasts:
                 self._lasts = False
                 self._stance.end()
             if self.listener is not None:
-                self.listener.compiled_ended(*told)
+                self.listener.compiled_ended(*told, left=left)
 
     def _followed(self, owner: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @unseen

@@ -104,11 +104,15 @@ class Calls:
             return
         if not self.learns():
             if (root := self._roots.around_call(module)) is not None:
-                self._evaluated_inside(root, module, args)
+                self._called_itself(root, module, args)
             elif module not in self._roots and not self._steps.evals.knows(module):
                 self._evaluated(module)
             return
-        if module in self._roots or not self._owned(module):
+        if module in self._roots:
+            if (root := self._roots.unfollowed(module)) is not None:
+                self._called_itself(root, module, args)
+            return
+        if not self._owned(module):
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.scripted = True
@@ -128,21 +132,25 @@ class Calls:
     def _evaluated(self, module: nn.Module) -> None:
         self._steps.evals.module_called(module, self._optimizers.ids)
 
-    @heard
-    def _evaluated_inside(self, root: Root, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """A model is called itself, without gradients; with them the program calls what wraps it, or is compiled of it.
+    @heard_if(lambda self, root, model, args: self._same.model(root) if self.learns() else None)
+    def _called_itself(self, root: Root, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """A model is called itself, of which the program calls what wraps it, or what is compiled of it.
 
         Its hook is there for this call alone: no graph is made anew for its sake.
         """
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
             hook.remove()
+            missed, root.half_seen = kwargs if root.half_seen else {}, False
             if self._inside is hook:
-                self.ended(root, output)
+                self.ended(root, output, missed)
 
+        root.half_seen = self.learns() and not root.frozen()  # or it may teach
         self.begins(root, args, {})
         if self._running is root:
-            hook = self._inside = model.register_forward_hook(after, always_call=True)
+            hook = self._inside = model.register_forward_hook(after, with_kwargs=True, always_call=True)
+        else:
+            root.half_seen = False
 
     @heard_if(lambda self, module, args: self._same.module(module))
     def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -274,15 +282,18 @@ class Calls:
             root.exit_autocast()
 
     @heard_if(aside=lambda self, root, *_: self._ended_aside(root))
-    def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
-        """A model's call returned (or raised: then `output` is None); it had `missed` as keyword arguments as well."""
+    def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None, left: bool = False) -> None:
+        """A model's call returned (or raised: then `output` is None); it had `missed` as keyword arguments as well.
+
+        One of something compiled is no call of a module: it is told to have been `left` by an error.
+        """
         if inside_backward() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth:
             return
         raised = output is None and self._outermost is not None and left_by_an_error(self._outermost)
-        if raised:
+        if raised or (left and self._unlearned()):
             self._take_back()
             missed = None
         teaches = self._teaches
@@ -315,6 +326,10 @@ class Calls:
             self._steps.batches.take_back()
         self._tokens = 0
 
+    def _unlearned(self) -> bool:
+        """Whether no backward pass came of the last call with gradients."""
+        return self._line is not None and self._line.learned <= self._line.tokens - self._tokens
+
     def recover(self) -> None:
         """Forget a call that was left without a word."""
         if not self._depth or self._outermost is None or not self.hearing.perhaps_mine() or still_runs(self._outermost):
@@ -322,8 +337,8 @@ class Calls:
         if self._running is not None:
             self._running.exit_autocast()
         self._depth = 0
-        if self._line is not None and self._line.learned <= self._line.tokens - self._tokens:
-            self._take_back()  # or a backward pass came of it, and the program has cleared the hook that tells its end
+        if self._unlearned():  # else the program has cleared the hook that tells its end
+            self._take_back()
         self._steps.left()
         self._left()
 

@@ -86,11 +86,11 @@ class CompiledModels:
         if optimizer in self._optimizers and not inside_backward():
             self._steps.looked()
 
-    def compiled_ended(self, known: Root | None, output: Any) -> None:
-        """Its call returned."""
+    def compiled_ended(self, known: Root | None, output: Any, *, left: bool) -> None:
+        """Its call returned, or was `left` by an error."""
         self._settle()
         if known is not None:
-            self._calls.ended(known, output)
+            self._calls.ended(known, output, None, left)
 
     @heard
     def _settle(self) -> None:

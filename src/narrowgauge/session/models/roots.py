@@ -143,6 +143,11 @@ class Roots:
                 return whole
         return None
 
+    def unfollowed(self, module: nn.Module) -> Root | None:
+        """The root that this module is, if it has no hook: the program calls something compiled of it."""
+        root = self._roots.get(id(module))
+        return root if root is not None and root.alive and not root.followed else None
+
     def around_call(self, module: nn.Module) -> Root | None:
         """Of a model that is called itself, and has no hook: its root, heard where the program calls what wraps it."""
         own = self._roots.get(id(module))
