@@ -38,6 +38,7 @@ from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.compiled_models import CompiledModels
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.handing import Handing
+from narrowgauge.session.models.inner_calls import InnerCalls
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.not_found import not_found
 from narrowgauge.session.plan import Plan
@@ -92,6 +93,7 @@ class Session:
         self.recorder = Recorder(plan, writer)
         self.recorder.mine = lambda: self.calls.of_training()
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
+        self._inner: InnerCalls | None = None
         self._troubled = False
         self.hearing = Hearing(self._trouble)
         self.plain = PlainSites(
@@ -145,9 +147,8 @@ class Session:
         ]
         self._open_doors()
         if self._compiled is not None:
-            self._compiled.listener = CompiledModels(
-                *(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers)
-            )
+            listener = CompiledModels(*(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers))
+            self._compiled.listener, self._inner = listener, listener.inner
             self._compiled.graphs = self.plain.compiled
             self._compiled.told()
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
@@ -322,6 +323,7 @@ class Session:
                 *steps.notes,
                 *steps.rest.notes(steps.ledger.steps),
                 *steps.batches.notes,
+                *(self._inner.notes if self._inner is not None else ()),
                 *steps.evals.notes,
                 *(self.loading.notes if self.plan.compiling else ()),
                 *self.plain.notes,

@@ -83,7 +83,7 @@ class Calls:
         self._running: Root | None = None
         self._rerouted: Callable[[], None] | None = None
         self._inside: RemovableHandle | None = None  # hears the end of a call of what the running root wraps
-        self._tokens = 0  # of the last call with gradients
+        self.tokens = 0  # of the last call with gradients
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._generates = self._in_generator = False
@@ -223,7 +223,7 @@ class Calls:
         self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
         tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given, id(root))
-        self._tokens, self._line = tokens, self._steps.ledger.line
+        self.tokens, self._line = tokens, self._steps.ledger.line
         if (line := self._line) is not None:
             line.tokens += tokens
             self._loading.trained(line)
@@ -322,13 +322,13 @@ class Calls:
     def _take_back(self) -> None:
         """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
         if self.training and self._line is not None and self._line is self._steps.ledger.line:
-            self._line.tokens -= self._tokens
+            self._line.tokens -= self.tokens
             self._steps.batches.take_back()
-        self._tokens = 0
+        self.tokens = 0
 
     def _unlearned(self) -> bool:
         """Whether no backward pass came of the last call with gradients."""
-        return self._line is not None and self._line.learned <= self._line.tokens - self._tokens
+        return self._line is not None and self._line.learned <= self._line.tokens - self.tokens
 
     def recover(self) -> None:
         """Forget a call that was left without a word."""

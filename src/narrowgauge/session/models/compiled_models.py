@@ -19,8 +19,10 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
+from narrowgauge.session.doors.stance import stance
 from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.compiled import Compiled, bound, given_to, object_of, weak
+from narrowgauge.session.models.inner_calls import InnerCalls
 from narrowgauge.session.models.naming import named_by
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
@@ -43,6 +45,7 @@ class CompiledModels:
         self._calls, self._roots, self._steps = calls, roots, steps
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
         self._compiled: dict[int, Compiled] = {}  # by the ids of what was compiled
+        self.inner = InnerCalls(hearing, calls.learns)
 
     @heard_if(lambda self, owner, *given: self._same_compiled(owner, *given))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
@@ -63,7 +66,15 @@ class CompiledModels:
         elif modules:
             self._take_more(compiled, modules)
         self._calls.begins(root, args, kwargs)
+        if (args or kwargs) and not isinstance(owner, nn.Module) and self._shows():
+            self.inner.begin(self._roots.living(), self._steps.batches, self._calls.tokens)
         return root
+
+    def _shows(self) -> bool:
+        """Whether the call that begins is of training, and of a recorded step, in which it runs uncompiled."""
+        line = self._steps.line
+        recorded = line is not None and line.recorded and not self._steps.paused
+        return recorded and self._calls.training and stance() == "force_eager"
 
     def learns(self) -> bool:
         """As of any call."""
@@ -89,7 +100,8 @@ class CompiledModels:
     def compiled_ended(self, known: Root | None, output: Any, *, left: bool) -> None:
         """Its call returned, or was `left` by an error."""
         self._settle()
-        if known is not None:
+        if known is not None:  # else it may be within the call of another
+            self.inner.end(whole=not left)
             self._calls.ended(known, output, None, left)
 
     @heard

@@ -92,6 +92,10 @@ class Roots:
         """Those that were called with gradients in this turn of the threads."""
         return [root.module for root in self._roots.values() if root.alive and root.heard_in == turn]
 
+    def living(self) -> list[Root]:
+        """Those that the program still has."""
+        return [root for root in self._roots.values() if root.alive]
+
     def registered(self, parent: nn.Module, child: nn.Module | None) -> None:
         """`child` became a part of `parent`, which may be one of a model."""
         self.family.registered(parent, child)

@@ -42,6 +42,7 @@ class Batches:
         self._units: set[str] = set()  # what was counted: "tokens", "samples"
         self._counted: list[int] = []  # whose calls counted any, in the open step
         self._latest = 0  # how many these were before the last call
+        self._hashes = True
 
     def facts(self) -> dict[str, str]:
         """What `tokens` counts; nothing before there were any."""
@@ -61,6 +62,15 @@ class Batches:
             kinds = " and ".join(sorted(self._closed))
             notes.append(f"Some inputs are objects ({kinds}), whose tensors are not found: they count no tokens.")
         return notes
+
+    def before_the_last(self) -> Batches:
+        """As these were before the last call was seen, for another look at what was given in it."""
+        found = Batches()
+        found._before = self._before.before_the_last()
+        found._made = dict(self._made)
+        found._hashes = False
+        found._counted = self._counted[: self._latest]
+        return found
 
     def begin_anew(self) -> None:
         """A step begins, or what the open one was given is thrown away."""
@@ -98,7 +108,7 @@ class Batches:
                 self._unread.add(_kind(x))
             if given.memory in self._made:
                 continue
-            if dense:
+            if dense and self._hashes:
                 self.digest = chain((x,), self.digest)
             if dense or (x.is_nested and not x.is_meta):
                 data.append(given)

@@ -39,6 +39,12 @@ class GivenBefore:
             self._by.pop(key, None)
         self._latest = []
 
+    def before_the_last(self) -> GivenBefore:
+        """As this was before the last call."""
+        found = GivenBefore()
+        found._by = {key: whose for key, whose in self._by.items() if key not in self._latest}
+        return found
+
     def to_another(self, data: Sequence[Given], held: Mapping[int, StorageWeakRef], model: int) -> bool:
         """Whether the first of these was given to another model before; all of them are this one's now, if not.
 
