@@ -44,10 +44,11 @@ class Loading:
         if self._hearing.perhaps_mine():
             self.seen = True
             if last:
-                self._evals.data_ended()
+                self._evals.data_ended(id(iterator))
             else:
                 first = getattr(iterator, "_num_yielded", 0) == 1
-                self._evals.data_came(id(getattr(iterator, "_dataset", None)), first=first)
+                data = id(getattr(iterator, "_dataset", None))
+                self._evals.data_came(data, id(iterator), first=first)
 
     def evaluated(self) -> None:
         """A model is called without gradients: what was waited for is no step's."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.steps.passes import Passes
 from narrowgauge.session.steps.returned import ReturnedLosses
 from narrowgauge.session.steps.trains_by import TrainsBy
 from narrowgauge.session.steps.unheard import Unheard
@@ -73,11 +74,7 @@ class EvalLosses:
         # Whether modules hold parameters that are trained, by their ids; None of those that have no parameters.
         self._holds: dict[int, tuple[ref[nn.Module], bool | None]] = {}
         self._trained: frozenset[int] = frozenset()
-        self._passes = self._most_passes = 1  # over data, in one evaluation
-        self._begun, self._over = 0, True  # passes so far, and whether the last has come to its end
-        self._data = self._batches = 0  # whose the latest iterator's batches are, and how many came
-        self._judged = False  # there was a loss since the latest pass began
-        self._first: int | None = None  # pass in which the open evaluation began
+        self._passes = Passes()
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
         self._told = self._beside = False  # the last loss is what the last call returned; beside other things
         self._after_call = False  # there was a loss since the model's call that was heard last
@@ -116,11 +113,7 @@ class EvalLosses:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
         if self._last_was_ours:
-            if self._first is None or (self._losses and self._losses[-1].steps != self._steps()):
-                self._most_passes = max(self._most_passes, self._passes)
-                self._first = self._begun
-            self._passes = self._begun - self._first + 1
-            self._judged = True
+            self._passes.loss(begins=bool(self._losses) and self._losses[-1].steps != self._steps())
         value = here(loss).detach().reshape(()).clone().float()
         self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, returned))
 
@@ -178,24 +171,15 @@ class EvalLosses:
         self._trained = frozenset()
         self.trains_by.training_changed()
 
-    def data_came(self, data: int = 0, *, first: bool = False) -> None:
-        """A data loader gave a batch of this data, the `first` of its iterator's.
-
-        It is of a new pass if the last had ended, or was left; losses of batches before may still come. Who takes one
-        batch of each iterator makes none, nor who takes batches of several for one loss.
-        """
+    def data_came(self, data: int = 0, iterator: int = 0, *, first: bool = False) -> None:
+        """A data loader's iterator gave a batch of this data, its `first` or another."""
         self._unheard.data()
-        left = first and self._judged and (data != self._data or self._batches > 1)
-        if self._over or left:
-            self._begun += 1
-            self._judged = False
-        self._data, self._batches = data, 1 if first else self._batches + 1
-        self._over = False
+        self._passes.came(data, iterator, first=first)
 
-    def data_ended(self) -> None:
-        """A pass over data came to its end."""
+    def data_ended(self, iterator: int = 0) -> None:
+        """It came to its end."""
         self._unheard.data()
-        self._over = True
+        self._passes.ended(iterator)
 
     def model_ended(self, output: Any) -> None:
         """The call ended with `output`."""
@@ -226,13 +210,13 @@ class EvalLosses:
 
     def take(self) -> dict[int, Tensor]:
         """The mean of what was collected since the last call, by the number of steps that were made before."""
-        if not self._losses and self._first is None:
+        if not self._losses and not self._passes.open:
             return {}
         found: dict[int, dict[bool, list[_Loss]]] = {}
         for loss in self._losses:
             found.setdefault(loss.steps, {}).setdefault(loss.ours, []).append(loss)
         self._losses.clear()
-        self._most_passes, self._passes, self._first = max(self._most_passes, self._passes), 1, None
+        self._passes.over()
         means = {}
         for steps, kinds in found.items():
             others = len(kinds.get(False, ()))
@@ -299,9 +283,9 @@ class EvalLosses:
                 f"{self._several} losses were computed without gradients of what another one had been computed of (of "
                 "several tasks, say); eval_loss is the mean of them all, whatever the program makes of them."
             )
-        if self._most_passes > 1:
+        if self._passes.most > 1:
             notes.append(
-                f"Evaluations took up to {self._most_passes} passes over data loaders between two steps: eval_loss is "
+                f"Evaluations took up to {self._passes.most} passes over data loaders between two steps: eval_loss is "
                 "the mean over all of them."
             )
         return notes
