@@ -73,6 +73,57 @@ def test_so_it_is_where_no_gradient_is_followed():
     same(found, "head", model.head.weight, "weight")
 
 
+CASTS = {
+    "slices": lambda w, a, b: w[a:b].double().float(),
+    "narrowed": lambda w, a, b: w.narrow(0, a, b - a).double().float(),
+    "every other": lambda w, a, b: w[a // 2 % 2 + a // 4 * 4 :: 2][:2].double().float(),
+    "turned": lambda w, a, b: w.t()[:, a:b].double().float().t(),
+    "split": lambda w, a, b: w.split(2)[a // 2].double().float(),
+    "split unevenly": lambda w, a, b: w.split([a, 2, 30 - a])[1].double().float(),
+    "chunks of a half": lambda w, a, b: w.chunk(2)[a // 16].chunk(8)[a // 2 % 8].double().float(),
+    "selected": lambda w, a, b: w.view(16, 2, 16)[a // 2].double().float(),
+    "unbound": lambda w, a, b: w.view(16, 2, 16).unbind()[a // 2].double().float(),
+    "by strides": lambda w, a, b: w.as_strided((2, 16), (16, 1), 16 * a).double().float(),
+    "chosen": lambda w, a, b: w[torch.arange(a, b)].double().float(),
+    "index_select": lambda w, a, b: w.index_select(0, torch.arange(a, b)).double().float(),
+}
+PAIRS = [(a, a + 2) for a in range(0, 32, 2)]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_cast_piece_at_the_address_of_one_that_is_gone_is_another(cast, learns):
+    torch.manual_seed(6)
+    head = nn.Linear(16, 32, bias=False)
+    model, h = nn.Sequential(head), torch.randn(6, 16, requires_grad=learns)
+    addresses = []
+
+    def step():
+        for a, b in PAIRS:
+            piece = cast(head.weight, a, b)
+            addresses.append(piece.data_ptr())
+            F.linear(h, piece).cos().sum().backward()  # each by itself, and then its piece is gone
+            del piece
+
+    found, notes = recorded(model, step)
+    assert len(set(addresses)) < len(addresses)
+    same(found, "0", [h], "input")
+    assert notes == ""
+
+
+@pytest.mark.parametrize("cast", [cast for name, cast in CASTS.items() if name not in ("chosen", "index_select")])
+def test_one_that_is_cast_again_is_the_same(cast):
+    torch.manual_seed(7)
+    head = nn.Linear(16, 32, bias=False)
+    model, h = nn.Sequential(head), torch.randn(6, 16)
+
+    def step():
+        sum(F.linear(h, cast(head.weight, a, b)).cos().sum() for a, b in PAIRS * 2).backward()
+
+    found, _ = recorded(model, step)
+    same(found, "0", [h, h], "input")
+
+
 def test_what_is_multiplied_by_the_same_piece_again_comes_again():
     torch.manual_seed(2)
     model = Head(WAYS["linear"], [(0, 8), (8, 32), (0, 8), (8, 32)])
