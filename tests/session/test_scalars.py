@@ -194,8 +194,8 @@ def test_a_backward_of_no_number_beside_losses_is_told(tmp_path):
     assert list(writer.column("loss")) == [1, 2]
     assert writer.column("microbatches") == {1: 2, 2: 2}
     assert (
-        "Backward was called 2 of 4 times on something else than numbers, which has no loss: the losses of these steps "
-        "lack it." in session.facts()["notes"]
+        "Backward was called 2 of 4 times on something else than numbers (gradients that are handed on, say), which "
+        "adds nothing to loss: that is of the other calls alone." in session.facts()["notes"]
     )
 
 

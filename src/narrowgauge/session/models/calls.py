@@ -2,7 +2,7 @@
 
     outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
     call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
-    call without gradients    an evaluation: its time is not the step's
+    call without gradients    an evaluation: its time is not the step's, unless that learns of it (aside.py)
     of a frozen model         with gradients, given what wants none: a teacher, that was trained before. Its tokens and
                               rows are none of the step's, its time is
     in a generator            that a model's call returned: a part of that call
@@ -41,7 +41,7 @@ from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
-from narrowgauge.session.tensors.batches import moves
+from narrowgauge.session.tensors.batches import Known, known_by, moves
 
 
 class _OfThread(threading.local):
@@ -87,7 +87,7 @@ class Calls:
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._generates = self._in_generator = False
-        self._eval_began = 0.0
+        self._eval_began, self._again = 0.0, Known()
         self._teaches = False  # what runs is frozen
         self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
@@ -106,7 +106,7 @@ class Calls:
             if (root := self._roots.around_call(module)) is not None:
                 self._called_itself(root, module, args)
             elif module not in self._roots and not self._steps.evals.knows(module):
-                self._evaluated(module)
+                self._evaluated(module, args)
             return
         if module in self._roots:
             if (root := self._roots.unfollowed(module)) is not None:
@@ -129,8 +129,8 @@ class Calls:
             return False
 
     @heard
-    def _evaluated(self, module: nn.Module) -> None:
-        self._steps.evals.module_called(module, self._optimizers.ids)
+    def _evaluated(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._steps.evals.module_called(module, self._optimizers.ids, (args, {}))
 
     @heard_if(lambda self, root, model, args: self._same.model(root) if self.learns() else None)
     def _called_itself(self, root: Root, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -203,6 +203,7 @@ class Calls:
         self._deaf(True)
         if not self.learns():
             self._loading.evaluated()
+            self._again = known_by((args, kwargs)) if root.module.training else {}
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins(root, evaluates=root.evaluates)
             return
@@ -312,7 +313,7 @@ class Calls:
             self._generates = True
         if not self.learns():
             self._steps.evals.model_ended(output)
-            self._steps.ledger.interrupted(time.perf_counter() - self._eval_began)
+            self._steps.ledger.aside.called(time.perf_counter() - self._eval_began, self._again)
             return
         self._steps.evals.training_ended(root, output)
         root.exit_autocast()

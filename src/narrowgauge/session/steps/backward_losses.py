@@ -77,8 +77,8 @@ class BackwardLosses:
         if not self.numbers or not self._vectors:
             return []
         return [
-            f"Backward was called {self._vectors} of {backwards} times on something else than numbers, which "
-            "has no loss: the losses of these steps lack it."
+            f"Backward was called {self._vectors} of {backwards} times on something else than numbers (gradients that "
+            "are handed on, say), which adds nothing to loss: that is of the other calls alone."
         ]
 
     @staticmethod

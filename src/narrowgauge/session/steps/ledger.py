@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.steps.aside import Aside
 from narrowgauge.session.steps.line import Events, Line
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.turns import held
@@ -39,6 +40,7 @@ class Ledger:
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
         self._clock = Laps()
+        self.aside = Aside()
         self.line: Line | None = None
         self.steps = 0
 
@@ -99,6 +101,7 @@ class Ledger:
         if self.line is not None:
             # A program with two optimizers steps twice; both laps belong to the one step.
             so_far = self.line.scalars.get("step_seconds", 0.0)
+            self._clock.away += self.aside.taken()
             away, ending = self._clock.away, self._clock.ending
             seconds = self._clock.lap()
             self.line.disturbed |= away > 0.0 or ending > seconds

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
+from narrowgauge.session.steps.aside import Aside
 from narrowgauge.session.steps.passes import Passes
 from narrowgauge.session.steps.returned import ReturnedLosses
 from narrowgauge.session.steps.trains_by import TrainsBy
@@ -65,8 +66,8 @@ class _Loss(NamedTuple):
 class EvalLosses:
     """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now."""
 
-    def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
-        self._steps = steps
+    def __init__(self, steps: Callable[[], int] = lambda: 0, aside: Aside | None = None) -> None:
+        self._steps, self._away = steps, aside or Aside()
         self._losses: list[_Loss] = []
         self._mark: int | None = None
         self._called_since: set[bool] = set()  # the last loss: models that train (True), and others
@@ -112,6 +113,7 @@ class EvalLosses:
         if self._called_since:
             self._last_was_ours = True in self._called_since
             self._called_since.clear()
+        self._away.judged(ours=self._last_was_ours)
         if self._last_was_ours:
             self._passes.loss(begins=bool(self._losses) and self._losses[-1].steps != self._steps())
         value = here(loss).detach().reshape(()).clone().float()
@@ -144,7 +146,7 @@ class EvalLosses:
         known = self._holds.get(id(module))
         return known is not None and known[0]() is module and (known[1] is None or known[1] in self._called_since)
 
-    def module_called(self, module: nn.Module, trained: Callable[[], Collection[int]]) -> None:
+    def module_called(self, module: nn.Module, trained: Callable[[], Collection[int]], inputs: Any = ()) -> None:
         """Another module is called without gradients; `trained` gives the ids of all parameters that are."""
         known = self._holds.get(id(module))
         if known is None or known[0]() is not module:
@@ -154,6 +156,8 @@ class EvalLosses:
                 self._holds.clear()
             known = self._holds[id(module)] = ref(module), any(own) if own else None
         if known[1] is not None:
+            if not known[1] and False not in self._called_since:
+                self._away.another_called(inputs)
             self._called_since.add(known[1])
             if known[1] or not self._fed:  # or a teacher, between a batch's forward and its step
                 self._trains = False

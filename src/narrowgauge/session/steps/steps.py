@@ -56,7 +56,7 @@ class Steps:
         writer.gather = self.ledger.rows.gather
         self.memory = PeakMemory()
         self.batches = Batches()
-        self.evals = EvalLosses(lambda: self.ledger.steps)
+        self.evals = EvalLosses(lambda: self.ledger.steps, self.ledger.aside)
         asked = plan.watch.get("scalars") == "recorded" and plan.compiling and plan.steps is None and probe is None
         self.rest = Rest(asked=asked)
         self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
@@ -110,6 +110,7 @@ class Steps:
             self._recorder.begin_anew()
             self._plain.shown.begin()
         self.evals.training_begins()
+        self.ledger.aside.trained(inputs)
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs, model=model)

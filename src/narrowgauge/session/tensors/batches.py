@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.session.tensors.counting import Given, beside_made, count, count_listed
 from narrowgauge.session.tensors.fingerprint import Chained, chain
-from narrowgauge.session.tensors.given import GivenBefore
+from narrowgauge.session.tensors.given import GivenBefore, version_of
 from narrowgauge.session.tensors.sharded import here
 from narrowgauge.session.tensors.storage import storage_of
 
 ROOM = 16  # tensors that models made, beyond twice as many as live
+Known = dict[tuple[int, int, int, int | None], StorageWeakRef]  # which holds the memory's address, not the memory
 _EMPTY = frozenset((type(None), bool, int, float, str))  # of these nothing has to be asked
 
 
@@ -138,6 +139,17 @@ class Batches:
         if len(self._made) > self._room:  # what was freed is forgotten whenever it may be as much as what lives
             self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
             self._room = ROOM + 2 * len(self._made)
+
+
+def known_by(inputs: Any) -> Known:
+    """What tells a batch from others: memory, what of it, and how often it was written. It is not kept alive."""
+    known: Known = {}
+    for given in _tensors(inputs):
+        storage = storage_of(given.x)
+        if storage is not None:
+            key = storage._cdata, int(given.x.storage_offset()), given.x.numel(), version_of(given.x)
+            known[key] = StorageWeakRef(storage)
+    return known
 
 
 def moves(inputs: Any) -> bool:

@@ -55,7 +55,7 @@ class GivenBefore:
             if not given.memory:
                 continue
             key = given.memory, int(given.x.storage_offset()), given.x.numel()
-            before, version = self._by.get(key), _version(given.x)
+            before, version = self._by.get(key), version_of(given.x)
             if before is not None and before[0] != model and before[1] == version:
                 known |= at == 0
             else:
@@ -64,6 +64,6 @@ class GivenBefore:
         return known
 
 
-def _version(x: Tensor) -> int | None:
+def version_of(x: Tensor) -> int | None:
     """How often it was written; None where torch does not count that."""
     return None if x.is_inference() else x._version

@@ -1,0 +1,149 @@
+"""What is called without gradients between two steps: an evaluation's seconds are no step's, training's are."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.session.models import calls
+from narrowgauge.session.steps import aside, ledger
+
+
+class Ticks(nn.Module):
+    """A model each of whose calls takes 10 seconds."""
+
+    def __init__(self, now):
+        super().__init__()
+        self.inner, self.now = nn.Linear(4, 4), now
+
+    def forward(self, x):
+        self.now[0] += 10.0
+        return self.inner(x)
+
+    def __deepcopy__(self, memo):
+        other = Ticks(self.now)
+        other.inner = copy.deepcopy(self.inner, memo)
+        return other
+
+
+@pytest.fixture
+def now(monkeypatch):
+    now = [1000.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    for module in (ledger, calls, aside):
+        monkeypatch.setattr(module, "time", clock)
+    return now
+
+
+def seconds_of(tmp_path, now, between):
+    """`step_seconds` and `clean` of steps that take 10 seconds and what `between` does before each but the first."""
+    model = Ticks(now)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with ng.watch(out=tmp_path / "run", every=100):
+        for step in range(4):
+            x = torch.randn(8, 4)
+            if step:
+                between(model, x)
+            F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    table = ng.open_run(tmp_path / "run").scalars(["step_seconds", "clean"])
+    (seconds,), (clean,) = (set(table[name][1:].tolist()) for name in ("step_seconds", "clean"))
+    return seconds, clean
+
+
+@torch.no_grad()
+def evaluated(model, *batches):
+    for x in batches:
+        F.mse_loss(model(x), x)
+
+
+def test_an_evaluation_of_an_averaged_copy_is_no_time_of_a_step(tmp_path, now):
+    """A diffusion model is evaluated by its averaged copy alone."""
+    averaged = Ticks(now)
+    seconds = seconds_of(tmp_path, now, lambda model, x: evaluated(averaged, torch.randn(8, 4), torch.randn(8, 4)))
+    assert seconds == (10.0, 0.0)
+
+
+def test_nor_is_what_the_copy_computed_before_its_loss(tmp_path, now):
+    """Two calls for one loss, and something in between."""
+    averaged = Ticks(now)
+
+    @torch.no_grad()
+    def between(model, x):
+        x = averaged(torch.randn(8, 4))
+        now[0] += 5.0
+        F.mse_loss(averaged(x), x)
+
+    assert seconds_of(tmp_path, now, between) == (10.0, 0.0)
+
+
+def test_beside_the_models_own_each_counts_once(tmp_path, now):
+    averaged = Ticks(now)
+
+    def between(model, x):
+        for each in (model, averaged):
+            evaluated(each, torch.randn(8, 4), torch.randn(8, 4))
+
+    assert seconds_of(tmp_path, now, between) == (10.0, 0.0)
+
+
+@pytest.mark.parametrize("metric", [False, True])
+def test_a_teachers_call_is_the_steps(metric, tmp_path, now):
+    """Also where the teacher's own loss is computed of the batch that its pupil learns from."""
+    teacher = Ticks(now).requires_grad_(False)
+
+    @torch.no_grad()
+    def between(model, x):
+        y = teacher(x)
+        if metric:
+            F.mse_loss(y, x)
+
+    assert seconds_of(tmp_path, now, between) == (20.0, 1.0)
+
+
+def test_gradient_cachings_first_pass_is_the_steps(tmp_path, now):
+    """Chunks are called without gradients, and again with them."""
+
+    def between(model, x):
+        with torch.no_grad():
+            reps = torch.cat([model(chunk) for chunk in x.split(4)]).requires_grad_()
+        reps.square().mean().backward()
+        for chunk, gradient in zip(x.split(4), reps.grad.split(4), strict=True):
+            torch.autograd.backward([model(chunk)], [gradient])
+
+    assert seconds_of(tmp_path, now, between) == (50.0, 1.0)
+
+
+@pytest.mark.parametrize("what", ["a loss", "eval", "other rows", "written"])
+def test_an_evaluation_on_what_is_trained_on_is_none_of_the_step(what, tmp_path, now):
+    """A graph is evaluated on all of its nodes, which the next step is given as well."""
+
+    @torch.no_grad()
+    def between(model, x):
+        model.train(what != "eval")
+        y = model(x[:4] if what == "other rows" else x)
+        model.train()
+        if what == "a loss":
+            F.mse_loss(y, x)
+        if what == "written":
+            x.add_(1.0)
+
+    assert seconds_of(tmp_path, now, between) == (10.0, 0.0)
+
+
+def test_what_no_step_came_of_is_not_the_next_ones(tmp_path, now):
+    """Called again one step later, it was an evaluation of the step before."""
+    kept = torch.randn(8, 4)
+
+    def between(model, x):
+        F.mse_loss(model(kept), kept).backward()
+        with torch.no_grad():
+            model(torch.randn(8, 4))
+            model(kept)
+
+    assert seconds_of(tmp_path, now, between) == (20.0, 0.0)
