@@ -191,6 +191,7 @@ class Session:
         self._estimates |= only_estimates(optimizer)
         self.plain.weights_came()
         self.steps.evals.training_changed()
+        self.ledger.ready()
 
     def optimizer_restored(self, optimizer: Optimizer) -> None:
         """It is a copy, was unpickled, or only loads a state."""

@@ -144,6 +144,7 @@ def _begin(
         live.ending.enter_context(exporting(plan.folder, plan.export))
     try:
         _catch_up(live, family, compiled, model)
+        live.session.ledger.ready()
     except BaseException as raised:
         live.error = repr(raised)
         live.close()  # or no other watch could begin

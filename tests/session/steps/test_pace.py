@@ -7,6 +7,7 @@ from tests.session.inline import followed
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.session import watching
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.steps import ledger
 from narrowgauge.session.steps.pace import Pace
@@ -130,3 +131,26 @@ def test_nor_is_it_where_the_next_step_begins_with(begins, seconds, clean, tmp_p
     recorded = 100.0 + seconds
     assert list(writer.column("step_seconds").values())[:5] == [100.0, 100.0, recorded, 100.0, 100.0]
     assert list(writer.column("clean").values())[:5] == [1.0, 1.0, 0.0, clean, 1.0]
+
+
+@pytest.mark.parametrize("seconds", [0.0])
+@pytest.mark.parametrize("older", [True, False])
+def test_the_first_step_begins_when_all_is_ready_for_it(older, tmp_path, clock, monkeypatch):
+    """What beginning a watch takes, a walk over all objects say, is no time of a step."""
+
+    def slowly(*args):
+        clock[0] += 40.0
+        return found(*args)
+
+    found, model = watching._kind, nn.Linear(16, 16)
+    monkeypatch.setattr(watching, "_kind", slowly)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3) if older else None
+    with ng.watch(model, out=tmp_path / "run"):
+        if optimizer is None:
+            clock[0] += 1000.0  # the program is still preparing its data
+            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(2):
+            clock[0] += 100.0
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+    assert ng.open_run(tmp_path / "run").scalars("step_seconds")["step_seconds"].tolist() == [100.0, 100.0]

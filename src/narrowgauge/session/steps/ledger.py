@@ -2,7 +2,7 @@
 
     loss               sum of the step's backward losses (each microbatch as the script weighted it, or its pipeline)
     step_seconds       from the end of one optimizer step to the end of the next, without evaluation, probes and
-                       watching; device time where the device is a GPU
+                       watching; the first from the making of the optimizer; device time where the device is a GPU
     tokens_per_second  tokens / step_seconds
     data_seconds       waited for batches of torch's data loaders that the step was trained on
     turn               where not every step is of the same optimizers: of which it is (`turns.py`)
@@ -86,6 +86,11 @@ class Ledger:
             tokens = self.line.tokens - self.line.learned
             self.begin_anew()
             self.line.tokens = tokens
+
+    def ready(self) -> None:
+        """All is ready for the first step, whose time begins."""
+        if not self.steps and self.line is None:
+            self._clock = Laps()
 
     def hand_over(self) -> None:
         """Another thread is followed from now on; it may have another device."""
