@@ -333,3 +333,31 @@ def test_rows_that_ranks_wrote_for_themselves_are_shown_and_told(tmp_path: Path)
     assert shown.inv_scale == pytest.approx(448 / 4.0)
     said = Page(html(None, {"run": run}, tmp_path / "page.html").read_text()).text
     assert "1 of 2 recorded steps are not merged over the ranks: of these the page shows the most extreme" in said
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        ({"amax": [3.0]}, ()),
+        ({"sqnr_db": [25.0]}, ("Layers over steps",)),
+        ({"sqnr_db": [25.0], "scale_max": [0.5], "scale_min": [0.5]}, ("Layers over steps", "Scales")),
+        (
+            {
+                **{"sqnr_db": [25.0], "scale_max": [0.5], "scale_min": [0.5]},
+                "exponent_histogram": np.full((1, EXPONENT_BINS), 9, np.uint32),
+            },
+            ("Layers over steps", "Scales", "Share of elements per power of two"),
+        ),
+    ],
+)
+def test_no_heading_stands_above_pictures_that_are_not_there(columns, shown, tmp_path: Path):
+    """`[watch] metrics` stores what is asked for alone."""
+    with RunWriter(tmp_path / "run", {"judged_by": "current"}) as writer:
+        writer.add_scalars(1, loss=1.0)
+        writer.add_tensors(1, ["a:grad_output"], columns)
+    text = Page(html(None, {"run": open_run(tmp_path / "run")}, tmp_path / "r.html").read_text()).text
+    above = ("Layers over steps", "Scales", "Share of elements per power of two")
+    assert tuple(each for each in above if each in text) == shown
+    assert "inv_scale" not in text
+    assert text.count("No histogram") == ("sqnr_db" in columns and "exponent_histogram" not in columns)
+    assert ("No tensor was recorded with a number" in text) == ("sqnr_db" not in columns)
