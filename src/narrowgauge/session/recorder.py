@@ -23,6 +23,7 @@ from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.dumps import Dumper
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.selection.selection import Columns, Selection
+from narrowgauge.session.selection.unmet import unjudged
 from narrowgauge.session.sites.numbering import Numbering, numbering
 from narrowgauge.session.sites.part import named
 from narrowgauge.session.what_if import WhatIf
@@ -35,6 +36,7 @@ class Recorder:
     """
 
     def __init__(self, plan: Plan, writer: RunWriter) -> None:
+        self._plan = plan
         self._prefix, self._numbering = "", Numbering()
         self._names: dict[str, str] = {}
         self.mine: Callable[[], bool] = lambda: True  # whether what the calling thread multiplies is of the training
@@ -123,6 +125,8 @@ class Recorder:
     def notes(self) -> list[str]:
         """What the settings ask for and this program has not."""
         notes = [*self.selection.notes(), *(self.dumper.notes() if self.dumper is not None else ())]
+        if self.selection.missed or (self.dumper is not None and self.dumper.missed):
+            notes += unjudged(self._plan)
         return [*notes, self.what_if.problem] if self.what_if is not None and self.what_if.problem else notes
 
     def facts(self) -> dict[str, Any]:

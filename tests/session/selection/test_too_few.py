@@ -53,6 +53,8 @@ def test_too_few_steps_are_told_with_what_to_write(tmp_path, plan, every):
 class Nothing:
     """Dumps nothing."""
 
+    missed = False
+
     def __init__(self, *_):
         pass
 
@@ -118,3 +120,29 @@ def test_a_watch_in_the_process_is_told_its_own_word(tmp_path):
         "record each step."
     )
     assert notes.count(said) == 1
+
+
+UNJUDGED = (
+    "what_if is empty, so no recipe quantizes layers that narrowgauge did not convert: this run has nothing of {}. "
+    'Write what_if = ["current"], or leave it out.'
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({}, None),
+        ({"watch": {"ranks": True}}, None),
+        ({"dump": DUMP}, "dump"),
+        ({"watch": {"sites": ["0"]}}, "watch.sites"),
+        ({"watch": {"sites": ["nowhere"], "metrics": ["amax"], "steps": [[1, None]]}, "dump": 2 * DUMP}, "all"),
+        ({"dump": DUMP, "judge": "current"}, None),
+        ({"dump": DUMP, "recipe": "current"}, None),
+    ],
+)
+def test_what_nobody_quantizes_cannot_be_had_and_is_told_where_it_was_asked_for(tmp_path, monkeypatch, plan, said):
+    monkeypatch.undo()
+    monkeypatch.setattr(Writer, "path", tmp_path, raising=False)
+    session, _ = follow(tmp_path, programs.BASIC, "3", compiling=True, **{"every": 1, "judge": "", **plan})
+    wanted = {"all": "watch.steps, watch.sites, watch.metrics and dump"}.get(said, said)
+    assert session.facts()["unmet"] == ([UNJUDGED.format(wanted)] if said else [])

@@ -71,9 +71,10 @@ class Watch(Table):
     """Names or globs of metrics; the others are not stored."""
     what_if: list[RecipeName] | None = None
     """Recipes that tell what they would do: the first without state to layers that nobody converted, as the run's own
-    rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty. Without it,
-    `current` gives the rows, and all others without state are asked in few of the recorded steps; in a converted run
-    its own recipe does, if it has no state, and none is asked."""
+    rows; the others to every recorded operand, below `what_if/` in the run's folder. None if empty: then layers that
+    nobody converted have neither rows nor dumps. Without it, `current` gives the rows, and all others without state
+    are asked in few of the recorded steps; in a converted run its own recipe does, if it has no state, and none is
+    asked."""
     compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""

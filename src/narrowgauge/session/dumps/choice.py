@@ -62,6 +62,11 @@ class Choice:
         self.used += nbytes
         return True
 
+    @property
+    def missed(self) -> bool:
+        """Whether its steps came, and no tensor that it could take or leave."""
+        return self._met > 0 and not self._sites.asked
+
     def notes(self) -> list[str]:
         """What was asked for and not found, and where the cap was reached."""
         notes = [self.capped] if self.capped else []

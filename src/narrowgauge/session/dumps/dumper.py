@@ -125,6 +125,11 @@ class Dumper:
         self.end_step()
         self._wait()
 
+    @property
+    def missed(self) -> bool:
+        """Whether tables had their steps, and there was no tensor to take."""
+        return any(choice.missed for choice in self._choices)
+
     def notes(self) -> list[str]:
         """What was asked for and not found or not written, one sentence each."""
         return [*([self.failure] if self.failure else []), *(note for c in self._choices for note in c.notes())]

@@ -59,6 +59,11 @@ class SiteGlobs:
         return known
 
     @property
+    def asked(self) -> bool:
+        """Whether any site, or any module, was asked for."""
+        return bool(self._asked or self._modules)
+
+    @property
     def closed(self) -> bool:
         """Whether nothing can be selected, whatever a program has."""
         return "*" in self._out

@@ -58,6 +58,11 @@ class Selection:
         self._stored = self._kept = False
 
     @property
+    def missed(self) -> bool:
+        """Whether steps were recorded, and there was no tensor to select."""
+        return self._recorded > 0 and not self.sites.asked
+
+    @property
     def paused(self) -> bool:
         """Whether an optimizer tries something: nothing is looked at."""
         return self.gate.paused

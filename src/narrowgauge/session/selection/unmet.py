@@ -9,7 +9,24 @@ import contextlib
 import json
 from pathlib import Path
 
+from narrowgauge.session.plan import Plan
+
 NOT_FOUND = ("matched nothing in this program", "no recorded site has it")
+
+
+WISHES = ("steps", "sites", "skip", "roles", "metrics")  # of `[watch]`: for tensors
+
+
+def unjudged(plan: Plan) -> list[str]:
+    """What a program's settings ask of tensors that nobody quantizes, which never come; nothing of a comparison's."""
+    asked = [*(f"watch.{key}" for key in WISHES if plan.watch.get(key)), *(["dump"] if plan.dump else [])]
+    if plan.judge or not plan.compiling or not asked:
+        return []
+    *first, last = asked
+    return [
+        "what_if is empty, so no recipe quantizes layers that narrowgauge did not convert: this run has nothing of "
+        f'{" and ".join(filter(None, [", ".join(first), last]))}. Write what_if = ["current"], or leave it out.'
+    ]
 
 
 def unmet(folder: Path) -> list[str]:
