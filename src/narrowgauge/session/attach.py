@@ -121,7 +121,7 @@ class Session:
         self.ranks = Ranks(plan, writer, self.recorder.collector, told, further)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)
-        self.loading = Loading(self.hearing, self.steps.evals)
+        self.loading = Loading(self.hearing, self.steps.evals, self.ledger.aside)
         self.calls = Calls(
             *(self.roots, self.steps, probe, self.hearing, same, self.loading),
             *(self.optimizers, self._model_taken, self._deaf),

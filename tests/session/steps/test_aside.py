@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import narrowgauge as ng
+from narrowgauge.session.doors import calling
 from narrowgauge.session.models import calls
 from narrowgauge.session.steps import aside, ledger
 
@@ -34,7 +36,7 @@ class Ticks(nn.Module):
 def now(monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    for module in (ledger, calls, aside):
+    for module in (ledger, calls, aside, calling):
         monkeypatch.setattr(module, "time", clock)
     return now
 
@@ -147,3 +149,78 @@ def test_what_no_step_came_of_is_not_the_next_ones(tmp_path, now):
             model(kept)
 
     assert seconds_of(tmp_path, now, between) == (20.0, 0.0)
+
+
+class Slow:
+    """A dataset each of whose rows takes a second."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, at):
+        self.now[0] += 1.0
+        return torch.randn(4)
+
+
+@pytest.mark.parametrize("what", ["nothing", "evaluation", "averaged copy", "teacher", "gradient caching", "targets"])
+def test_a_batch_is_waited_for_by_the_step_that_trains_on_it_and_by_no_evaluation(what, tmp_path, now):
+    """Four rows for each step, and eight for each evaluation. Targets' own call counts as one, its batch does not."""
+    model, other = Ticks(now), Ticks(now).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    rows, more = (iter(DataLoader(Slow(now), batch_size=size)) for size in (4, 8))
+    with ng.watch(out=tmp_path / "run", every=100):
+        for _ in range(4):
+            x = next(rows)
+            if what == "teacher":
+                evaluated(other, x)
+            if what == "targets":  # what the model says of the next states of the same batch
+                with torch.no_grad():
+                    model(x + 1.0)
+            if what == "gradient caching":
+                with torch.no_grad():
+                    y = model(x).requires_grad_()
+                y.square().mean().backward()
+                torch.autograd.backward([model(x)], [y.grad])
+            else:
+                F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if what in ("evaluation", "averaged copy"):
+                evaluated(model if what == "evaluation" else other, next(more), next(more))
+    table = ng.open_run(tmp_path / "run").scalars(["step_seconds", "data_seconds"])
+    assert set(table["data_seconds"].tolist()) == {4.0}
+    calls = 2 if what in ("teacher", "gradient caching") else 1
+    assert set(table["step_seconds"][1:].tolist()) == {4.0 + 10.0 * calls}
+
+
+def test_what_was_waited_for_in_the_step_before_is_not_taken_off_the_next(tmp_path, now):
+    """A program has its next batch before it steps, and evaluates then."""
+    model = Ticks(now)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    rows, more = (iter(DataLoader(Slow(now), batch_size=size)) for size in (4, 8))
+    with ng.watch(out=tmp_path / "run", every=100):
+        x = next(rows)
+        for _ in range(4):
+            F.mse_loss(model(x), x).backward()
+            x = next(rows)
+            optimizer.step()
+            optimizer.zero_grad()
+            evaluated(model, next(more))
+    assert ng.open_run(tmp_path / "run").scalars("step_seconds")["step_seconds"][1:].tolist() == [14.0] * 3
+
+
+def test_what_was_waited_for_between_two_calls_for_one_loss_is_taken_off_once(tmp_path, now):
+    averaged, more = Ticks(now), iter(DataLoader(Slow(now), batch_size=8))
+
+    @torch.no_grad()
+    def between(model, x):
+        F.mse_loss(averaged(next(more)), averaged(next(more)))
+
+    def trained(model, x):
+        between(model, x)
+        now[0] += 30.0
+
+    assert seconds_of(tmp_path, now, trained) == (40.0, 0.0)

@@ -87,7 +87,8 @@ class Calls:
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._generates = self._in_generator = False
-        self._eval_began, self._again = 0.0, Known()
+        self._eval_began = self._waited = 0.0
+        self._again: Known = {}
         self._teaches = False  # what runs is frozen
         self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
@@ -202,7 +203,7 @@ class Calls:
         root.heard_in = self.hearing.turn
         self._deaf(True)
         if not self.learns():
-            self._loading.evaluated()
+            self._waited = self._loading.evaluated()
             self._again = known_by((args, kwargs)) if root.module.training else {}
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins(root, evaluates=root.evaluates)
@@ -313,7 +314,7 @@ class Calls:
             self._generates = True
         if not self.learns():
             self._steps.evals.model_ended(output)
-            self._steps.ledger.aside.called(time.perf_counter() - self._eval_began, self._again)
+            self._steps.ledger.aside.called(time.perf_counter() - self._eval_began, self._waited, self._again)
             return
         self._steps.evals.training_ended(root, output)
         root.exit_autocast()

@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.steps.aside import Aside
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 
@@ -27,14 +28,15 @@ class Loading:
     """Of one session.
 
     Args:
-        hearing, evals: the session's.
+        hearing, evals, aside: the session's.
 
     Attributes:
         seen: whether any loader was, where training is followed.
     """
 
-    def __init__(self, hearing: Hearing, evals: EvalLosses) -> None:
-        self._hearing, self._evals = hearing, evals
+    def __init__(self, hearing: Hearing, evals: EvalLosses, aside: Aside) -> None:
+        self._hearing, self._evals, self._aside = hearing, evals, aside
+        aside.waits = self.evaluated
         self._thread = _OfThread()
         self.seen = False
 
@@ -43,6 +45,7 @@ class Loading:
         self._thread.waited += seconds
         if self._hearing.perhaps_mine():
             self.seen = True
+            self._aside.loaded(seconds)
             if last:
                 self._evals.data_ended(id(iterator))
             else:
@@ -50,16 +53,18 @@ class Loading:
                 data = id(getattr(iterator, "_dataset", None))
                 self._evals.data_came(data, id(iterator), first=first)
 
-    def evaluated(self) -> None:
-        """A model is called without gradients: what was waited for is no step's."""
-        self._thread.waited = 0.0
+    def evaluated(self) -> float:
+        """A model is called without gradients: what was waited for is no step's, unless that trains on the batch."""
+        waited, self._thread.waited = self._thread.waited, 0.0
+        return waited
 
     def trained(self, line: Line) -> None:
         """A model is called with gradients, in this step."""
-        self.seen |= self._thread.waited > 0.0
+        waited = self.evaluated()
+        waited += self._aside.waited(loaded=waited > 0.0)
+        self.seen |= waited > 0.0
         if self.seen:
-            line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + self._thread.waited
-            self._thread.waited = 0.0
+            line.scalars["data_seconds"] = line.scalars.get("data_seconds", 0.0) + waited
 
     @property
     def notes(self) -> list[str]:
