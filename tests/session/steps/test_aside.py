@@ -224,3 +224,15 @@ def test_what_was_waited_for_between_two_calls_for_one_loss_is_taken_off_once(tm
         now[0] += 30.0
 
     assert seconds_of(tmp_path, now, trained) == (40.0, 0.0)
+
+
+def test_an_evaluation_before_the_last_optimizer_was_made_is_before_the_first_step(tmp_path, now):
+    model, teacher = Ticks(now), Ticks(now)
+    with ng.watch(out=tmp_path / "run", every=100):
+        _first = torch.optim.SGD(model.parameters(), 1e-3)
+        evaluated(teacher, torch.randn(8, 4), torch.randn(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        F.mse_loss(model(torch.randn(8, 4)), torch.randn(8, 4)).backward()
+        optimizer.step()
+    table = ng.open_run(tmp_path / "run").scalars(["step_seconds", "clean"])
+    assert (table["step_seconds"].tolist(), table["clean"].tolist()) == ([10.0], [1.0])

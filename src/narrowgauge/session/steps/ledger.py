@@ -91,6 +91,7 @@ class Ledger:
         """All is ready for the first step, whose time begins."""
         if not self.steps and self.line is None:
             self._clock = Laps()
+            self.aside.taken()
 
     def hand_over(self) -> None:
         """Another thread is followed from now on; it may have another device."""
