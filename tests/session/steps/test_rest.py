@@ -4,6 +4,7 @@ import functools
 import gc
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -161,6 +162,25 @@ def test_evaluations_are_heard_and_are_of_their_step(tmp_path):
     assert list(writer.column("eval_loss")) == [4, 8, 12, 16, 20, 24]
     assert session.facts()["watch"]["steps_left_alone"] == 16
     assert list(writer.column("loss")) == AROUND
+
+
+def test_the_time_of_an_evaluation_meanwhile_is_taken_off_no_step(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            time.sleep(0.02)
+            step(model, optimizer, number, losses)
+            if number == 5:
+                with torch.no_grad():
+                    slow = model.up.register_forward_hook(lambda *_: time.sleep(0.3))
+                    losses.append(F.mse_loss(model(batch(100)), batch(100)).item())
+                    slow.remove()
+
+    _, session, writer = run(tmp_path, program)
+    seconds = writer.column("step_seconds")
+    assert 0.02 <= min(seconds.values())
+    assert seconds[9] < 0.3
+    assert writer.column("clean")[9] == 1.0
 
 
 def test_a_metric_of_a_batch_that_trains_is_no_evaluation(tmp_path):

@@ -117,6 +117,7 @@ class Ledger:
     def left_alone(self, *, skipped: bool) -> None:
         """A step was made of which nobody was told more."""
         self.steps += 1
+        self.aside.taken()
         self.rows.skipped_steps += skipped
         self.rows.pace.passed()
 
