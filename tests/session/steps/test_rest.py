@@ -346,8 +346,8 @@ def test_where_several_optimizers_train_each_step_has_a_row(tmp_path, program):
     session, writer = compared(tmp_path, program)
     assert list(writer.column("loss")) == list(range(1, 25))
     assert notes(session) == [
-        "watch.scalars is \"recorded\", but the program's steps are not all of one optimizer, each behind a model's "
-        "call: each step has a row."
+        'watch.scalars is "recorded", but the program\'s steps are not each one step of the same optimizer, behind a '
+        "model's call: each step has a row."
     ]
 
 

@@ -63,8 +63,11 @@ class HearsUpdates(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
-    def alone(self, *, backward: bool = False) -> bool:
-        """Whether an optimizer's step, or a `backward`, that begins while seams rest is to be left alone."""
+    def alone(self, optimizer: Optimizer | None = None) -> bool:
+        """Whether an optimizer's step, or else a backward, that begins while seams rest is to be left alone."""
+
+    def backward_passed(self) -> None:
+        """Such a backward returned, or raised."""
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """It ended while seams rest; whether nobody else is to be told."""
@@ -89,7 +92,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     _follow_clips(seams, updates, graphs)
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if seams.resting and updates.alone():
+        if seams.resting and updates.alone(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         followed = updates.step_begins(optimizer, closure if callable(closure) else None)
@@ -109,9 +112,14 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            # A reentrant checkpoint's own backward is no new microbatch.
-            if inside_backward() or (seams.resting and updates.alone(backward=True)):
+            if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
                 original(tensors, *args, **kwargs)
+                return
+            if seams.resting and updates.alone():
+                try:
+                    original(tensors, *args, **kwargs)
+                finally:
+                    updates.backward_passed()
                 return
             if capturing():
                 graphs.backward_captured(tensors)

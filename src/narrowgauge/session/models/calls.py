@@ -90,6 +90,7 @@ class Calls:
         self._eval_began = self._waited = 0.0
         self._again: Known = {}
         self._teaches = False  # what runs is frozen
+        self._alone = False  # or left alone
         self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
 
@@ -215,11 +216,15 @@ class Calls:
             root.enter_autocast()
             return
         try:
-            self._steps.enter()
+            self._steps.enter(usual=True)
         except StopTraining:
             self._depth = 0
             self._deaf(False)
             raise
+        if self.rest.on:
+            self._alone = True
+            self._called_alone(root, args, kwargs)
+            return
         self.training = True
         root.enter_autocast()
         self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
@@ -235,40 +240,47 @@ class Calls:
     @partial(passed_over, below=True)
     def known(self, module: nn.Module) -> bool:
         """Whether its own hooks tell of it, or it has nothing that could be trained."""
-        return module in self._roots or next(module.parameters(), None) is None
+        if module in self._roots:
+            return True
+        empty = not (module._parameters or module._modules)  # a loss, say; where the program has no word of its own
+        return empty and type(module).parameters is nn.Module.parameters
 
     @partial(passed_over, below=True)
-    def passes(self, root: Root) -> bool:
+    def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A model is called while the program is left alone; whether it is left alone with that."""
-        rest = self.rest
         if self.hearing.ident != threading.get_ident():
             return False
-        if rest.depth and rest.outermost is not None and not still_runs(rest.outermost):  # it was interrupted
-            rest.depth = 0
         if inside_backward():
             return True
-        if not rest.depth:
+        if self._depth:
+            self.recover()
+        if not self._depth:
             if not self.learns():
                 return False
-            rest.outermost = innermost_call()
+            self._outermost, self._running, self._alone = innermost_call(), root, True
             self._deaf(True)
-            if not root.frozen():
-                rest.called = True
-                self._loading.evaluated()
-                self._steps.evals.training_begins()
-        rest.depth += 1
+            self._called_alone(root, args, kwargs)
+        elif not self._alone:  # in an evaluation
+            return False
+        self._depth += 1
         return True
+
+    @heard
+    def _called_alone(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if root.frozen() and not moves((args, kwargs)):
+            return
+        self._steps.called_alone()
+        self._loading.evaluated()
+        self._steps.evals.training_begins()
 
     @partial(passed_over, below=True)
     def passed(self) -> bool:
         """Such a call returned, or raised."""
-        rest = self.rest
-        if not rest.depth or self.hearing.ident != threading.get_ident() or inside_backward():
+        if not (self._alone and self._depth) or self.hearing.ident != threading.get_ident() or inside_backward():
             return False
-        rest.depth -= 1
-        if not rest.depth:
-            rest.outermost = None
-            self._deaf(False)
+        self._depth -= 1
+        if not self._depth:
+            self._left()
         return True
 
     def _begins_aside(self) -> None:
@@ -354,7 +366,7 @@ class Calls:
     def _left(self) -> None:
         self._outermost = self._running = None
         self._deaf(False)
-        self.training = self._teaches = False
+        self.training = self._teaches = self._alone = False
         if self._rerouted is not None:
             self._rerouted()
         if self._inside is not None:

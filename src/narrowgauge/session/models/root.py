@@ -39,7 +39,7 @@ class HearsRoots(Protocol):
     def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
         """Its call returned."""
 
-    def passes(self, root: Root) -> bool:
+    def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """It is called while steps are left alone; whether that is all there is to it."""
 
     def passed(self) -> bool:
@@ -116,7 +116,7 @@ class Root:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] = _NONE) -> None:
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
-            if not (rest.on and calls.passes(self)):
+            if not (rest.on and calls.passes(self, args, kwargs)):
                 calls.begins(self, args, kwargs)
 
         @passed_over

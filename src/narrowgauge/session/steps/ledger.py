@@ -43,10 +43,14 @@ class Ledger:
         self.aside = Aside()
         self.line: Line | None = None
         self.steps = 0
+        self._alone: dict[tuple[int, ...], int] = {}  # who made the last step, and their trainers, where it has no line
 
     def open(self) -> Line:
         """Begin the next step's line, closing the last one."""
         self.close()
+        if self._alone:
+            self.rows.turn(self._alone.values())
+            self._alone = {}
         self.line = Line(self.steps + 1)
         return self.line
 
@@ -121,14 +125,20 @@ class Ledger:
         self.rows.skipped_steps += skipped
         self.rows.pace.passed()
 
-    def laps_anew(self) -> None:
-        """What comes next is timed, what was so far is not."""
+    def heard_again(self, *optimizers: Optimizer) -> None:
+        """These made the last step, that was left alone. What comes next is timed, what was so far is not."""
+        self._alone = {held(optimizer): self.rows.turns.trainer(optimizer) for optimizer in optimizers}
         self._clock.lap()
         self._clock.events()
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether the open step is of this optimizer, with what it holds now."""
-        return self.line is not None and held(optimizer) in self.line.stepped
+        return held(optimizer) in (self._alone if self.line is None else self.line.stepped)
+
+    @property
+    def knows(self) -> bool:
+        """Whether it can tell who takes part in a step."""
+        return self.line is not None or bool(self._alone)
 
     def took_part(self, optimizer: Optimizer) -> None:
         """The open step is of this optimizer, too: it stepped, or was skipped."""
@@ -136,6 +146,8 @@ class Ledger:
             self.line.optimizers.add(id(optimizer))
             self.line.stepped.add(held(optimizer))
             self.line.trainers.add(self.rows.turns.trainer(optimizer))
+        elif self._alone:
+            self._alone[held(optimizer)] = self.rows.turns.trainer(optimizer)
 
     def interrupted(self, seconds: float) -> None:
         """The program, or a probe, did something else: it falls into the time of the step that ends next."""

@@ -6,13 +6,12 @@
 Of such a step no more is heard than that a model was called with gradients, or backward was, and that the optimizer has
 stepped since: one look at a flag in each function of ours that a program passes. So it has neither a loss nor a norm.
 Evaluations are heard as ever. A program that goes on otherwise than in the two steps before (with another optimizer,
-by a graph) has a row of each step from there on.
+by a graph) has a row of each step from there on; but none of one that had begun, of which a part was not heard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FrameType
 from weakref import ReferenceType, ref
 
 from torch.optim.optimizer import Optimizer
@@ -31,8 +30,6 @@ class Rest:
     Attributes:
         on: it is, until its steps are `over`.
         called: in the step that it makes a model was called with gradients, or backward was called.
-        depth: calls of models that run.
-        outermost: torch's, of the first of them.
         steps: that were left alone so far.
         refused: why it is not to be, asked before it is; "" if it may.
     """
@@ -40,8 +37,7 @@ class Rest:
     def __init__(self, *, asked: bool) -> None:
         self.asked, self.on = asked, False
         self.refused: Callable[[], str] = lambda: ""
-        self.called, self.depth = False, 0
-        self.outermost: FrameType | None = None
+        self.called = False
         self.steps = 0
         self._leader: ReferenceType[Optimizer] | None = None
         self._until: int | None = None
@@ -50,26 +46,36 @@ class Rest:
 
     def follows(self, line: Line, *, called: bool, before: set[int]) -> bool:
         """Whether a step of this line may be the last with a row: `called` in it was a model, and the same optimizer
-        made it as the one `before`, alone."""
-        regular = called and line.microbatches > 0 and len(line.optimizers) == 1 and line.optimizers == before
+        made it as the one `before`, alone and as a whole."""
+        alone = len(line.optimizers) == len(line.stepped) == 1 and line.optimizers == before
+        regular = called and line.microbatches > 0 and alone
         self._unlike |= bool(before) and not regular
-        return self.asked and not self.on and not line.recorded and regular
+        led = (leader := self.leader) is not None and id(leader) in line.optimizers
+        return self.asked and not self.on and not line.recorded and regular and led
 
-    def begin(self, optimizer: Optimizer, step: int, due: int | None) -> bool:
-        """Leave the program alone behind this step, which `optimizer` made; False if a recorded one is `due` soon."""
+    def begin(self, step: int, due: int | None) -> bool:
+        """Leave the program alone, which begins the next step; False if a recorded one is `due` soon."""
         self._until = None if due is None else due - 1 - AROUND
         if self._until is not None and self._until <= step:
             return False
         if why := self.refused():
             self.give_up(why)
             return False
-        self._leader = ref(optimizer)
-        self.called, self.depth, self.outermost, self.on = False, 0, None, True
+        self.called = self.on = True
         return True
 
-    def leads(self, optimizer: Optimizer) -> bool:
-        """Whether it is the one that made the steps before."""
-        return self._leader is not None and self._leader() is optimizer
+    def led_by(self, optimizer: Optimizer) -> None:
+        """This one made a step that has a row."""
+        self._leader = ref(optimizer)
+
+    @property
+    def leader(self) -> Optimizer | None:
+        """The one that made the steps before, if it lives."""
+        return None if self._leader is None else self._leader()
+
+    def end_soon(self) -> None:
+        """The step that has begun is the last one that is left alone."""
+        self._until = 0
 
     def over(self, steps: int) -> bool:
         """Whether, so many being made, the next has a row."""
@@ -90,7 +96,7 @@ class Rest:
             )
         why = self._given_up
         if self.asked and self._unlike and not self.steps:
-            why = "the program's steps are not all of one optimizer, each behind a model's call"
+            why = "the program's steps are not each one step of the same optimizer, behind a model's call"
         if why:
             notes.append(f'watch.scalars is "recorded", but {why}: each step has a row{" since" * bool(self.steps)}.')
         return notes

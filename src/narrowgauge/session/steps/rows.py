@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -80,6 +80,12 @@ class StepRows:
         """Give away what is held back, as far as it has arrived."""
         with self._locked():
             self._give()
+
+    def turn(self, trainers: Iterable[int]) -> None:
+        """A step without a row was made by these: the next number of a turn may be its."""
+        with self._locked():
+            self._give()
+            self.turns.of(trainers)
 
     def gather(self) -> None:
         """The same, asked by the writer's thread: but nothing that a device has yet to give."""

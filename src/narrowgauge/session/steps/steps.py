@@ -88,13 +88,16 @@ class Steps:
         """What is written of the open step."""
         return self.ledger.line
 
-    def enter(self) -> None:
+    def enter(self, *, usual: bool = False) -> None:
         """A forward with gradients, or a backward, begins: as part of the open step, or as the beginning of the next.
 
-        Raises StopTraining when all steps that were asked for are made.
+        The next may be left alone if it begins as `usual`, or has a part that was. Raises StopTraining when all steps
+        that were asked for are made.
         """
-        if self.made or self.ledger.line is None:
-            self._open()
+        if self.rest.on and self.rest.called:
+            self.unlike()
+        elif self.made or self.ledger.line is None:
+            self._open(usual=usual)
 
     def feed(self, inputs: Any, model: int = 0) -> int:
         """A model, told apart by its number, is called with gradients and these inputs; returns their tokens."""
@@ -129,6 +132,8 @@ class Steps:
     def between(self, *, proven: bool) -> bool:
         """Whether nothing has come of the open step yet; of a thread that has `proven` nothing, but forwards."""
         line = self.line
+        if self.rest.on:
+            return not self.rest.called
         if self.made or self.zeroed:
             return True
         if line is None:
@@ -163,40 +168,50 @@ class Steps:
         if not early:
             self._come_by(self.ledger.steps + 1)
 
-    def perhaps_rest(self, optimizer: Optimizer) -> None:
-        """The open step was made by this optimizer, in the usual way: the next ones may be left alone."""
+    def _rests(self) -> bool:
+        """Whether the program is left alone from now on: the step before was as usual, and the next one begins so."""
         line = self.ledger.line
         if line is None or not self.rest.follows(line, called=self._fed == line.step, before=self.stepped):
-            return
-        if self.rest.begin(optimizer, line.step, self._recorder.next_due(line.step)):
-            self._close()
-            self._who_stepped(line)
-            self.ledger.close()
-            self.resting(True)
+            return False
+        if not self.rest.begin(line.step, self._recorder.next_due(line.step)):
+            return False
+        self._who_stepped(line)
+        self.ledger.close()
+        self.batches.begin_anew()
+        self.resting(True)
+        return True
+
+    def called_alone(self) -> None:
+        """A model is called with gradients, or backward is, while the program is left alone."""
+        if not self.rest.called:
+            self.rest.called = True
+            self._take_evaluation()
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """This optimizer has stepped, or was `skipped`, while the program is left alone."""
-        called, leads = self.rest.called, self.rest.leads(optimizer)
-        if called or leads:
+        called, leader = self.rest.called, self.rest.leader
+        if called or optimizer is leader:
             self.ledger.left_alone(skipped=skipped)
             self.rest.steps += 1
-        self.rest.called, self.rest.depth, self.rest.outermost = False, 0, None
+        self.rest.called = False
         self.evals.stepped()
-        if not (called and leads):
-            self.unlike()
+        if not (called and optimizer is leader):
+            self.unlike(*([] if called or leader is None else [leader]), optimizer)
         elif self.rest.over(self.ledger.steps):
             self.wake()
 
-    def unlike(self) -> None:
-        """What the program does while it is left alone is not as before."""
+    def unlike(self, *made: Optimizer) -> None:
+        """What the program does while it is left alone is not as before; these optimizers `made` its last step."""
         self.rest.give_up(f"what the program did about step {self.ledger.steps + 1} was not as before")
-        self.wake()
+        self.wake(*made)
 
-    def wake(self) -> None:
-        """The next step has a row."""
-        if self.rest.on:
+    def wake(self, *made: Optimizer, now: bool = False) -> None:
+        """The next step has a row (if it has begun the one behind, unless `now`); these optimizers `made` the last."""
+        if self.rest.on and self.rest.called and not now:
+            self.rest.end_soon()
+        elif self.rest.on:
             self.rest.on = False
-            self.ledger.laps_anew()
+            self.ledger.heard_again(*(made or filter(None, [self.rest.leader])))
             self.resting(False)
 
     def _come_by(self, step: int) -> None:
@@ -232,7 +247,7 @@ class Steps:
 
     def capture_begins(self) -> None:
         """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
-        self.wake()
+        self.wake(now=True)
         with self._left_over():
             self._plain.end()
             self._recorder.end_step()
@@ -271,12 +286,14 @@ class Steps:
         if self._reports:
             status.report(self._plan, self.ledger, done=done)
 
-    def _open(self) -> None:
+    def _open(self, *, usual: bool = False) -> None:
         if self.rest.on:
             self.unlike()
         self._close()
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
+        if usual and self._rests():
+            return
         self.made, self.begun = False, True
         if self.ledger.line is not None:
             self._who_stepped(self.ledger.line)

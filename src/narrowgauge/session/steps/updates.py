@@ -103,10 +103,12 @@ class Updates:
         self.backwards += 1
         if not self._in_closure:
             self._stepping = None  # an optimizer that was stepping has raised
-        self._steps.enter()
+        self.hearing.waits = True
+        self._steps.enter(usual=True)
+        if self._steps.rest.on:
+            return
         self._steps.backward_begins()
         self._clips.grown()
-        self.hearing.waits = True
         if not self._closure_again:
             self.losses.add(loss, staged=self.staged > 0)
             self._steps.evals.trains_by.backward(loss)
@@ -207,9 +209,9 @@ class Updates:
             return None
         self._stepping = ref(optimizer)
         if closure is not None:
-            self._steps.enter()
-            return self._followed(closure, optimizer)
-        if self._steps.ledger.line is None or (self._steps.made and self._steps.ledger.has(optimizer)):
+            self._steps.enter(usual=True)
+            return None if self._steps.rest.on else self._followed(closure, optimizer)
+        if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter()  # neither its forward nor its backward was heard
         self._look(optimizer)
         return None
@@ -233,28 +235,48 @@ class Updates:
         if self._stepping is not None and not began:
             return
         self._steps.ledger.took_part(optimizer)
+        if self._steps.rest.asked:
+            self._steps.rest.led_by(optimizer)
         self._made(early=early)
-        if self._steps.rest.asked and not early:
-            self._steps.perhaps_rest(optimizer)
 
-    def alone(self, *, backward: bool = False) -> bool:
-        """Whether an optimizer's step, or a `backward`, that the calling thread begins is to be left alone."""
+    def alone(self, optimizer: Optimizer | None = None) -> bool:
+        """Whether an optimizer's step, or else a backward, that the calling thread begins is to be left alone."""
         if self.hearing.ident != get_ident() or inside_backward():
             return False
-        self._steps.rest.called |= backward
+        if optimizer is None:
+            self._stepping, self.hearing.waits = None, True
+            self._steps.called_alone()
+        elif self._stepping is None or self._stepping() is None:
+            self._stepping = ref(optimizer)
         return True
+
+    @passed_over
+    def backward_passed(self) -> None:
+        """Such a backward returned, or raised."""
+        self.hearing.waits = self._stepped_in_backward = False
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped while the program is left alone; whether that is all there is to it."""
-        if self.hearing.ident != get_ident():
+        within = inside_backward()
+        if not (self.hearing.mine() if within else self.hearing.ident == get_ident()):
             return False
-        if inside_backward():
-            self._steps.unlike()
-            return False
-        if not self.prepares and self._follows(optimizer):
-            self.ended += 1
-            self._steps.left_alone(optimizer)
+        self._left_alone(optimizer, within)
         return True
+
+    @heard
+    def _left_alone(self, optimizer: Optimizer, within: bool) -> None:
+        if self.prepares or not self._follows(optimizer):
+            return
+        if within:  # all of one backward are one step, and the others of this one are heard
+            self._stepped_in_backward = True
+            self._steps.left_alone(optimizer)
+            self._steps.unlike(optimizer)
+            return
+        self.ended += 1
+        if self._stepping is not None and self._stepping() not in (None, optimizer):
+            return
+        self._stepping, self._closure_again = None, False
+        self._steps.left_alone(optimizer)
 
     @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
