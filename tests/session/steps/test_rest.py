@@ -176,9 +176,9 @@ def test_the_time_of_an_evaluation_meanwhile_is_taken_off_no_step(tmp_path):
                     losses.append(F.mse_loss(model(batch(100)), batch(100)).item())
                     slow.remove()
 
-    _, session, writer = run(tmp_path, program)
+    _, _, writer = run(tmp_path, program)
     seconds = writer.column("step_seconds")
-    assert 0.02 <= min(seconds.values())
+    assert min(seconds.values()) >= 0.02
     assert seconds[9] < 0.3
     assert writer.column("clean")[9] == 1.0
 
