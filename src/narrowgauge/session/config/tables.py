@@ -80,7 +80,7 @@ class Watch(Table):
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""
     scalars: Literal["all", "recorded"] = "all"
     """Which steps have a row of scalars (loss, norms, rates): `all`; or those that are `recorded`, one before and one
-    behind each, and a program of one process is left alone between them."""
+    behind each, and a program of one process is left alone between them. In `compare` all have one."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 

@@ -51,7 +51,7 @@ class Rest:
         regular = called and line.microbatches > 0 and alone
         self._unlike |= bool(before) and not regular
         led = (leader := self.leader) is not None and id(leader) in line.optimizers
-        return self.asked and not self.on and not line.recorded and regular and led
+        return not self.on and not line.recorded and regular and led
 
     def begin(self, step: int, due: int | None) -> bool:
         """Leave the program alone, which begins the next step; False if a recorded one is `due` soon."""

@@ -292,7 +292,7 @@ class Steps:
         self._close()
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
-        if usual and self._rests():
+        if usual and self.rest.asked and self._rests():
             return
         self.made, self.begun = False, True
         if self.ledger.line is not None:
