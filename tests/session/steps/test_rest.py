@@ -1,114 +1,33 @@
 """Steps between the recorded ones, left alone: what has a row is as if every step had one, and the program's own."""
 
 import functools
-import gc
-import sys
 import threading
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.session.inline import followed
+from tests.session.steps.alone import (
+    AROUND,
+    Interrupted,
+    Model,
+    batch,
+    compared,
+    evaluated,
+    made,
+    notes,
+    nothing_is_compiled,
+    plain,
+    run,
+    step,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.session.selection.step_ranges import StepRanges
 
-SAME = "loss", "grad_norm", "lr", "tokens", "microbatches", "param_norm", "update_ratio", "skipped", "loss_scale"
-AROUND = [1, 2, 9, 10, 11, 19, 20, 21]  # of 24 steps, recorded every tenth
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    """What tests before had compiled is gone: a program that compiles is not left alone."""
-    gc.collect()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-
-
-class Model(nn.Module):
-    """Counts what of torch's or ours is hooked to its part while that runs."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def batch(number):
-    return torch.randn(4 + number % 3, 16, generator=torch.Generator().manual_seed(number))
-
-
-def made(kind=torch.optim.AdamW):
-    model = Model()
-    return model, kind(model.parameters(), lr=0.01)
-
-
-def step(model, optimizer, number, losses, device="cpu"):
-    """One of a training with two microbatches, clipping and a falling rate."""
-    for part in (0, 1):
-        x = batch(2 * number + part).to(device)
-        loss = F.mse_loss(model(x), x) / 2
-        loss.backward()
-        losses.append(loss.item())
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.param_groups[0]["lr"] = 0.01 / number
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def plain(losses, device="cpu"):
-    model = Model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(1, 25):
-        step(model, optimizer, number, losses, device)
-
-
-def run(tmp_path, program, scalars="recorded", **more):
-    """What a program wrote and was told, its session, and its writer."""
-    losses = []
-    watch = {"scalars": scalars, **more.pop("watch", {})}
-    with followed(tmp_path, compiling=True, judge="current", watch=watch, **{"every": 10, **more}) as (session, writer):
-        program(losses)
-    assert not [note for note in session.facts()["notes"] if "failed" in note]
-    return losses, session, writer
-
-
-def compared(tmp_path, program, turns=False, **more):
-    """A program left alone between recorded steps; all that it has a row of is checked beside one that is not.
-
-    Where optimizers take `turns`, those of steps that are left alone do not count for which steps are recorded.
-    """
-    alone = []
-    program(alone)
-    wanted, _, every = run(tmp_path, program, "all", **more)
-    found, session, writer = run(tmp_path, program, **more)
-    assert found == wanted == alone
-    assert session.facts()["steps"] == 24
-    assert set(writer.scalars) <= set(every.scalars)
-    for name in (*SAME, "eval_loss"):
-        there = writer.column(name)
-        assert there == {at: every.column(name)[at] for at in there}, name
-    if turns:
-        return session, writer
-    for name in SAME:  # nor does anything lack
-        assert set(writer.column(name)) == set(every.column(name)) & set(writer.column("microbatches")), name
-    assert [(at, sites) for at, sites, _ in writer.tensors] == [(at, sites) for at, sites, _ in every.tensors]
-    for (_, _, one), (_, _, other) in zip(writer.tensors, every.tensors, strict=True):
-        assert set(one) == set(other)
-        for name in one:
-            assert [str(x) for x in one[name]] == [str(x) for x in other[name]], name
-    return session, writer
-
-
-def notes(session):
-    return [note for note in session.facts()["notes"] if "watch.scalars" in note]
+__all__ = ["nothing_is_compiled"]  # a fixture for each test here
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -196,8 +115,7 @@ def test_a_metric_of_a_batch_that_trains_is_no_evaluation(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             if number == 14:
-                with torch.no_grad():
-                    losses.append(F.mse_loss(model(batch(100)), batch(100)).item())
+                losses.append(evaluated(model))
 
     _, writer = compared(tmp_path, program)
     assert list(writer.column("eval_loss")) == [14]
@@ -233,8 +151,7 @@ def test_a_forward_that_raises_is_no_step(tmp_path):
             if number in (5, 9):
                 with pytest.raises(RuntimeError):
                     model(torch.ones(3, 5))
-                with torch.no_grad():
-                    losses.append(F.mse_loss(model(batch(100)), batch(100)).item())
+                losses.append(evaluated(model))
 
     _, writer = compared(tmp_path, program)
     assert list(writer.column("eval_loss")) == [5, 9]
@@ -242,14 +159,6 @@ def test_a_forward_that_raises_is_no_step(tmp_path):
 
 
 def test_an_evaluation_after_an_interrupt_is_heard(tmp_path):
-    class Interrupted(Model):
-        stops = False
-
-        def forward(self, x):
-            if self.stops:
-                raise KeyboardInterrupt
-            return super().forward(x)
-
     def program(losses):
         model = Interrupted()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -260,8 +169,7 @@ def test_an_evaluation_after_an_interrupt_is_heard(tmp_path):
                 with pytest.raises(KeyboardInterrupt):
                     model(batch(1))
                 model.stops = False
-                with torch.no_grad():
-                    losses.append(F.mse_loss(model(batch(100)), batch(100)).item())
+                losses.append(evaluated(model))
 
     _, writer = compared(tmp_path, program)
     assert list(writer.column("eval_loss")) == [5]
@@ -491,8 +399,7 @@ def test_a_thread_that_only_evaluates_changes_nothing(tmp_path):
         model, optimizer = made()
 
         def evaluate():
-            with torch.no_grad():
-                losses.append(F.mse_loss(model(batch(100)), batch(100)).item())
+            losses.append(evaluated(model))
 
         for number in range(1, 25):
             step(model, optimizer, number, losses)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
-from tests.session.steps.test_rest import AROUND, Model, batch, compared, made, notes, nothing_is_compiled
+from tests.session.steps.alone import AROUND, Interrupted, Model, batch, compared, made, notes, nothing_is_compiled
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -329,14 +329,6 @@ def test_a_copy_is_evaluated_behind_a_forward_that_trains(tmp_path):
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_copy_is_evaluated_after_an_interrupt(tmp_path, gradients):
-    class Interrupted(Model):
-        stops = False
-
-        def forward(self, x):
-            if self.stops:
-                raise KeyboardInterrupt
-            return super().forward(x)
-
     def program(losses):
         model, copy = Interrupted(), Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
