@@ -182,7 +182,7 @@ def test_a_fork_counts_alone(loaded, counted_before):
 @needs_a_team
 def test_the_team_is_as_large_as_torch_has_it_also_in_a_thread_that_never_asked():
     program = """
-        import os, threading, torch
+        import os, threading, time, torch
         from narrowgauge.compute.recipes import by_name
         from narrowgauge.observe.stats import host
         from narrowgauge.observe.stats.again import Gate, Watched, here
@@ -202,6 +202,9 @@ def test_the_team_is_as_large_as_torch_has_it_also_in_a_thread_that_never_asked(
             beside = threading.Thread(target=work)
             beside.start()
             beside.join()
+        until = time.monotonic() + 20  # a thread that was joined may yet be leaving; a team's stays
+        while len(os.listdir("/proc/self/task")) > before and time.monotonic() < until:
+            time.sleep(0.01)
         print(len(os.listdir("/proc/self/task")) - before)
     """
     made = subprocess.run(

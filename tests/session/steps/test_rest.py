@@ -209,8 +209,10 @@ def test_a_dumped_step_is_awaited(tmp_path):
     settings = tmp_path / "narrowgauge.toml"
     dumps = [f'[[dump]]\nsteps = [{at}]\nsites = ["up"]\n' for at in (15, 90)]
     settings.write_text('[watch]\nscalars = "recorded"\n' + "".join(dumps))
-    with ng.watch(out=tmp_path / "run", every=1000, config=settings):
-        plain([])
+    model, optimizer = made()
+    with ng.watch(model, out=tmp_path / "run", every=1000, config=settings):
+        for number in range(1, 25):
+            step(model, optimizer, number, [])
     found = ng.open_run(tmp_path / "run")
     assert list(found.scalars()["step"]) == [1, 2, 14, 15, 16]
     assert [path.name for path in (tmp_path / "run").glob("**/*.safetensors")] == ["step00000015-rank0.safetensors"]
@@ -428,7 +430,7 @@ def test_a_watch_in_the_process_leaves_nothing_behind(tmp_path):
     settings.write_text('[watch]\nscalars = "recorded"\n')
     model, optimizer = made()
     before, losses = torch.autograd.backward, []
-    with ng.watch(out=tmp_path / "run", config=settings):
+    with ng.watch(model, out=tmp_path / "run", config=settings):
         for number in range(1, 15):
             step(model, optimizer, number, losses)
     assert torch.autograd.backward is before
