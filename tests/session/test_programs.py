@@ -751,7 +751,7 @@ def test_a_microbatch_that_fails_and_is_tried_again_counts_once(tmp_path, where,
     assert writer.column("microbatches") == {1: 1, 2: 1, 3: 1}
     assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
     assert writer.column("loss")[3] == pytest.approx(float(wanted.detach()))
-    assert session.calls._depth == 0
+    assert not session.calls.running
 
 
 def test_a_model_that_returns_nothing_has_its_tokens_even_while_an_error_is_handled(tmp_path):

@@ -615,7 +615,7 @@ def test_an_evaluation_that_runs_beside_the_training_is_not_taken_for_it(tmp_pat
         training.step()
     assert list(writer.column("loss").values()) == pytest.approx(training.losses, rel=1e-6)
     assert writer.column("tokens") == {1: 8, 2: 8, 3: 8}
-    assert session.calls._depth == 0
+    assert not session.calls.running
 
 
 @pytest.mark.parametrize("every", [1, 10])

@@ -8,9 +8,9 @@
     in a generator            that a model's call returned: a part of that call
     in a checkpoint           of the reentrant kind, which a program puts around a model or its parts: a call with
                               gradients, though they are only there when it is run again
+    while left alone          is told of by alone.py
 
-A call that a KeyboardInterrupt has left ends without a word: torch tells hooks of an Exception alone. A notebook goes
-on after it, so whether the outermost call still runs is looked up where that matters.
+Of calls in each other the outermost counts (running.py).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from types import FrameType, GeneratorType
+from types import GeneratorType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if, unreal
+from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.first_call import reroute
-from narrowgauge.session.models.frames import innermost_call, left_by_an_error, still_runs
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
+from narrowgauge.session.models.running import Running
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.loading import Loading
@@ -74,35 +74,33 @@ class Calls:
         taken: Callable[[str], None],
         deaf: Callable[[bool], None] = lambda deaf: None,
     ) -> None:
-        self._roots, self._steps, self._probe, self.rest = roots, steps, probe, steps.rest
+        self._roots, self._steps, self._probe = roots, steps, probe
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
-        self._loading, self._taken, self._deaf = loading, taken, deaf
-        self._thread = _OfThread()
-        self._depth = 0
-        self._outermost: FrameType | None = None  # torch's, of the call that is running
-        self._running: Root | None = None
-        self._rerouted: Callable[[], None] | None = None
-        self._inside: RemovableHandle | None = None  # hears the end of a call of what the running root wraps
+        self._loading, self._taken = loading, taken
+        self._thread, self._running = _OfThread(), Running(deaf)
+        self.alone = CallsAlone(self._running, hearing, steps, loading, self.learns, self.recover)
         self.tokens = 0  # of the last call with gradients
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned
         self._generates = self._in_generator = False
         self._eval_began = self._waited = 0.0
         self._again: Known = {}
-        self._teaches = False  # what runs is frozen
-        self._alone = False  # or left alone
-        self.training = False  # a forward with gradients is running
         self.scripted = False  # a model that is trained is TorchScript
 
     @property
     def running(self) -> bool:
         """Whether a model is being called."""
-        return self._depth > 0
+        return self._running.depth > 0
+
+    @property
+    def training(self) -> bool:
+        """Whether that is a forward with gradients."""
+        return self._running.training
 
     @partial(passed_over, below=True)
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
-        if self._depth or not self._optimizers or inside_backward():
+        if self.running or not self._optimizers or inside_backward():
             return
         if not self.learns():
             if (root := self._roots.around_call(module)) is not None:
@@ -144,13 +142,13 @@ class Calls:
         def after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
             hook.remove()
             missed, root.half_seen = kwargs if root.half_seen else {}, False
-            if self._inside is hook:
+            if self._running.inside is hook:
                 self.ended(root, output, missed)
 
         root.half_seen = self.learns() and not root.frozen()  # or it may teach
         self.begins(root, args, {})
-        if self._running is root:
-            hook = self._inside = model.register_forward_hook(after, with_kwargs=True, always_call=True)
+        if self._running.root is root:
+            hook = self._running.inside = model.register_forward_hook(after, with_kwargs=True, always_call=True)
         else:
             root.half_seen = False
 
@@ -162,7 +160,7 @@ class Calls:
         root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
         self.begins(root, args, {})
         if type(module) is not kind:
-            self._rerouted = reroute(module)
+            self._running.rerouted = reroute(module)
 
     @passed_over
     def checkpoint_runs(self, runs: bool) -> None:
@@ -180,10 +178,10 @@ class Calls:
         What a frozen model multiplies is of no step, though its layers, if they are converted, would tell of it.
         """
         if self.hearing.perhaps_mine():
-            return not self._teaches
+            return not self._running.teaches
         if inside_backward():
             return not self.hearing.refused
-        return self.training and not self._thread.aside and self.learns()
+        return self._running.training and not self._thread.aside and self.learns()
 
     @heard_if(
         lambda self, root, args, kwargs: self._same.model(root) if self.learns() else None,
@@ -193,16 +191,16 @@ class Calls:
         """A model is called."""
         if inside_backward():
             return
-        if self._depth:
+        running = self._running
+        if running.depth:
             self.recover()
-        if not self._depth and _estimates(args, kwargs):
+        if not running.depth and _estimates(args, kwargs):
             return
-        self._depth += 1
-        if self._depth > 1:
+        running.depth += 1
+        if running.depth > 1:
             return
-        self._outermost, self._running = innermost_call(), root
+        running.of(root)
         root.heard_in = self.hearing.turn
-        self._deaf(True)
         if not self.learns():
             self._waited = self._loading.evaluated()
             self._again = known_by((args, kwargs)) if root.module.training else {}
@@ -212,20 +210,18 @@ class Calls:
         if self._roots.changed:
             self._renew()
         if not root.half_seen and root.frozen() and not moves((args, kwargs)):  # nor is all known of what is half seen
-            self._teaches = True
+            running.teaches = True
             root.enter_autocast()
             return
         try:
             self._steps.enter(usual=True)
         except StopTraining:
-            self._depth = 0
-            self._deaf(False)
+            running.refused()
             raise
-        if self.rest.on:
-            self._alone = True
-            self._called_alone(root, args, kwargs)
+        if self.alone.rest.on:
+            self.alone.begins(root, args, kwargs)
             return
-        self.training = True
+        running.training = True
         root.enter_autocast()
         self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
@@ -245,44 +241,6 @@ class Calls:
         empty = not (module._parameters or module._modules)  # a loss, say; where the program has no word of its own
         return empty and type(module).parameters is nn.Module.parameters
 
-    @partial(passed_over, below=True)
-    def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A model is called while the program is left alone; whether it is left alone with that."""
-        if self.hearing.ident != threading.get_ident():
-            return False
-        if inside_backward():
-            return True
-        if self._depth:
-            self.recover()
-        if not self._depth:
-            if not self.learns():
-                return False
-            self._outermost, self._running, self._alone = innermost_call(), root, True
-            self._deaf(True)
-            self._called_alone(root, args, kwargs)
-        elif not self._alone:  # in an evaluation
-            return False
-        self._depth += 1
-        return True
-
-    @heard
-    def _called_alone(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if root.frozen() and not moves((args, kwargs)):
-            return
-        self._steps.called_alone()
-        self._loading.evaluated()
-        self._steps.evals.training_begins()
-
-    @partial(passed_over, below=True)
-    def passed(self) -> bool:
-        """Such a call returned, or raised."""
-        if not (self._alone and self._depth) or self.hearing.ident != threading.get_ident() or inside_backward():
-            return False
-        self._depth -= 1
-        if not self._depth:
-            self._left()
-        return True
-
     def _begins_aside(self) -> None:
         if not inside_backward():
             self._thread.aside += 1
@@ -301,17 +259,17 @@ class Calls:
 
         One of something compiled is no call of a module: it is told to have been `left` by an error.
         """
-        if inside_backward() or self._depth == 0:
+        running = self._running
+        if inside_backward() or running.depth == 0:
             return
-        self._depth -= 1
-        if self._depth:
+        running.depth -= 1
+        if running.depth:
             return
-        raised = output is None and self._outermost is not None and left_by_an_error(self._outermost)
-        if raised or (left and self._unlearned()):
+        if (output is None and running.raised()) or (left and self._unlearned()):
             self._take_back()
             missed = None
-        teaches = self._teaches
-        self._left()
+        teaches = running.teaches
+        running.over()
         if teaches:
             root.exit_autocast()
             return
@@ -335,7 +293,7 @@ class Calls:
 
     def _take_back(self) -> None:
         """The call raised: a program that goes on, with a smaller batch perhaps, has not trained on its tokens."""
-        if self.training and self._line is not None and self._line is self._steps.ledger.line:
+        if self._running.training and self._line is not None and self._line is self._steps.ledger.line:
             self._line.tokens -= self.tokens
             self._steps.batches.take_back()
         self.tokens = 0
@@ -346,32 +304,23 @@ class Calls:
 
     def recover(self) -> None:
         """Forget a call that was left without a word."""
-        if not self._depth or self._outermost is None or not self.hearing.perhaps_mine() or still_runs(self._outermost):
+        running = self._running
+        if not (running.depth and self.hearing.perhaps_mine() and running.lost()):
             return
-        if self._running is not None:
-            self._running.exit_autocast()
-        self._depth = 0
+        if running.root is not None:
+            running.root.exit_autocast()
+        running.depth = 0
         if self._unlearned():  # else the program has cleared the hook that tells its end
             self._take_back()
         self._steps.left()
-        self._left()
+        running.over()
 
     def hand_over(self) -> None:
         """Another thread is followed from now on: what this one is in, an evaluation say, is not."""
         if self._probe is not None:
             self._probe.hand_over()
-        self._depth = 0
-        self._left()
-
-    def _left(self) -> None:
-        self._outermost = self._running = None
-        self._deaf(False)
-        self.training = self._teaches = self._alone = False
-        if self._rerouted is not None:
-            self._rerouted()
-        if self._inside is not None:
-            self._inside.remove()
-            self._inside = None
+        self._running.depth = 0
+        self._running.over()
 
     def take(self, module: nn.Module) -> Root:
         """A module, of which no call is heard so far, is a model."""

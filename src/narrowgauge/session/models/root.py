@@ -31,7 +31,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class HearsRoots(Protocol):
     """Hears of calls of models."""
 
-    rest: Rest
+    @property
+    def alone(self) -> HearsRootsAlone:
+        """Who hears of them while steps are left alone."""
 
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model is called."""
@@ -39,8 +41,14 @@ class HearsRoots(Protocol):
     def ended(self, root: Root, output: Any, missed: dict[str, Any] | None = None) -> None:
         """Its call returned."""
 
+
+class HearsRootsAlone(Protocol):
+    """The same, while steps are left alone."""
+
+    rest: Rest
+
     def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """It is called while steps are left alone; whether that is all there is to it."""
+        """A model is called; whether that is all there is to it."""
 
     def passed(self) -> bool:
         """The same of its return."""
@@ -109,14 +117,14 @@ class Root:
 
         Not while it is traced: what is compiled around it is called as a whole.
         """
-        rest = calls.rest
+        alone, rest = calls.alone, calls.alone.rest
 
         # torch passes no keywords where a hook has just come or is just going, as in a signal's handler.
         @passed_over
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] = _NONE) -> None:
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
-            if not (rest.on and calls.passes(self, args, kwargs)):
+            if not (rest.on and alone.passes(self, args, kwargs)):
                 calls.begins(self, args, kwargs)
 
         @passed_over
@@ -124,7 +132,7 @@ class Root:
             kwargs, output = given if len(given) > 1 else (_NONE, *given)
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
-            if rest.on and calls.passed():
+            if rest.on and alone.passed():
                 return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             calls.ended(self, output, missed)

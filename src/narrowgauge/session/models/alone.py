@@ -1,0 +1,85 @@
+"""Calls of models while the program is left alone (`steps/rest.py`): as little of each as can be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.models.root import Root
+from narrowgauge.session.models.running import Running
+from narrowgauge.session.steps.loading import Loading
+from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.tensors.batches import moves
+
+
+class CallsAlone:
+    """Such calls with gradients; an evaluation is followed as ever.
+
+    Args:
+        running: the call that runs.
+        hearing, steps, loading: the session's.
+        learns: whether what is called now is called with gradients.
+        recover: forgets a call that was left without a word.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        hearing: Hearing,
+        steps: Steps,
+        loading: Loading,
+        learns: Callable[[], bool],
+        recover: Callable[[], None],
+    ) -> None:
+        self.rest = steps.rest
+        self._running, self.hearing, self._steps, self._loading = running, hearing, steps, loading
+        self._learns, self._recover = learns, recover
+
+    @partial(passed_over, below=True)
+    def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A model is called while the program is left alone; whether it is left alone with that."""
+        if self.hearing.ident != threading.get_ident():
+            return False
+        if inside_backward():
+            return True
+        running = self._running
+        if running.depth:
+            self._recover()
+        if not running.depth:
+            if not self._learns():
+                return False
+            self.begins(root, args, kwargs)
+        elif not running.alone:  # in an evaluation
+            return False
+        running.depth += 1
+        return True
+
+    def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The outermost call is one that is left alone."""
+        self._running.of(root)
+        self._running.alone = True
+        self._called(root, args, kwargs)
+
+    @heard
+    def _called(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if root.frozen() and not moves((args, kwargs)):
+            return
+        self._steps.called_alone()
+        self._loading.evaluated()
+        self._steps.evals.training_begins()
+
+    @partial(passed_over, below=True)
+    def passed(self) -> bool:
+        """Such a call returned, or raised."""
+        running = self._running
+        if not (running.alone and running.depth) or self.hearing.ident != threading.get_ident() or inside_backward():
+            return False
+        running.depth -= 1
+        if not running.depth:
+            running.over()
+        return True
