@@ -46,6 +46,44 @@ def test_a_step_without_a_finite_loss_is_marked():
     assert '"marker": {"type": "value", "value": "x"}' in sick
 
 
+def spiky(*spikes: int, steps: int = 400) -> np.ndarray:
+    values = 3 - np.arange(steps) / steps
+    values[list(spikes)] = 50 + np.arange(len(spikes))
+    return values
+
+
+def triangles(picture) -> list[tuple[float, float]]:
+    """Of each triangle its step and the loss that it stands for."""
+    found = [r for r in picture.renderers if getattr(r.glyph, "marker", None) == "triangle"]
+    assert all(np.ptp(r.data_source.data["edge"]) == 0 for r in found)
+    assert all(r.data_source.data["edge"][0] < picture.y_range.end for r in found)
+    return [pair for r in found for pair in zip(r.data_source.data["step"], r.data_source.data["value"], strict=True)]
+
+
+def test_a_spike_above_the_picture_is_marked_where_it_is():
+    picture = figures.loss_curves([trace("current", spiky(99, 299, 300))])
+    assert picture.y_range.end < 50
+    assert triangles(picture) == [(100, 50.0), (301, 52.0)]  # two steps in a row are one spike
+    assert triangles(figures.loss_curves([trace("current", spiky())])) == []
+
+
+def test_a_run_that_leaves_the_picture_for_good_has_no_bar_of_marks():
+    sick = np.concatenate([np.full(100, 2.0), np.full(300, 1e6)])
+    assert triangles(figures.loss_curves([trace("baseline", np.full(400, 2.5)), trace("current", sick)])) == []
+
+
+def test_of_many_spikes_the_highest_are_marked():
+    found = triangles(figures.loss_curves([trace("current", spiky(*range(10, 9000, 30), steps=10000))]))
+    assert len(found) == 200
+    assert found == sorted(found)
+    assert min(value for _, value in found) == 50 + 300 - 200
+
+
+@pytest.mark.parametrize(("steps", "bounds"), [(40, (1, 40)), (1, "auto")])
+def test_no_tick_is_right_of_the_last_step(steps, bounds):
+    assert figures.loss_curves([trace("current", [2.0] * steps)]).xaxis.bounds == bounds
+
+
 def test_a_diverged_run_does_not_flatten_the_others():
     healthy = [trace(name, np.linspace(5, 2, 100)) for name in ("baseline", "current")]
     sick = trace("delayed", np.linspace(5, 1e6, 100))

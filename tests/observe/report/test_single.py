@@ -42,6 +42,12 @@ def test_steps_that_were_left_alone_count(meta, steps):
     assert told["steps"] == steps
 
 
+@pytest.mark.parametrize(("meta", "skipped"), [({}, 2), ({"skipped_steps": 5}, 5), ({"skipped_steps": 0}, 2)])
+def test_steps_that_were_skipped_while_the_program_was_left_alone_count(meta, skipped):
+    (told,) = single({"one": Recorded(meta, step=[1, 2, 3], loss=[4, 3, 2], skipped=[1, np.nan, 1])})
+    assert told["skipped"] == skipped
+
+
 @pytest.mark.parametrize(
     ("counted", "said"),
     [

@@ -94,7 +94,8 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
                 "counted": str(run.meta.get("counted") or "tokens"),
                 "steps": f"{number(run, scalars):,}",
                 "nan": int(np.nansum(column("nonfinite"))),
-                "skipped": int(np.nansum(column("skipped"))),
+                # not all have a row where the program was left alone between recorded steps
+                "skipped": max(int(np.nansum(column("skipped"))), int(run.meta.get("skipped_steps") or 0)),
                 "status": facts.state_of(run),
             }
         )
