@@ -125,3 +125,43 @@ def test_masks_and_angles_of_layers_that_the_program_calls_itself_are_no_tokens(
             head(h).square().mean().backward()
             optimizer.step()
     assert writer.column("tokens") == {1: 32, 2: 32, 3: 32}
+
+
+class Values(nn.Module):
+    """Of what is observed and done, one after the other; or of pictures, alone or in a list."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 16, 1))  # no layer that takes a sample
+        self.first = first
+
+    def forward(self, *given):
+        x = given[0] if len(given) == 1 else torch.cat(given, -1)
+        return self.first(x[0] if isinstance(x, list) else x) * self.scale.mean()
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "samples"),
+    [
+        (nn.Linear(16, 4), (torch.ones(16),), 1),  # an observation
+        (nn.Linear(16, 4), (torch.ones(12), torch.ones(4)), 1),  # and an action
+        (nn.Conv2d(3, 4, 3), (torch.ones(3, 8, 8),), 1),
+        (nn.Conv2d(3, 4, 3), ([torch.ones(3, 8, 8)],), 1),  # a detector's batch of one
+        (nn.ConvTranspose1d(6, 2, 3), (torch.ones(6, 9),), 1),
+        (nn.Linear(16, 4), (torch.ones(16, 16),), 16),
+        (nn.Conv2d(3, 4, 3), (torch.ones(3, 3, 8, 8),), 3),
+        (nn.Sequential(nn.Unflatten(0, (8, 1)), nn.Linear(1, 4)), (torch.ones(8),), 8),  # of one number each
+        (nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 4, 3)), (torch.ones(5, 8, 8),), 5),  # grey ones
+    ],
+)
+def test_what_has_no_dimension_for_samples_is_one(tmp_path, first, given, samples):
+    model = Values(first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with followed(tmp_path) as (session, writer):
+        session.optimizer_made(optimizer)
+        for microbatches in (1, 3):
+            for _ in range(microbatches):
+                model(*(x.copy() if isinstance(x, list) else x.clone() for x in given)).square().mean().backward()
+            optimizer.step()
+    assert writer.column("tokens") == {1: samples, 2: 3 * samples}
+    assert session.facts()["counted"] == "samples"

@@ -225,7 +225,7 @@ class Calls:
         root.enter_autocast()
         self._in_generator = self._generates and any(returned.gi_running for returned in self._generators)
         given = () if self.hearing.stage else (args, kwargs)  # what a later stage is given is no data
-        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given, id(root))
+        tokens = 0 if self._steps.paused or self._in_generator else self._steps.feed(given, id(root), root.width)
         self.tokens, self._line = tokens, self._steps.ledger.line
         if (line := self._line) is not None:
             line.tokens += tokens

@@ -75,7 +75,7 @@ class InnerCalls:
         if self._depth > 1 or self._batches is None or not self._counts(root):
             return
         self._calls += 1
-        self._tokens += self._batches.see((args, kwargs), model=id(root))
+        self._tokens += self._batches.see((args, kwargs), model=id(root), width=root.width)
 
     @heard
     def _ended(self, output: Any) -> None:

@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.compute.nn.tracing.marks import passed_over
@@ -111,6 +112,15 @@ class Root:
         learns = next((p for p in self.module.parameters() if p.requires_grad), None)
         self._learns = Weak() if learns is None else weakly(learns)
         return learns is None
+
+    def width(self) -> tuple[int, int] | None:
+        """How wide a sample is for its first layer, and of how many dimensions; None without such a layer."""
+        for module in self.module.modules():
+            if isinstance(module, nn.Linear):
+                return module.in_features, 1
+            if isinstance(module, _ConvNd):
+                return module.in_channels, 1 + len(module.kernel_size)
+        return None
 
     def follow(self, calls: HearsRoots) -> None:
         """Tell of each call of the model; `ended` with the keywords that `begins` missed.

@@ -29,6 +29,7 @@ from narrowgauge.session.steps.memory import PeakMemory
 from narrowgauge.session.steps.rest import Rest
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.tensors.batches import Batches
+from narrowgauge.session.tensors.counting import Width
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.rooms import Room
 
@@ -99,7 +100,7 @@ class Steps:
         elif self.made or self.ledger.line is None:
             self._open(usual=usual)
 
-    def feed(self, inputs: Any, model: int = 0) -> int:
+    def feed(self, inputs: Any, model: int, width: Width) -> int:
         """A model, told apart by its number, is called with gradients and these inputs; returns their tokens."""
         line = self.ledger.line
         self._fed = 0 if line is None else line.step
@@ -116,7 +117,7 @@ class Steps:
         self.ledger.aside.trained(inputs)
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
-        return self.batches.see(inputs, model=model)
+        return self.batches.see(inputs, model=model, width=width)
 
     def backward_begins(self) -> None:
         """What it adds to was set to zero where a program does so between a model's call and this."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.session.tensors.counting import Given, beside_made, count, count_listed
+from narrowgauge.session.tensors.counting import Given, Width, beside_made, count, count_listed, is_one
 from narrowgauge.session.tensors.fingerprint import Chained, chain
 from narrowgauge.session.tensors.given import GivenBefore, version_of
 from narrowgauge.session.tensors.sharded import here
@@ -25,6 +25,10 @@ from narrowgauge.session.tensors.storage import storage_of
 ROOM = 16  # tensors that models made, beyond twice as many as live
 Known = dict[tuple[int, int, int, int | None], StorageWeakRef]  # which holds the memory's address, not the memory
 _EMPTY = frozenset((type(None), bool, int, float, str))  # of these nothing has to be asked
+
+
+def _unknown() -> None:
+    """Of no model."""
 
 
 class Batches:
@@ -83,11 +87,12 @@ class Batches:
         self._before.take_back()
         del self._counted[self._latest :]
 
-    def see(self, inputs: Any, *, more: bool = False, model: int = 0) -> int:
+    def see(self, inputs: Any, *, more: bool = False, model: int = 0, width: Width = _unknown) -> int:
         """A `model`'s call begins with these; returns the tokens in them (samples, if no input is token ids).
 
         Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none. What the
-        step has given another model counts there (given.py). What token ids are is said in counting.py.
+        step has given another model counts there (given.py). What token ids are is said in counting.py, as is how
+        the model's `width` tells one sample from many.
         """
         before = self._given if more else set()
         self._latest = self._latest if more else len(self._counted)
@@ -117,6 +122,8 @@ class Batches:
             return 0
         listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
         counted, are_ids = listed or count(found, data)
+        if not are_ids and counted > 1 and is_one(data, width):
+            counted = 1
         if not are_ids and beside_made(found, data) and any(other != model for other in self._counted):
             return 0  # masks, angles: what they are given beside was counted where it came in
         if counted:

@@ -18,7 +18,7 @@ their classes or time steps, positions in what a model made of several texts.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens)|ids")
 _OTHERS = re.compile(r"(.*_)?(labels?|targets?|masks?|index|indices|positions|position_ids|type_ids)|y")
 _CHANNELS = 1, 3, 4  # of a picture
+Width = Callable[[], tuple[int, int] | None]  # how wide a sample of a model is, and how many dimensions it has
 _MASK = re.compile(r"(.*_)?masks?")
 
 
@@ -68,6 +69,18 @@ def count(found: Sequence[Given], data: Sequence[Given]) -> tuple[int, bool]:
     if whole and not rows:  # packed ids beside where each text begins
         return max(given.x.numel() for given in whole), True
     return next((given.x.size(0) for given in (*rows, *batched)), len(data[:1])), False
+
+
+def is_one(data: Sequence[Given], width: Width) -> bool:
+    """Whether these numbers are one sample without a dimension of its own, as a model's first layer takes them.
+
+    [K], or several that are K together     what an agent observes, step by step
+    [C, H, W]                               a picture
+    """
+    dim = data[0].x.dim() if data else 0
+    if not dim or any(given.x.dim() != dim or not _is_number(given.x) for given in data):
+        return False
+    return width() == (sum(given.x.size(0) for given in data), dim)
 
 
 def beside_made(found: Sequence[Given], data: Sequence[Given]) -> bool:
