@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import socket
 import struct
 import threading
@@ -217,6 +218,21 @@ def test_prometheus_file_in_a_folder_that_is_not_there_yet(run, tmp_path):
     for wrong, why in ((tmp_path / "sub" / "dir", "Is a directory"), (file / "m.prom", "File exists")):
         problem = export(make("prometheus", run, {"file": str(wrong)}), run).problem
         assert problem == f"OSError: cannot write {wrong}: {why}; give another file."
+
+
+def test_prometheus_sums_no_tokens_of_a_run_that_has_no_row_of_some_steps(tmp_path):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    found = {}
+    for name, steps in (("all", (0, 1, 2, 3)), ("some", (1, 2, 9, 10, 11))):
+        with RunWriter(tmp_path / "run") as writer:
+            for step in steps:
+                writer.add_scalars(step, tokens=8.0, nonfinite=float(step == 2))
+        export(make("prometheus", tmp_path / "run", {}), tmp_path / "run")
+        found[name] = parsed((tmp_path / "run" / "metrics.prom").read_text())
+        shutil.rmtree(tmp_path / "run")
+    assert found["all"]["narrowgauge_tokens_so_far",] == 32.0
+    assert ("narrowgauge_tokens_so_far",) not in found["some"]
+    assert [each["narrowgauge_nonfinite_so_far",] for each in found.values()] == [1.0, 1.0]
 
 
 def test_prometheus_port(run):

@@ -1,7 +1,8 @@
 """Prometheus: some fifty gauges, served on a port or written to a file for a collector that reads files.
 
 narrowgauge_loss{run}                            the last step's scalars, whatever their names are
-narrowgauge_tokens_so_far{run}                   sums: also of skipped and of non-finite steps
+narrowgauge_tokens_so_far{run}                   sums: also of skipped and of non-finite steps; none of tokens any more
+                                                 once a step had no row (`[watch] scalars = "recorded"`)
 narrowgauge_sqnr_db_min{run,role}                the last recorded step's tensors: min, median, max
 narrowgauge_worst{run,role,metric,site} 1        which site is the worst in that step
 narrowgauge_site{run,role,metric,site}           sites that were asked for
@@ -28,6 +29,8 @@ class Prometheus(Exporter):
         self._file = self.table.get("file") or (None if port else self.folder / FILE)
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
+        self._step: int | None = None
+        self._all_told = True  # each step had a row
         self._gauge("up").set(1)
         try:
             self._server = start_http_server(port, registry=self._registry)[0] if port else None
@@ -37,9 +40,21 @@ class Prometheus(Exporter):
     def scalars(self, points: Sequence[Point]) -> None:
         """The last step's, and sums over all."""
         for point in points:
+            self._passed(point.step)
             self._gauge("step").set(point.step)
             for name, value in point.values.items():
-                self._gauge(f"{name}_so_far").inc(value) if name in SUMMED else self._gauge(name).set(value)
+                if name not in SUMMED:
+                    self._gauge(name).set(value)
+                elif name != "tokens" or self._all_told:
+                    self._gauge(f"{name}_so_far").inc(value)
+
+    def _passed(self, step: int) -> None:
+        """A sum of the tokens of some steps looks like a slow program's, and is shown no longer."""
+        if self._all_told and self._step is not None and step > self._step + 1:
+            self._all_told = False
+            if tokens := self._gauges.pop("narrowgauge_tokens_so_far", None):
+                self._registry.unregister(tokens)
+        self._step = step
 
     def look(self, look: Look) -> None:
         """Every number of the look, with labels."""
