@@ -136,6 +136,22 @@ def test_what_a_late_rank_has_is_merged(tmp_path, living, every, world):
     assert (events(run, "ranks_apart"), program[0].ranks.notes) == ([], [])
 
 
+@pytest.mark.parametrize(("longer", "world"), [(0, 2), (1, 2), (2, 3)])
+def test_a_step_that_a_rank_with_less_data_never_makes_is_not_waited_for(tmp_path, living, longer, world):
+    program = made(tmp_path, every=3, world=world)
+    train(program, 8, SHOWN)
+    for _ in range(2):
+        rank = program[longer]
+        if rank.begin():
+            rank.see("a:input", batch(longer, rank.step))
+        rank.end(loss=float(rank.step), tokens=10.0)
+    assert ended(program, 0.0) < 2.0
+    table = open_run(tmp_path / "run").scalars("tokens")
+    told = dict(zip(table["step"].tolist(), table["tokens"].tolist(), strict=True))
+    assert told == dict.fromkeys(range(1, 9), 10.0 * world) | {9: 10.0, 10: 10.0}
+    assert program[0].ranks.notes == []
+
+
 def test_numbers_of_a_rank_that_does_not_come_are_told_to_be_missing(tmp_path, living, monkeypatch):
     monkeypatch.setattr(ranks, "LATE", 0.5)
     program = made(tmp_path, every=10)
@@ -153,6 +169,23 @@ def test_numbers_of_a_rank_that_does_not_come_are_told_to_be_missing(tmp_path, l
     alone = [step for step, n in zip(table["step"].tolist(), table["tokens"].tolist(), strict=True) if n == 10.0]
     assert f"of steps {alone[0]} to {alone[-1]} are without them" in note
     assert [each["message"] for each in events(run, "ranks_apart")][-1] == note
+
+
+def test_a_rank_that_trains_on_when_all_is_told_is_said_to_do_so(tmp_path, living, monkeypatch):
+    monkeypatch.setattr(ranks, "LATE", 0.5)
+    program = made(tmp_path, every=10)
+    train(program, 10, SHOWN)
+    while not all(rank.ranks._together.merged for rank in program):
+        for rank in program:
+            rank.ranks.tick(rank.step + 4)
+        time.sleep(0.01)
+    program[0].finish()
+    program[1].begin()
+    program[1].end(loss=1.0, tokens=10.0)
+    program[1].finish()
+    assert 11 not in open_run(tmp_path / "run").scalars("tokens")["step"].tolist()
+    (note,) = program[0].ranks.notes
+    assert "rank 1 had not ended when rank 0 did: loss, tokens and others of steps after that" in note
 
 
 def test_a_step_that_was_agreed_on_and_not_gathered_has_the_rows_of_each(tmp_path, living, monkeypatch):

@@ -10,7 +10,8 @@ small keys in the store that the program's own process group came up by, asked o
 But it can: who gives up merging after its promise says so by one more key, which is asked before each gather.
 
 Keys, for W ranks: n/<step> (a counter), of/<step>/<rank> (size, device and digest of the rank's layout), what/<step>,
-layout/<digest>. A step's keys are deleted as soon as every rank is known to have read them.
+layout/<digest>, over (the least of the last steps of ranks that have come to their end). A step's keys are deleted as
+soon as every rank is known to have read them.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Agreement:
             store.set_timeout(timedelta(seconds=patience))
         self._known: set[str] = set()
         self._undeleted: deque[int] = deque()
+        self._last = 0
 
     def post(self, step: int, mine: Posted, layout: str) -> None:
         """This rank's table of `step` is ready; `layout` is sent if it has not been yet."""
@@ -76,6 +78,7 @@ class Agreement:
             self._known.add(mine.digest)
         self._store.set(f"of/{step}/{self._rank}", f"{mine.size} {mine.device} {mine.digest} {mine.dear:d}")
         self._undeleted.append(step)
+        self._last = step
         if self._store.add(f"n/{step}", 1) == self._world:
             posted = self.posted(step)
             alike = len({each.device for each in posted}) == 1
@@ -108,6 +111,16 @@ class Agreement:
     def layout(self, digest: str) -> str:
         """The layout of a digest that was posted."""
         return str(self._store.get(f"layout/{digest}").decode())
+
+    def end(self) -> None:
+        """Tell that this rank posts no further step."""
+        told = int(self._store.compare_set("over", "", str(self._last)))
+        while told > self._last:
+            told = int(self._store.compare_set("over", str(told), str(self._last)))
+
+    def is_over(self, step: int) -> bool:
+        """Whether a rank that has not posted `step` has told that it posts no further one."""
+        return bool(self._store.check(["over"])) and step > int(self._store.get("over"))
 
     def leave(self, text: str) -> None:
         """Leave `text` for rank 0, as the last thing that this rank has to say."""

@@ -41,7 +41,15 @@ def fetch(agreement: Agreement, waiting: Waiting, landing: Landing, world: int, 
     steps = landing.lacking(others)
     landing.finish()
     if not steps:
-        return ""
+        return _of_later_steps([rank for rank in sorted(others) if patience.coming(rank)])
     who = f"rank {', '.join(map(str, sorted(others)))}"
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return f"{who} had not told the last numbers when rank 0 ended: loss, tokens and others of {which} are without them"
+
+
+def _of_later_steps(ranks: list[int]) -> str:
+    """What may be missing of these, who live and of whom nothing else is known to be."""
+    if not ranks:
+        return ""
+    who = f"rank {', '.join(map(str, ranks))}"
+    return f"{who} had not ended when rank 0 did: loss, tokens and others of steps after that are in no row of the run"

@@ -179,6 +179,7 @@ class Ranks:
         living = self._may_come, self._has_ended
         patience = Patience(HURRY, HURRY, _nobody) if failed else Patience(PATIENCE, LATE, *living)
         with self._collector.guard(self._failed):
+            self._together.end()
             self._settle(patience)
         with self._collector.guard(self._failed):
             if self.several():

@@ -124,12 +124,25 @@ class Together:
 
     # The end, and other ways out.
 
+    def end(self) -> None:
+        """This rank makes no further step."""
+        if self._agreement is not None:
+            self._agreement.end()
+
     def wait(self, patience: Patience) -> bool:
-        """Until something is decided of all open steps, or there is no more patience; whether all is."""
-        agreement, last = self._agreement, self.open[-1].step
+        """Until something is decided of all open steps, or there is no more patience; whether all is.
+
+        Of one that a rank which came to its end has not made, nothing is left to decide.
+        """
+        agreement = self._agreement
         assert agreement is not None
+
+        def undecided() -> list[int]:
+            steps = [mine.step for mine in self.open]
+            return [step for step in steps if agreement.decided(step) is None and not agreement.is_over(step)]
+
         return patience.wait(
-            lambda: agreement.decided(last) is not None, lambda: patience.all_coming(agreement.missing(last))
+            lambda: not undecided(), lambda: any(patience.all_coming(agreement.missing(step)) for step in undecided())
         )
 
     def settle(self, patience: Patience) -> None:
