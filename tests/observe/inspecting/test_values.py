@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from narrowgauge.compute.recipes import BLOCKWISE, CATALOG, CURRENT, ROWWISE
 from narrowgauge.errors import UsageError
-from narrowgauge.observe.inspect import inspect, open_checkpoint, walk
+from narrowgauge.observe.inspect import inspect, open_checkpoint, plain, walk
 
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -215,3 +215,27 @@ def test_a_tensor_that_lies_askew_in_memory(tmp_path):
     assert_same(rows["turned"].became["rowwise"], by_hand("rowwise", x.t().contiguous()))
     assert_same(rows["part"].became["blockwise"], by_hand("blockwise", x[:, 3:200].contiguous()))
     assert rows["again"].own["numel"] == 2 * x.numel()
+
+
+@pytest.mark.parametrize("shape", [(48, 32, 3), (48, 32, 3, 3), (64, 16, 1, 1), (32, 3, 16, 16), (16, 8, 2, 3, 3)])
+@pytest.mark.parametrize("recipe", [CURRENT, ROWWISE, BLOCKWISE])
+def test_a_convolutions_weight_is_what_it_multiplies(tmp_path, shape, recipe):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02
+    row = looked({"conv.weight": weight}, tmp_path / "a.safetensors", recipes=[recipe])["conv.weight"]
+    rows = np.ascontiguousarray(np.moveaxis(weight.numpy(), 1, -1)).reshape(shape[0], -1)
+    wanted = by_hand(recipe.name, torch.from_numpy(rows))
+    assert {name: row.became[recipe.name][name] for name in ("sqnr_db", "gain")} == pytest.approx(
+        {name: wanted[name] for name in ("sqnr_db", "gain")}, rel=1e-6
+    )
+    assert row.entry.shape == shape
+    text = plain(inspect(open_checkpoint(tmp_path / "a.safetensors"), recipes=[recipe]))
+    assert "Taken for weights of convolutions, a row being all that makes one output: conv.weight." in text
+
+
+@pytest.mark.parametrize(("shape", "role"), [((4, 24, 16), None), ((2, 3, 40, 64), None), ((6, 32, 8), "input")])
+def test_experts_and_activations_are_rows_of_their_last_dimension(tmp_path, shape, role):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02
+    row = looked({"x": x}, tmp_path / "a.safetensors", recipes=[ROWWISE], role=role)["x"]
+    wanted = by_hand("rowwise", x.reshape(-1, shape[-1]))
+    assert row.became["rowwise"]["sqnr_db"] == pytest.approx(wanted["sqnr_db"], rel=1e-6)
+    assert "convolutions" not in plain(inspect(open_checkpoint(tmp_path / "a.safetensors"), role=role))

@@ -18,6 +18,8 @@ from torch import Tensor
 # `SITE.x` of a dump, and `SITE@1.x` of a further microbatch; a site is `module:role`.
 _DUMPED = re.compile(r":(input|weight|grad_output)(?:@\d+)?\.x")
 
+_TAPS, _PATCH = 16, 33  # fewer along a line, and along a side: pictures are cut into patches of up to 32
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -43,6 +45,11 @@ class Entry:
     def numel(self) -> int:
         """How many elements."""
         return math.prod(self.shape)
+
+    @property
+    def kernel(self) -> bool:
+        """Whether it looks like a convolution's weight, [N, C, taps, ...], by its last dimension: nothing says so."""
+        return len(self.shape) > 2 and self.shape[-1] < (_TAPS if len(self.shape) == 3 else _PATCH)
 
 
 class Checkpoint(Protocol):

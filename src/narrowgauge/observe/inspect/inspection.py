@@ -1,6 +1,7 @@
 """A checkpoint, looked at tensor by tensor: one is read, measured and dropped before the next.
 
-matrix      two dimensions and more, as rows of its last: its own metrics, and what each recipe would make of it
+matrix      two dimensions and more, as rows of its last: its own metrics, and what each recipe would make of it; of a
+            convolution's weight what makes one output is a row
 vector      one dimension or none, and whatever an optimizer keeps: its own metrics; no recipe quantizes it
 codes       FP8 already: decoded with its scale, its codes counted, never quantized again
 scale       what belongs to codes: its own metrics
@@ -216,6 +217,8 @@ def _look(checkpoint: Checkpoint, entry: Entry, kind: str, role: str, rules: Seq
         return _decoded(entry, x, checkpoint.read(scale) if scale else None, scale)
     if kind != "matrix":
         return Looked(entry, kind, own=walk.plainly(scales.as_float(x) if kind == "scale" else x))
+    if entry.kernel and role == USUAL:  # as it is multiplied (docs/sites.md): rows of a few taps would look too good
+        x = x.movedim(1, -1).flatten(1)
     own, became = walk.what_if(x, {rule.name: rule.operands[role] for rule in rules})
     judged = {name: judge(numbers) for name, numbers in became.items()}
     # A granule that holds a NaN is poisoned by every recipe, and what the others keep is no recommendation.

@@ -169,7 +169,10 @@ def _notes(seen: Inspection) -> Iterator[str]:
     if left := len(seen.checkpoint.entries) - len(seen.rows):
         yield f"Looked at {many(len(seen.rows), 'tensor')}, as --only says; {left} more are in the file."
     yield from seen.checkpoint.notes
-    matrices = [row for row in seen.of("matrix") if len(row.entry.shape) == 2 and row.role == "weight"]
+    weights = [row for row in seen.of("matrix") if row.role == "weight"]
+    if kernels := [row for row in weights if row.entry.kernel]:
+        yield f"Taken for weights of convolutions, a row being all that makes one output: {_some(kernels)}."
+    matrices = [row for row in weights if len(row.entry.shape) == 2]
     if odd := [row for row in matrices if any(side % SIDE for side in row.entry.shape)]:
         yield f"A side is no multiple of {SIDE}, so no FP8 unit takes it: {_some(odd)}."
     for kind, said in (
