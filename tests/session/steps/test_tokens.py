@@ -146,6 +146,8 @@ class Values(nn.Module):
         (nn.Linear(16, 4), (torch.ones(16),), 1),  # an observation
         (nn.Linear(16, 4), (torch.ones(12), torch.ones(4)), 1),  # and an action
         (nn.Conv2d(3, 4, 3), (torch.ones(3, 8, 8),), 1),
+        (nn.LazyLinear(4), (torch.ones(16),), 1),
+        (nn.LazyConv2d(4, 3), (torch.ones(3, 3, 8, 8),), 3),
         (nn.Conv2d(3, 4, 3), ([torch.ones(3, 8, 8)],), 1),  # a detector's batch of one
         (nn.ConvTranspose1d(6, 2, 3), (torch.ones(6, 9),), 1),
         (nn.Linear(16, 4), (torch.ones(16, 16),), 16),

@@ -26,6 +26,7 @@ class _OfThread(threading.local):
 
 _REPLICA = "_is_replica"  # nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's
 _NONE: dict[str, Any] = {}
+_UNASKED = -1, -1
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +69,7 @@ class Root:
         self._learns = Weak()  # the parameter that was found to want a gradient last
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._around: tuple[Callable[..., None], Callable[..., None]] | None = None
+        self._width: tuple[int, int] | None = _UNASKED
 
     def belongs_to(self, model: nn.Module) -> None:
         """The whole that the root is of."""
@@ -115,12 +117,9 @@ class Root:
 
     def width(self) -> tuple[int, int] | None:
         """How wide a sample is for its first layer, and of how many dimensions; None without such a layer."""
-        for module in self.module.modules():
-            if isinstance(module, nn.Linear):
-                return module.in_features, 1
-            if isinstance(module, _ConvNd):
-                return module.in_channels, 1 + len(module.kernel_size)
-        return None
+        if self._width is _UNASKED or (self._width and not self._width[0]):  # a lazy layer that has not been made
+            self._width = _width(self.module)
+        return self._width
 
     def follow(self, calls: HearsRoots) -> None:
         """Tell of each call of the model; `ended` with the keywords that `begins` missed.
@@ -178,6 +177,15 @@ class Root:
         entered, self._thread.entered = self._thread.entered, None
         if entered is not None:
             entered.close()
+
+
+def _width(model: nn.Module) -> tuple[int, int] | None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            return module.in_features, 1
+        if isinstance(module, _ConvNd):
+            return module.in_channels, 1 + len(module.kernel_size)
+    return None
 
 
 def _living(module: ref[nn.Module]) -> nn.Module:

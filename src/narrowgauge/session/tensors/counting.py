@@ -27,7 +27,7 @@ from torch import Tensor
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens)|ids")
 _OTHERS = re.compile(r"(.*_)?(labels?|targets?|masks?|index|indices|positions|position_ids|type_ids)|y")
 _CHANNELS = 1, 3, 4  # of a picture
-Width = Callable[[], tuple[int, int] | None]  # how wide a sample of a model is, and how many dimensions it has
+Width = Callable[[], tuple[int, int] | None]  # how wide a sample is (0: as it comes), and its dimensions
 _MASK = re.compile(r"(.*_)?masks?")
 
 
@@ -80,7 +80,8 @@ def is_one(data: Sequence[Given], width: Width) -> bool:
     dim = data[0].x.dim() if data else 0
     if not dim or any(given.x.dim() != dim or not _is_number(given.x) for given in data):
         return False
-    return width() == (sum(given.x.size(0) for given in data), dim)
+    wide, dims = width() or (0, 0)
+    return dims == dim and wide in (0, sum(given.x.size(0) for given in data))
 
 
 def beside_made(found: Sequence[Given], data: Sequence[Given]) -> bool:
