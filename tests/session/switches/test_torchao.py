@@ -132,8 +132,8 @@ def test_tables_that_no_layer_takes_are_told(tmp_path):
     with followed(tmp_path, every=1, judge="current", compiling=True, convert={"high": high}) as (session, _):
         train(nn.Sequential(nn.Linear(32, 16)))
     assert session.facts()["unmet"] == [
-        "high matched nothing in this program; it is for layers that --convert takes to FP8, torchao's and "
-        "TransformerEngine's."
+        "high matched nothing in this program; it is for layers that --convert or the program takes to FP8, torchao's "
+        "and TransformerEngine's."
     ]
 
 

@@ -63,6 +63,12 @@ class LayerState:
         self.keeps_high = self.recipe.keeps_high
         self.handle = new_handle(self)
 
+    def use(self, recipe: Recipe) -> None:
+        """Go on by a recipe that differs in what it keeps high: scales and histories are of the same rules."""
+        self.recipe, self.keeps_high = recipe, recipe.keeps_high
+        self.save(self.traced.saves)
+        self.kept_weight.forget()
+
     def save(self, what: int) -> None:
         """Choose what a compiled forward saves of its input: CODES or REMADE."""
         self.traced = Traced.of(self.recipe, what)

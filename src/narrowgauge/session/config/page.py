@@ -82,6 +82,10 @@ is multiplied in the layer's own dtype. A layer with a switch saves x and w for 
 layer does, and is one operator each way under `torch.compile`. In Python: `ng.convert(model, "current",
 high=[{"sites": ["*.down"], "gemms": ["wgrad"]}])`.
 
+**Layers that the program has converted itself**, by `ng.convert`, are switched from the model's first call to the end
+of the watch, as `high=` would have switched them; run.json says which (`switched`). Of those that stay high whole no
+operand is recorded. Under `--convert` there are none: it refuses a model that is converted already.
+
 **torchao's layers** are switched by torchao's own configuration, with `--convert` or without it: the casts of a
 product that stays high are disabled before the model first runs, and `run.json` says of which (`switched`). An
 operand alone (`roles`) or `bf16_gemm` it cannot do, and says so.

@@ -3,7 +3,7 @@
 convert     to FP8; a comparison's baseline does it in a rehearsal, and back again
 added       the same for what the program adds to a model, or exchanges in it, once it trains
 hear        those that the program itself has converted
-switch      products of other packages' layers that shall stay high
+switch      products that shall stay high, of layers that the program has in FP8
 
 What became of each layer is kept in layer_rows.py.
 """
@@ -43,7 +43,7 @@ class Conversions:
         self._any = False  # something was converted
         self._refusals: list[ConversionError | RecipeError] = []
         self._ended = False  # a refusal ended the program, and is its error
-        self._switched: dict[str, str] = {}  # layers of other packages, and which products stay high
+        self._switched: dict[str, str] = {}  # layers that the program has in FP8, and which products stay high
         self._asked = False  # the settings name some
         self._kept: list[foreign.Kept] = []
         self._idle: list[str] = []  # switches that did nothing
@@ -140,7 +140,7 @@ class Conversions:
         )
 
     def switch(self, model: nn.Module, called: nn.Module, prefix: str) -> None:
-        """Have products of other packages' layers stay high, where the settings name them."""
+        """Have products of layers stay high that the program has in FP8, where the settings name them."""
         high = self._plan.convert.get("high", ())
         if high and self._plan.compiling:  # a comparison's baseline is the program as it is written
             kept = foreign.switch(model, high, called, converting=self._plan.recipe is not None)
@@ -162,7 +162,7 @@ class Conversions:
             idle.append(f"convert: the table was not used: {why}.")
         if not self._asked or self._switched:
             return [*idle, *self._idle]
-        whose = "layers that --convert takes to FP8, torchao's and TransformerEngine's"
+        whose = "layers that --convert or the program takes to FP8, torchao's and TransformerEngine's"
         return [*idle, f"high matched nothing in this program; it is for {whose}."]
 
     def _hear(self, model: nn.Module, prefix: str) -> None:

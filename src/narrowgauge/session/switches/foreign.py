@@ -1,5 +1,6 @@
-"""`[[high]]` for layers that another package converted: by that package's own switches, before the model first runs.
+"""`[[high]]` for layers that are in FP8 already: by the switches of whose they are, before the model first runs.
 
+    narrowgauge           the layer's recipe, where the program itself has called `ng.convert`            own.py
     torchao               the layer's configuration: a product's two casts disabled          torchao.py
     TransformerEngine     a layer left out of the autocast, or its quantizers for a product   transformer_engine.py
 
@@ -18,8 +19,9 @@ from torch import nn
 from narrowgauge.compute.nn.conversion.rules import covers
 from narrowgauge.compute.nn.conversion.structure import Layer, clean, is_wrapper, survey
 from narrowgauge.compute.nn.conversion.switches import Switch, check_switches
+from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.session.sites.torchao import TorchAO
-from narrowgauge.session.switches import torchao, transformer_engine
+from narrowgauge.session.switches import own, torchao, transformer_engine
 
 
 @dataclass
@@ -42,20 +44,22 @@ class Kept:
 
 
 def switch(model: nn.Module, tables: Sequence[Mapping[str, Any]], called: nn.Module, *, converting: bool) -> Kept:
-    """Keep high what the tables name of other packages' layers in `model`.
+    """Keep high what the tables name of layers in `model` that the program has in FP8.
 
     Args:
         model: whatever it holds; without such a layer, nothing happens.
         tables: as `convert(high=...)` takes them.
         called: the module whose call has just begun: the model, a wrapper of it, or a part.
-        converting: whether other layers are converted, and the tables may speak of these.
+        converting: whether other layers are converted, and the tables may speak of these; what is converted already
+            had its switches then.
 
     Raises ConversionError for what a package has no switch for, and for a name that no layer has.
     """
     layers = survey(model)
     casting = [layer for layer in layers if TorchAO().knows(layer.module)]
     engine = transformer_engine.layers(model)
-    if not casting and not engine:
+    ours = [] if converting else [layer for layer in layers if isinstance(layer.module, Fp8Linear)]
+    if not casting and not engine and not ours:
         return Kept({}, list(tables))
     switches = [Switch.of(table) for table in tables]
     if engine or not converting:
@@ -66,7 +70,11 @@ def switch(model: nn.Module, tables: Sequence[Mapping[str, Any]], called: nn.Mod
     told = torchao.switch(casting, switches)
     told |= {layer.name: what for layer, _, what in chosen}
     left = _of_others(tables, layers) if engine else list(tables)
-    return Kept(told, left, [transformer_engine.switch(chosen, called)] if chosen else [])
+    undo = [transformer_engine.switch(chosen, called)] if chosen else []
+    if ours:
+        kept, as_before = own.switch(ours, switches)
+        told, undo = told | kept, [*undo, as_before]
+    return Kept(told, left, undo)
 
 
 def _of_others(tables: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> list[Mapping[str, Any]]:
