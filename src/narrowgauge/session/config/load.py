@@ -49,15 +49,19 @@ def load(path: Path | None) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        mistakes = sorted((line_of(text, mistake["loc"]), _said(mistake)) for mistake in found)
+        found = [(_place(mistake), mistake) for mistake in error.errors(include_url=False)]
+        mistakes = sorted((line_of(text, where), _said(where, mistake)) for where, mistake in found)
         raise UsageError("\n".join(f"{path}:{line}: {said}" for line, said in mistakes)) from None
 
 
-def _said(mistake: Any) -> str:
-    """One mistake without its place in the file."""
-    where, kind, value = mistake["loc"], mistake["type"], mistake["input"]
-    name = dotted(where)
+def _place(mistake: Any) -> tuple[str | int, ...]:
+    """Which key it is about, also where a whole table was checked."""
+    return (*mistake["loc"], *mistake.get("ctx", {}).get("at", ()))
+
+
+def _said(where: tuple[str | int, ...], mistake: Any) -> str:
+    """One mistake without its line in the file."""
+    name, kind, value = dotted(where), mistake["type"], mistake["input"]
     if kind == "extra_forbidden":
         table = _table(where[:-1])
         return f"{name}: there is no such key; {nearest(str(where[-1]), table.model_fields)}"

@@ -87,11 +87,10 @@ class Watch(Table):
     @model_validator(mode="after")
     def _possible(self) -> Watch:
         roles = self.roles or list(ROLES)
-        for name in self.metrics:
+        for place, name in enumerate(self.metrics):
             if not set(name).intersection(WILD) and not set(CATALOG[name].roles).intersection(roles):
-                raise wrong(
-                    f"no {' or '.join(roles)} has the metric {name!r}; it is for {', '.join(CATALOG[name].roles)}"
-                )
+                has = f"it is for {', '.join(CATALOG[name].roles)}"
+                raise wrong(f"no {' or '.join(roles)} has the metric {name!r}; {has}", "metrics", place)
         return self
 
 
@@ -118,7 +117,8 @@ class Convert(Table):
     @model_validator(mode="after")
     def _possible(self) -> Convert:
         if self.tokens is not None and not self.skip_slow:
-            raise wrong(f"tokens = {self.tokens} is only used by skip_slow; add skip_slow = true, or leave it out")
+            why = "is only used by skip_slow; add skip_slow = true, or leave it out"
+            raise wrong(f"{self.tokens} {why}", "tokens")
         return self
 
 
@@ -138,10 +138,12 @@ class High(Table):
     def _possible(self) -> High:
         from narrowgauge.compute.recipes.switched import check  # torch loads here, for those who switch
 
-        try:
-            check(self.gemms, self.roles, self.keep)
-        except RecipeError as error:
-            raise wrong(str(error)) from None
+        high = self.keep == "high"
+        for place, role in enumerate(self.roles):
+            try:
+                check(self.gemms, [role] if high else self.roles, self.keep)
+            except RecipeError as error:
+                raise wrong(str(error), *(("roles", place) if high else ("keep",))) from None
         return self
 
 

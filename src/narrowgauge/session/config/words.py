@@ -23,9 +23,9 @@ WILD = "*?["
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
-def wrong(message: str) -> PydanticCustomError:
-    """An error whose text is ours; braces in it are no places to fill."""
-    return PydanticCustomError("narrowgauge", "{text}", {"text": message})
+def wrong(message: str, *at: str | int) -> PydanticCustomError:
+    """An error whose text is ours; braces in it are no places to fill. `at` is where in what is checked."""
+    return PydanticCustomError("narrowgauge", "{text}", {"text": message, "at": at})
 
 
 def as_toml(value: Any) -> str:
