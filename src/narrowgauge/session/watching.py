@@ -13,9 +13,12 @@ The model and its optimizers may have been made before. What happens outside of 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,8 +26,9 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import RunError, UsageError
 from narrowgauge.observe.export import check
+from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.session.config import load
 from narrowgauge.session.doors import deepspeed
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
@@ -34,7 +38,9 @@ from narrowgauge.session.plan import Plan
 from narrowgauge.session.process.exporting import exporting
 from narrowgauge.session.process.launched import rank_of_this_process
 from narrowgauge.session.process.live import Live
+from narrowgauge.session.selection.unmet import NOT_FOUND
 
+_log = logging.getLogger("narrowgauge.session")
 _beginning = threading.RLock()  # of several threads that begin one, all but the first are refused
 _begins: list[None] = []  # one does
 
@@ -140,8 +146,10 @@ def _begin(
     except BaseException:
         compiled.close()
         raise
+    last = live.ending.enter_context(ExitStack())  # closed behind the trackers
+    trackers: list[str] = []
     if plan.export and rank == 0:
-        live.ending.enter_context(exporting(plan.folder, plan.export))
+        trackers = live.ending.enter_context(exporting(plan.folder, plan.export))
     try:
         _catch_up(live, family, compiled, model)
         live.session.ledger.ready()
@@ -149,7 +157,26 @@ def _begin(
         live.error = repr(raised)
         live.close()  # or no other watch could begin
         raise
+    if rank == 0:
+        last.callback(_tell, live.folder, config, trackers, alone=alone)
     return Watching(live)
+
+
+def _tell(folder: Path, config: str | os.PathLike[str] | None, trackers: Sequence[str], *, alone: bool) -> None:
+    """What the command says at its end: what settings asked in vain, and what was not found or not recorded.
+
+    Of a glob that nothing matched only a rank that is `alone` can tell: others may have what it names. Why a run was
+    stopped, and what of it is missing since, was told when it was.
+    """
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError, RunError):
+        manifest = manifests.read(folder)
+        facts = {} if manifests.status(manifest) == "stopped" else manifest.get("meta") or {}
+    unmet = [told for told in facts.get("unmet") or () if alone or not any(words in told for words in NOT_FOUND)]
+    few = [facts["unrecorded"]] if facts.get("unrecorded") else []
+    prefix = "" if config is None else f"{os.fspath(config)}: "
+    for said in (*(f"{prefix}{told}" for told in unmet), *(facts.get("not_found") or ()), *few, *trackers):
+        _log.warning("narrowgauge: %s", said)
 
 
 def _catch_up(live: Live, family: Family, compiled: CompiledCalls, model: nn.Module | None) -> None:
