@@ -66,8 +66,8 @@ def check(gemms: Collection[str], roles: Collection[str], keep: str) -> None:
         raise RecipeError(f"keep='bf16_gemm' quantizes both operands; leave roles={list(roles)} out.")
     for role in roles:
         if not any(role in OPERANDS[name] for name in gemms):
-            known = " and ".join(dict.fromkeys(role for name in gemms for role in OPERANDS[name]))
-            raise RecipeError(f"{role!r} is no operand of {' or '.join(gemms)}; its operands are {known}.")
+            theirs = " and ".join(dict.fromkeys(word for name in gemms for word in OPERANDS[name]))
+            raise RecipeError(f"{role!r} is no operand of {' or '.join(gemms)}; its operands are {theirs}.")
 
 
 def described(recipe: Recipe) -> str:
