@@ -94,3 +94,16 @@ def test_what_is_converted_by_the_command_has_its_switches_once(tmp_path):
     kept = foreign.switch(net, [ASKED | {"gemms": ["wgrad"]}], net, converting=True)
     assert kept.told == {}
     assert not net[0]._fp8.keeps_high
+
+
+def test_a_layer_of_two_models_is_as_it_was_as_well(tmp_path):
+    net = model()
+    other = nn.Sequential(nn.Linear(32, 32), net[0], nn.Linear(48, 16))
+    high = [ASKED | {"gemms": ["wgrad"]}]
+    recipe = net[0]._fp8.recipe
+    with followed(tmp_path, every=1, judge="current", compiling=True, convert={"high": high}) as (session, _):
+        train(net)
+        train(other)
+        assert net[0]._fp8.recipe.wgrad.high == "ab"
+    assert session.facts()["models"] == 2
+    assert net[0]._fp8.recipe == recipe

@@ -29,8 +29,9 @@ def switch(layers: Sequence[Layer], switches: Sequence[Switch]) -> tuple[dict[st
         recipe = state.recipe
         for each in named:
             recipe = switched(recipe, each.gemms, each.roles, each.keep)
-        before.append((state, state.recipe))
-        state.use(recipe)
+        if recipe != state.recipe:  # or it is a layer of another model, too, and was switched there
+            before.append((state, state.recipe))
+            state.use(recipe)
         told[layer.name] = described(recipe)
     return told, partial(_undo, before)
 
