@@ -112,10 +112,10 @@ class Program(CompiledCalls):
         """Nobody hears of graphs here."""
         return False
 
-    def compiled_begins(self, *call: Any) -> None:
+    def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Nobody need know."""
 
-    def compiled_ended(self, *told: Any) -> None:
+    def compiled_ended(self, known: Any, output: Any, *, left: bool) -> None:
         """Nor of this."""
 
     def update_begins(self, optimizer: Any) -> None:
