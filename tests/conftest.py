@@ -11,6 +11,11 @@ from tests.warm import Warm
 
 import narrowgauge
 
+WATCHED = (  # what a watch puts functions of its own in the places of
+    *((torch, "compile"), (torch.autograd, "backward"), (torch.Tensor, "backward"), (os, "_exit")),
+    *((torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__")),
+)
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -35,6 +40,17 @@ def compiled_walk():
     from narrowgauge.observe.stats import host
 
     host.wait()
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was():
+    """A watch that is left open hears what later tests of this process compile, train and end."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in WATCHED]
+    yield
+    left = [(owner, name, was) for owner, name, was in before if getattr(owner, name) is not was]
+    for owner, name, was in left:
+        setattr(owner, name, was)  # later tests are not about it
+    assert not left, f"something of the test is still open: {', '.join(name for _, name, _ in left)} is another"
 
 
 @pytest.fixture(scope="session")

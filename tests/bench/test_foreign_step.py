@@ -1,6 +1,7 @@
 """The benchmark of layers that are not ours stands in for a session: what doors tell it, it takes."""
 
 import inspect
+from contextlib import closing
 
 import pytest
 from benchmarks.bench_foreign_step import Program
@@ -15,4 +16,5 @@ def test_it_takes_what_is_told_of_compiled_calls(name):
     asked = list(inspect.signature(getattr(HearsCompiled, name)).parameters.values())[1:]
     given = [None for each in asked if each.kind is not each.KEYWORD_ONLY]
     named = {each.name: None for each in asked if each.kind is each.KEYWORD_ONLY}
-    inspect.signature(getattr(Program("plain-graphs"), name)).bind(*given, **named)
+    with closing(Program("plain-graphs")) as program:
+        inspect.signature(getattr(program, name)).bind(*given, **named)
