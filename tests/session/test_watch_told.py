@@ -71,6 +71,17 @@ def test_what_was_not_found_is_told(tmp_path, said):
     assert [told.partition(":")[0] for told in said()] == ["No model was found"]
 
 
+def test_where_all_calls_of_the_model_were_compiled_before_that_is_why_it_was_not_found(tmp_path, said):
+    model = nn.Linear(16, 16)
+    compiled = torch.compile(lambda x: model(x), backend="eager")
+    compiled(torch.randn(4, 16))
+    with ng.watch(model, out=tmp_path / "a", every=2):
+        train(model.parameters(), compiled)
+    assert said()[:1] == [
+        "No model was found: what calls it was compiled before the watch began. Call torch.compile after ng.watch."
+    ]
+
+
 def test_of_a_plain_call_it_is_told_when_the_process_ends(tmp_path):
     done = subprocess.run([sys.executable, "-c", PLAIN_CALL], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr.startswith(f"narrowgauge: {FEW}")

@@ -48,6 +48,7 @@ from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.selection.too_few import too_few
 from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.plain_sites import PlainSites
+from narrowgauge.session.sites.said import CLOSED
 from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
@@ -312,6 +313,7 @@ class Session:
                 converting=bool(self.plan.recipe),
                 elsewhere=self.ranks.others_have("loss"),
                 estimates=self._estimates,
+                closed=CLOSED in self.plain.notes,
             ),
             "notes": [
                 *self.notes,

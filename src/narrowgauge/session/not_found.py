@@ -17,6 +17,7 @@ def not_found(
     converting: bool,
     elsewhere: bool,
     estimates: bool,
+    closed: bool,
 ) -> list[str]:
     """One sentence for each; empty if everything was found.
 
@@ -26,6 +27,7 @@ def not_found(
         converting: whether something was to be converted.
         elsewhere: whether another rank has a loss.
         estimates: whether an optimizer was made on the meta device.
+        closed: whether something ran that was compiled before anybody listened.
     """
     found: list[str] = []
     if not optimizers:
@@ -38,6 +40,8 @@ def not_found(
             "no module that owns what the optimizers train was called with gradients on (a forward(...) that is called "
             "by name is not heard)."
         )
+        if closed:  # the model may well be inside of it
+            why = "what calls it was compiled before the watch began. Call torch.compile after ng.watch."
         if calls.scripted:
             why = "what is trained is TorchScript, whose modules take no hooks."
         found.append(f"No model was found: {why}{' Nothing was converted.' if converting else ''}")
