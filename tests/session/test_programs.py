@@ -462,6 +462,8 @@ def test_a_forward_that_is_called_by_its_name_is_told(tmp_path):
 def test_a_program_that_patches_backward_keeps_its_patch(tmp_path, monkeypatch, when):
     calls = []
     originals = torch.Tensor.backward, torch.autograd.backward
+    for owner, original in zip((torch.Tensor, torch.autograd), originals, strict=True):  # at the end they are again
+        monkeypatch.setattr(owner, "backward", original)
 
     def patch():
         def method(self, *args, **kwargs):
