@@ -114,7 +114,7 @@ def _how_far(run: Run) -> str:
     steps = f"{made} step{'' if made == 1 else 's'}"
     if "loss" not in table.columns:
         return steps
-    of_each = [[loss for loss in table["loss"][rows].tolist() if math.isfinite(loss)] for rows in turns(table)]
+    of_each = [[loss for loss in table["loss"][rows].tolist() if math.isfinite(loss)] for _, rows in turns(table)]
     told = [f"{losses[0]:.4g} to {losses[-1]:.4g}" for losses in of_each if losses]
     return f"{steps}, loss {listing(told)}" if told else steps
 

@@ -32,13 +32,15 @@ def adversarial(tmp_path):
 
 def test_each_turn_has_its_own_rows():
     found = turns(table(step=[1, 2, 3, 4, 5], loss=[5, 1, 4, 1, 3], turn=[np.nan, 1, 0, 1, 0]))
-    assert [rows.tolist() for rows in found] == [[True, False, True, False, True], [False, True, False, True, False]]
+    assert [name for name, _ in found] == ["turn 0", "turn 1"]  # as the scalars have them
+    assert [rows.tolist() for _, rows in found] == [[True, False, True, False, True], [False, True, False, True, False]]
 
 
 def test_what_has_no_number_or_never_comes_again_is_one_beside_turns():
     nan = np.nan
     turn = [nan, nan, 1, 2, 1, 2, nan, 1, 3]  # one alone, two in turns, one too many, another that comes once
-    rest, first, second = turns(table(step=range(9), loss=[1] * 9, turn=turn))
+    (others, rest), (one, first), (two, second) = turns(table(step=range(9), loss=[1] * 9, turn=turn))
+    assert (others, one, two) == ("other turns", "turn 1", "turn 2")
     assert np.flatnonzero(rest).tolist() == [0, 1, 6, 8]
     assert np.flatnonzero(first).tolist() == [2, 4, 7]
     assert np.flatnonzero(second).tolist() == [3, 5]
@@ -63,19 +65,20 @@ def test_what_has_no_number_or_never_comes_again_is_one_beside_turns():
 )
 def test_all_else_is_one(turn):
     columns = {"step": [1, 2, 3, 4, 5], "loss": [5, 4, 3, 2, 1]} | ({} if turn is None else {"turn": turn})
-    (everything,) = turns(table(**columns))
+    ((name, everything),) = turns(table(**columns))
     assert everything.all()
+    assert not name
 
 
 def test_the_loss_has_a_line_for_each_turn_and_none_has_ended(adversarial):
     run = open_run(adversarial)
     first, second = gather.by_turn(run, gather.trace("run", run, "#0072b2"))
-    assert (first.name, second.name) == ("run, turn 1", "run, turn 2")
+    assert (first.name, second.name) == ("run, turn 0", "run, turn 1")
     assert first.values.tolist() == LOSSES[::2]
     assert second.values.tolist() == LOSSES[1::2]
     assert second.steps.tolist() == [2, 4, 6, 8]
     labels = [r.text for r in figures.loss_curves([first, second]).center if hasattr(r, "text")]
-    assert labels == ["run, turn 1", "run, turn 2"]
+    assert labels == ["run, turn 0", "run, turn 1"]
 
 
 def test_a_run_that_stopped_before_the_other_is_still_told_as_ended():

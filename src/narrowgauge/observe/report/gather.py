@@ -80,11 +80,8 @@ def by_turn(run: Run, whole: Trace) -> list[Trace]:
     if len(parts) == 1:
         return [whole]
     steps = np.asarray(table["step"], dtype=np.float64)
-    chosen = [np.isin(whole.steps, steps[part]) for part in parts]
-    return [
-        Trace(f"{whole.name}, turn {number}", whole.color, whole.steps[rows], whole.values[rows])
-        for number, rows in enumerate(chosen, start=1)
-    ]
+    chosen = [(turn, np.isin(whole.steps, steps[part])) for turn, part in parts]
+    return [Trace(f"{whole.name}, {turn}", whole.color, whole.steps[rows], whole.values[rows]) for turn, rows in chosen]
 
 
 def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:

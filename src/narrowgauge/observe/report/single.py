@@ -78,7 +78,7 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         def column(key: str, scalars: Any = scalars) -> Array:
             return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
 
-        trained, parts = made(scalars), turns(scalars)
+        trained, parts = made(scalars), [part for _, part in turns(scalars)]
         told = {}
         for _, key, _, of, written in SCALARS:
             if key in scalars:  # an evaluation before the first step has a row, and no loss

@@ -30,15 +30,16 @@ def number(run: Run, scalars: Table) -> int:
     return max(int(run.meta.get("steps") or 0), int(numbered.max(initial=0)))
 
 
-def turns(scalars: Table) -> list[NDArray[Any]]:
-    """Of each turn of a program that trains in turns its rows, bool [rows]; else one, of all rows.
+def turns(scalars: Table) -> list[tuple[str, NDArray[Any]]]:
+    """Of each turn of a program that trains in turns what it is called and its rows, bool [rows]; else all rows, as "".
 
-    In turns: what steps comes again after something else has stepped. Another optimizer for a later stage is no turn,
-    nor are models that are trained one after another. Where some come again, all that do not are one.
+    A turn is called by its number in the run's scalars. In turns: what steps comes again after something else has
+    stepped. Another optimizer for a later stage is no turn, nor are models that are trained one after another. Where
+    some come again, all that do not are one.
     """
     everything = np.ones(scalars.rows, dtype=bool)
     if "turn" not in scalars.columns:
-        return [everything]
+        return [("", everything)]
     trained = made(scalars)
     whose = np.asarray(scalars["turn"], dtype=np.float64)
     unknown = np.isnan(whose)
@@ -49,7 +50,9 @@ def turns(scalars: Table) -> list[NDArray[Any]]:
     again, times = np.unique(begins, return_counts=True)
     again = again[times > 1]
     if not len(again):
-        return [everything]
-    found = [trained & (whose == turn) for turn in again]
+        return [("", everything)]
+    found = [(f"turn {turn:.0f}", trained & (whose == turn)) for turn in again]
     rest = trained & ~np.isin(whose, again)
-    return sorted([*found, rest] if rest.any() else found, key=lambda rows: int(rows.argmax()))
+    if rest.any():
+        found.append(("other turns", rest))
+    return sorted(found, key=lambda part: int(part[1].argmax()))
