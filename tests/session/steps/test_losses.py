@@ -151,6 +151,23 @@ def test_losses_of_several_tasks_are_told_as_such(evals):
     assert list(evals.take().values()) == [1.0]
 
 
+def test_losses_of_several_tasks_that_are_left_out_are_none_of_the_mean(evals):
+    model, averaged = nn.Linear(4, 4), nn.Linear(4, 4)
+    with torch.no_grad():
+        evals.model_begins(model)
+        evals.model_ended(y := model(torch.randn(3, 4)))
+        F.mse_loss(y, y + 1)
+        F.l1_loss(y, y + 3)
+        for _ in range(2):
+            evals.module_called(averaged, lambda: {id(p) for p in model.parameters()})
+            F.mse_loss(y, y + 5)
+            F.l1_loss(y, y + 5)
+    assert list(evals.take().values()) == [2.0]
+    left, several = evals.notes
+    assert left.startswith("4 losses were computed without gradients of models that do not train")
+    assert several.startswith("1 losses were computed without gradients of what another one had been computed of")
+
+
 def test_losses_of_no_models_call_are_of_nobody_knows_how_many_tasks(evals):
     for _ in range(3):
         F.mse_loss(torch.ones(3), torch.zeros(3))

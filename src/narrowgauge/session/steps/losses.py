@@ -60,6 +60,7 @@ class _Loss(NamedTuple):
     value: Tensor
     ours: bool
     summed: bool  # over its batch
+    further: bool  # of what the loss before it was computed of
     returned: ReturnedLosses | None  # by a model's call, among these of the model
 
 
@@ -108,7 +109,8 @@ class EvalLosses:
 
     def _add(self, loss: Tensor, summed: bool = False, *, returned: ReturnedLosses | None = None) -> None:
         self._told = self._beside = False
-        self._several += not self._called_since and self._after_call
+        further = not self._called_since and self._after_call
+        self._several += further
         self._after_call |= bool(self._called_since)
         if self._called_since:
             self._last_was_ours = True in self._called_since
@@ -117,7 +119,7 @@ class EvalLosses:
         if self._last_was_ours:
             self._passes.loss(begins=bool(self._losses) and self._losses[-1].steps != self._steps())
         value = here(loss).detach().reshape(()).clone().float()
-        self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, returned))
+        self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, further, returned))
 
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
@@ -226,6 +228,7 @@ class EvalLosses:
             others = len(kinds.get(False, ()))
             if True in kinds:
                 self._aside += others
+                self._several -= sum(loss.further for loss in kinds.get(False, ()))
             else:
                 self._alone += others
             losses = kinds.get(True) or kinds[False]
