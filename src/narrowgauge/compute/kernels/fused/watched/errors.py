@@ -99,6 +99,12 @@ def look_at_errors(
     signal_a, signal_b, error_a, error_b, xd, dd, lost = none, none, none, none, few, few, few
     xx, ee = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     taken = tl.zeros((C,), tl.int32)
+    AHEAD: tl.constexpr = (GRAIN == HELD) & (C == 1)  # several rows are on their way together as it is
+    if GRAIN == HELD:
+        every = tl.arange(0, ROW).to(tl.int64)
+    if AHEAD:
+        begin = ((line0 + tl.arange(0, C)) * share + phase).to(tl.int64)
+        next_c, next_d = load(x_ptr, begin, every, M, K, W, stride_m, stride_w, KIND)
     for first in range(0, TAKE, C):
         line = line0 + first + tl.arange(0, C)
         m = line * share + phase
@@ -110,8 +116,12 @@ def look_at_errors(
             elif GRAIN == LINES:
                 bits = tl.load(bits_ptr + m, mask=seen, other=0)
             elif GRAIN == HELD:
-                every = tl.arange(0, ROW).to(tl.int64)
-                c, d = load(x_ptr, m.to(tl.int64), every, M, K, W, stride_m, stride_w, KIND)
+                if AHEAD:
+                    c, d = next_c, next_d  # the next row is on its way while this one is worked on
+                    more = tl.where(first + 1 < TAKE, M, 0)
+                    next_c, next_d = load(x_ptr, m.to(tl.int64) + share, every, more, K, W, stride_m, stride_w, KIND)
+                else:
+                    c, d = load(x_ptr, m.to(tl.int64), every, M, K, W, stride_m, stride_w, KIND)
                 bits = row_amaxes(c, d, KIND, INTERPRET)
             else:
                 bits = row_amaxes(a, b, KIND, INTERPRET)

@@ -30,6 +30,7 @@ LARGE, HIGH = 1 << 22, 1024  # elements and rows from which on a share is enough
 RUN = 8  # words summed by one thread before anything else
 HOLD, TOGETHER = 1024, 16  # words of whole rows that a program holds at once, and how many rows it takes in turn
 FEW_ROWS = 4  # whole rows that a program compares, or as many as it holds
+LONG = 4096  # words of a row above which a thread holds four times as many: else one program fills a multiprocessor
 UNIT_ROWS, UNIT_WORDS = Constant(128), Constant(64)  # whose largest number is the unit of sums under many scales
 RECOUNTED = 16  # rows looked at together where something is rare
 REGISTERS = 128  # of a thread: sixteen warps to a multiprocessor; what is not 16 bits wide needs more
@@ -48,7 +49,8 @@ class Walk:
     """The way of a program that casts: over `steps` tiles of `rows` x SEGMENT, one below or one beside the other.
 
     A tensor that would have fewer than `enough` programs gets more of them, with half of the steps or less. A program
-    that looks at errors takes `compared` rows, or half of that. Of `whole` rows no columns are cut off.
+    that looks at errors takes `compared` rows, or half of that. Of `whole` rows no columns are cut off, but for those
+    that look at errors: their sums want too many registers, so that `parts` of them lie side by side.
     """
 
     rows: int
@@ -57,6 +59,7 @@ class Walk:
     enough: int = 0
     compared: int = 128
     whole: bool = False
+    parts: int = 1
 
 
 TENSOR = Walk(32, 16, down=True, enough=2048)  # one scale for all
@@ -73,7 +76,8 @@ def plain_lines(K: int) -> Walk:
     if K % 2 or K // 2 > LONGEST:
         return LINES
     rows = whole(K // 2, HOLD, 512)[1]
-    return Walk(rows, max(1, TOGETHER // rows), down=True, enough=512, compared=max(FEW_ROWS, rows), whole=True)
+    steps, compared, parts = max(1, TOGETHER // rows), max(FEW_ROWS, rows), 4 if K // 2 > LONG else 2
+    return Walk(rows, steps, down=True, enough=512, compared=compared, whole=True, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Plan:
     @cached_property
     def segments(self) -> int:
         """Programs side by side."""
-        return 2 if self.walk.whole else pieces(self.K, SEGMENT)  # whole rows: of those that look at errors
+        return self.walk.parts if self.walk.whole else pieces(self.K, SEGMENT)
 
     @cached_property
     def steps(self) -> int:

@@ -17,7 +17,7 @@ from narrowgauge.compute.kernels.fused.launch import Again, Launch
 from narrowgauge.compute.kernels.fused.room import facts, half_step, matrix, room
 from narrowgauge.compute.kernels.fused.rows import whole
 from narrowgauge.compute.kernels.fused.rules import INTERPRETED, inv_scale_of, scale_of
-from narrowgauge.compute.kernels.fused.tile import copied, even, load, registers, row_amaxes, store_plain
+from narrowgauge.compute.kernels.fused.tile import BF16, copied, even, load, registers, row_amaxes, store_plain
 from narrowgauge.compute.kernels.fused.watched.errors import ERRORS, look_at_errors
 from narrowgauge.compute.kernels.fused.watched.grains import (
     HELD,
@@ -37,6 +37,7 @@ from narrowgauge.compute.kernels.fused.watched.moments import (
 from narrowgauge.compute.kernels.fused.watched.plan import (
     HOLD,
     LATE,
+    LONG,
     RECOUNTED,
     REGISTERS,
     RUN,
@@ -58,7 +59,7 @@ def _watched_whole_rows(
     FLOOR: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, INTERPRET: tl.constexpr, ROWS: tl.constexpr,
     WORDS: tl.constexpr, STEPS: tl.constexpr, RUN: tl.constexpr, TAKE: tl.constexpr, C: tl.constexpr,
     SPANS: tl.constexpr, T: tl.constexpr, FIELDS: tl.constexpr, ERRORS: tl.constexpr, GROUP: tl.constexpr,
-    SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    SAMPLE_ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     P = tl.num_programs(0) - samples - errors
@@ -69,16 +70,16 @@ def _watched_whole_rows(
         )  # fmt: skip
     elif pid < samples + errors:
         at = pid - samples
-        band, half = at // segments, at % segments  # of the columns, for the sums of whole rows want too many registers
+        band, part = at // segments, at % segments
         inv_unit = common_inverse(
             None, x_ptr, M, K, W, stride_m, stride_w, TILES, 16, UNIT_WORDS if WORDS > UNIT_WORDS else WORDS, KIND,
             GOAL, POW2, FLOOR, INTERPRET,
         )  # fmt: skip
         look_at_errors(
-            room_ptr + FIELDS * P + at, errors, rows_ptr + half * 2 * lines, columns_ptr + band * 2 * K, lines, x_ptr,
-            M, K, W, stride_m, stride_w, band * TAKE, half * (WORDS // 2), share, phase, inv_unit,
+            room_ptr + FIELDS * P + at, errors, rows_ptr + part * 2 * lines, columns_ptr + band * 2 * K, lines, x_ptr,
+            M, K, W, stride_m, stride_w, band * TAKE, part * (WORDS // PARTS), share, phase, inv_unit,
             1.0 / inv_unit.to(tl.float64), None, 0, HELD, KIND, MANTISSA, MAX, GOAL, POW2, FLOOR, INTERPRET, TAKE,
-            ROWS, WORDS // 2, RUN, WORDS,
+            ROWS, WORDS // PARTS, RUN, WORDS,
         )  # fmt: skip
     else:
         at = P - 1 - (pid - samples - errors)  # backwards: the cache may still hold the end
@@ -90,13 +91,17 @@ def _watched_whole_rows(
         top = tl.zeros((ROWS,), tl.int32)
         count, total, squares, smallest, largest = no_scales(ROWS)
         i = row0 + tl.arange(0, ROWS)
-        next_a, next_b = load(x_ptr, i.to(tl.int64), w, M, K, W, stride_m, stride_w, KIND)
+        if AHEAD:
+            next_a, next_b = load(x_ptr, i.to(tl.int64), w, M, K, W, stride_m, stride_w, KIND)
         step = tl.zeros_like(rows)
         while step < tl.cdiv(rows, ROWS):
             m, inside = i.to(tl.int64), i < M
-            a, b = next_a, next_b  # the next rows are on their way while these are worked on
-            more = tl.minimum(row0 + STEPS * ROWS, M)
-            next_a, next_b = load(x_ptr, m + ROWS, w, more, K, W, stride_m, stride_w, KIND)
+            if AHEAD:
+                a, b = next_a, next_b  # the next rows are on their way while these are worked on
+                more = tl.minimum(row0 + STEPS * ROWS, M)
+                next_a, next_b = load(x_ptr, m + ROWS, w, more, K, W, stride_m, stride_w, KIND)
+            else:
+                a, b = load(x_ptr, m, w, M, K, W, stride_m, stride_w, KIND)
             bits = row_amaxes(a, b, KIND, INTERPRET)
             amax = bits.to(tl.float32, bitcast=True)
             inv_scale = inv_scale_of(amax, GOAL, POW2, FLOOR)
@@ -135,16 +140,19 @@ class WatchedWholeRows:
         M, K = x_MK.shape
         x, W, stride_m, stride_w, kind = even(x_MK)
         self._fmt, self._plain, self._copies = rule.fmt, plain, x is not x_MK
-        words, rows, warps = whole(W, HOLD, 512)
+        # Two programs at once, one of which works while the other waits for its rows, or else rows loaded ahead.
+        long = W > LONG and kind >= BF16
+        words, rows, warps = whole(W, HOLD, 2048 if long else 512)
         numbers = *facts(rule.fmt, rule.scaling, rule.margin), half_step(rule.fmt)
         constants = (
             kind, *numbers, plain, INTERPRETED, rows, words, plan.steps, RUN, plan.error_lines,
             min(RECOUNTED, rows * plan.steps), triton.cdiv(K, SEGMENT), SEGMENT, FIELDS, ERRORS, GROUP, SAMPLE_ROWS,
-            RANGE_BLOCK, COUNTS,
+            RANGE_BLOCK, COUNTS, plan.segments, not long,
         )  # fmt: skip
         self._launch = Launch(
             _watched_whole_rows, plan.samples + plan.errors + plan.programs,
-            (M, K, W, stride_m, stride_w, *x.stride()), constants, num_warps=warps, maxnreg=registers(kind, REGISTERS),
+            (M, K, W, stride_m, stride_w, *x.stride()), constants, num_warps=warps,
+            maxnreg=None if long else registers(kind, REGISTERS),
         )  # fmt: skip
 
     def __call__(self, x_MK: Tensor, look: Look) -> tuple[Tensor | None, Tensor | None, None, None]:
