@@ -165,7 +165,64 @@ def test_losses_of_several_tasks_that_are_left_out_are_none_of_the_mean(evals):
     assert list(evals.take().values()) == [2.0]
     left, several = evals.notes
     assert left.startswith("4 losses were computed without gradients of models that do not train")
-    assert several.startswith("1 losses were computed without gradients of what another one had been computed of")
+    assert several.startswith("1 loss was computed without gradients of what another one had been computed of")
+
+
+BY_HAND = {
+    F.mse_loss: lambda y, target: (y - target).square().mean().item(),
+    F.l1_loss: lambda y, target: (y - target).abs().mean().item(),
+}
+
+
+@pytest.mark.parametrize("functions", [(F.mse_loss, F.l1_loss), (F.l1_loss, F.mse_loss, F.huber_loss)])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_metric_of_what_the_loss_is_of_is_left_out(evals, functions, trains):
+    model, target, wanted = nn.Linear(4, 4), torch.randn(3, 4), []
+    for at in range(3):
+        if trains and at == 1:  # it was evaluated before it trained
+            assert evals.take() == {}
+            F.mse_loss(model(torch.randn(3, 4)), target).backward()
+        evals.model_begins(model)
+        with torch.no_grad():
+            evals.model_ended(y := model(torch.randn(3, 4)))
+            for function in functions:
+                function(y, target)
+            wanted.append(BY_HAND[F.mse_loss if trains else functions[0]](y, target))
+    assert list(evals.take(ended=not trains).values()) == [pytest.approx(sum(wanted) / 3)]
+    (note,) = evals.notes
+    assert note.startswith(f"{3 * len(functions) - 3} losses were computed without gradients of the same tensors")
+
+
+@pytest.mark.parametrize("apart", ["trains by both", "another prediction", "another target", "is gone"])
+def test_what_is_no_metric_of_the_same_counts(evals, apart):
+    model, target = nn.Linear(4, 4), torch.randn(3, 4)
+    if apart == "trains by both":
+        y = model(torch.randn(3, 4))
+        (F.mse_loss(y, target) + F.l1_loss(y, target)).backward()
+    evals.model_begins(model)
+    with torch.no_grad():
+        evals.model_ended(y := model(torch.randn(3, 4)))
+        F.mse_loss(y.clone() if apart == "is gone" else y, target)
+        z = {"another prediction": y + 1, "is gone": y.clone()}.get(apart, y)
+        to = target + 1 if apart == "another target" else target
+        F.l1_loss(z, to)
+        wanted = BY_HAND[F.mse_loss](y, target), BY_HAND[F.l1_loss](z, to)
+    assert list(evals.take().values()) == [pytest.approx(sum(wanted) / 2)]
+    (note,) = evals.notes
+    assert note.startswith("1 loss was computed without gradients of what another one had been computed of")
+
+
+def test_a_loss_that_a_model_returned_is_measured_by_nothing(evals):
+    y, target = torch.randn(3, 4), torch.randn(3, 4)
+    with torch.no_grad():
+        evals.model_begins(MODEL)
+        inside = F.mse_loss(y, target)
+        evals.model_ended({"loss": 2 * inside})
+        evals.model_begins(MODEL)
+        evals.model_ended(y)
+        F.l1_loss(y, target)
+    mean = (2 * BY_HAND[F.mse_loss](y, target) + BY_HAND[F.l1_loss](y, target)) / 2
+    assert list(evals.take().values()) == [pytest.approx(mean)]
 
 
 def test_losses_of_no_models_call_are_of_nobody_knows_how_many_tasks(evals):
@@ -755,7 +812,7 @@ def test_what_torch_returns_beside_a_models_loss_counts_until_the_program_is_kno
     loss_of(3.0)
     assert float(evals.take()[0]) == 5.0
     (note,) = [note for note in evals.notes if "when a model's call had returned" in note]
-    assert note.startswith("1 losses")
+    assert note.startswith("1 loss was")
 
 
 @torch.no_grad()
@@ -776,9 +833,7 @@ def test_a_loss_of_another_model_behind_the_models_is_left_out_as_such(evals):
     evals.module_called(nn.Linear(2, 2), list)
     loss_of(3.0)
     assert float(evals.take()[0]) == 5.0
-    assert [note.partition(" that ")[0] for note in evals.notes] == [
-        "1 losses were computed without gradients of models"
-    ]
+    assert [note.partition(" that ")[0] for note in evals.notes] == ["1 loss was computed without gradients of models"]
 
 
 @torch.no_grad()
@@ -886,7 +941,7 @@ def test_a_loss_without_gradients_of_what_has_some_is_a_metric(evals):
         F.mse_loss(y, torch.zeros(2))
     assert not evals.take()
     (note,) = evals.notes
-    assert note.startswith("1 losses were computed without gradients of batches that train")
+    assert note.startswith("1 loss was computed without gradients of batches that train")
 
 
 @torch.no_grad()

@@ -49,35 +49,45 @@ _KERNELS: tuple[tuple[Any, str, int], ...] = (
 )
 _NONE, _MEAN, _SUM = range(3)
 _KL_DIV, _HUBER = F.kl_div.__code__, F.huber_loss.__code__
-Told = Callable[[Tensor, tuple[Any, ...], bool], None]
+Told = Callable[[str, Tensor, tuple[Any, ...], bool], None]
 
 
-def follow(seams: Seams, told: Told, mine: Callable[[], bool]) -> None:
+def follow(seams: Seams, told: Told, mine: Callable[[], bool], trained: Callable[[str], None]) -> None:
     """Until the seams are closed, what such a function returns without gradients, where the thread is `mine`.
 
-    `told(loss, arguments, summed)`: `summed` is whether it is a sum over the batch.
+    `told(function, loss, arguments, summed)`: `summed` is whether it is a sum over the batch. `trained(function)` hears
+    of those that are called with gradients.
     """
     for owner, name, place in _KERNELS:
         original = getattr(owner, name, None)
         if original is not None:
-            seams.replace(owner, name, functools.partial(_listen, told, mine, place), overridable=True)
+            seams.replace(owner, name, functools.partial(_listen, told, mine, trained, name, place), overridable=True)
             same_to_torchscript(original, getattr(owner, name))
 
 
-def _listen(told: Told, mine: Callable[[], bool], place: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _listen(
+    told: Told,
+    mine: Callable[[], bool],
+    trained: Callable[[str], None],
+    name: str,
+    place: int,
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         loss = original(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # a look from inside would break the graph
             return loss
-        if not torch.is_grad_enabled() and not (inside_backward() or capturing() or unreal()) and mine():
+        if torch.is_grad_enabled():
+            trained(name)
+        elif not (inside_backward() or capturing() or unreal()) and mine():
             reduction = kwargs.get("reduction", args[place] if len(args) > place else 1)
-            unseen_by_modes(_tell, told, loss, args, reduction)
+            unseen_by_modes(_tell, told, name, loss, args, reduction)
         return loss
 
     return run
 
 
-def _tell(told: Told, loss: Any, args: tuple[Any, ...], reduction: int) -> None:
+def _tell(told: Told, name: str, loss: Any, args: tuple[Any, ...], reduction: int) -> None:
     if not isinstance(loss, Tensor) or loss.is_meta:
         return
     if reduction == _SUM and (given := _asked_by(_KL_DIV)) is not None:
@@ -89,7 +99,7 @@ def _tell(told: Told, loss: Any, args: tuple[Any, ...], reduction: int) -> None:
             loss, reduction = (loss * weight).mean(), _MEAN
         elif weight is not None and given["reduction"] == "sum":
             loss, reduction = (loss * weight).sum(), _SUM
-    told(loss, args, reduction == _SUM)
+    told(name, loss, args, reduction == _SUM)
 
 
 def _asked_by(code: CodeType) -> dict[str, Any] | None:

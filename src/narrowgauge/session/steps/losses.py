@@ -12,6 +12,8 @@ A call that returns one number beside other things (`logits, loss`) may mean a p
 if torch's loss function is called on what came of it, that is the loss; and where none was called inside, nor the
 program trains by that number alone, there is none. Once it is known to, what torch's then returns is a metric.
 
+Of several losses of the very same tensors, by several functions, one counts (`measured`).
+
 What a program makes of a loss afterwards nobody knows. One that torch was asked to sum over the batch is told as a sum.
 """
 
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.aside import Aside
+from narrowgauge.session.steps.measured import Measure, Measured
 from narrowgauge.session.steps.passes import Passes
 from narrowgauge.session.steps.returned import ReturnedLosses
 from narrowgauge.session.steps.trains_by import TrainsBy
@@ -57,11 +60,18 @@ def _nameless(output: Any) -> bool:
 
 class _Loss(NamedTuple):
     steps: int  # made before it
-    value: Tensor
+    measures: tuple[Measure, ...]  # all of the same, of which one counts
     ours: bool
-    summed: bool  # over its batch
     further: bool  # of what the loss before it was computed of
     returned: ReturnedLosses | None  # by a model's call, among these of the model
+
+
+def _number(loss: Tensor) -> Tensor:
+    return here(loss).detach().reshape(()).clone().float()
+
+
+def _losses(count: int) -> str:
+    return "1 loss was" if count == 1 else f"{count} losses were"
 
 
 class EvalLosses:
@@ -83,6 +93,8 @@ class EvalLosses:
         self._sums = self._taken = self._numbers = self._further = self._several = 0
         self.trains_by = TrainsBy()
         self._unheard = Unheard()
+        self._measured = Measured()
+        self._beside_another = 0  # losses that measure what another measures
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
@@ -90,9 +102,9 @@ class EvalLosses:
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
-        follow(seams, self._heard, mine)
+        follow(seams, self._heard, mine, self._measured.trained.add)
 
-    def _heard(self, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
+    def _heard(self, function: str, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
         """torch's loss function returned this without gradients."""
         self._unheard.loss()
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
@@ -103,12 +115,25 @@ class EvalLosses:
                 return
             if self._beside and self._losses and not self._own.whole and False not in self._called_since:
                 self._losses.pop()
-            self._add(loss, summed)
+            self._add_measure(function, loss, arguments, summed)
         else:
             self._unreduced += 1
 
-    def _add(self, loss: Tensor, summed: bool = False, *, returned: ReturnedLosses | None = None) -> None:
+    def _add_measure(self, function: str, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
+        if self._losses and not self._called_since and self._measured.again(function, arguments):
+            latest = self._losses[-1]
+            measures = *latest.measures, Measure(function, _number(loss), summed)
+            self._losses[-1] = latest._replace(measures=measures)
+            self._beside_another += 1
+        else:
+            self._add(loss, summed, function=function)
+            self._measured.counts(function, arguments)
+
+    def _add(
+        self, loss: Tensor, summed: bool = False, *, function: str = "", returned: ReturnedLosses | None = None
+    ) -> None:
         self._told = self._beside = False
+        self._measured.forget()
         further = not self._called_since and self._after_call
         self._several += further
         self._after_call |= bool(self._called_since)
@@ -118,8 +143,8 @@ class EvalLosses:
         self._away.judged(ours=self._last_was_ours)
         if self._last_was_ours:
             self._passes.loss(begins=bool(self._losses) and self._losses[-1].steps != self._steps())
-        value = here(loss).detach().reshape(()).clone().float()
-        self._losses.append(_Loss(self._steps(), value, self._last_was_ours, summed, further, returned))
+        measure = Measure(function, _number(loss), summed)
+        self._losses.append(_Loss(self._steps(), (measure,), self._last_was_ours, further, returned))
 
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
@@ -214,9 +239,15 @@ class EvalLosses:
             output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
         losses.returned(scalar_loss(output))
 
-    def take(self) -> dict[int, Tensor]:
-        """The mean of what was collected since the last call, by the number of steps that were made before."""
+    def take(self, *, ended: bool = False) -> dict[int, Tensor]:
+        """The mean of what was collected since the last call, by the number of steps that were made before.
+
+        Of an evaluation before the first step it may not be known yet, unless the program has `ended`.
+        """
         if not self._losses and not self._passes.open:
+            return {}
+        unknown = not (ended or self._steps() or self._measured.trained)
+        if unknown and any(len(loss.measures) > 1 for loss in self._losses):
             return {}
         found: dict[int, dict[bool, list[_Loss]]] = {}
         for loss in self._losses:
@@ -233,12 +264,13 @@ class EvalLosses:
                 self._alone += others
             losses = kinds.get(True) or kinds[False]
             self._taken += len(losses)
-            self._sums += sum(loss.summed for loss in losses)
+            chosen = [self._measured.which(loss.measures) for loss in losses]
+            self._sums += sum(measure.summed for measure in chosen)
             for loss in losses:
                 if loss.returned is not None:
                     loss.returned.evaluated += 1
-            device = losses[-1].value.device
-            means[steps] = torch.stack([loss.value.to(device) for loss in losses]).mean()
+            device = chosen[-1].value.device
+            means[steps] = torch.stack([measure.value.to(device) for measure in chosen]).mean()
         return means
 
     def facts(self) -> dict[str, list[int]]:
@@ -251,7 +283,7 @@ class EvalLosses:
         notes = self.trains_by.notes(self._taken) + self._unheard.notes
         if self._aside:
             notes.append(
-                f"{self._aside} losses were computed without gradients of models that do not train (an averaged copy, "
+                f"{_losses(self._aside)} computed without gradients of models that do not train (an averaged copy, "
                 "say); eval_loss leaves them out."
             )
         if self._alone:
@@ -266,12 +298,17 @@ class EvalLosses:
             )
         if self._further:
             notes.append(
-                f"{self._further} losses were computed without gradients when a model's call had returned the one that "
+                f"{_losses(self._further)} computed without gradients when a model's call had returned the one that "
                 "the program trains by (a metric, say); eval_loss leaves them out."
+            )
+        if self._beside_another:
+            notes.append(
+                f"{_losses(self._beside_another)} computed without gradients of the same tensors as another one (a "
+                "metric, say); eval_loss has the one that the program trains by, or else the first."
             )
         if self._metrics:
             notes.append(
-                f"{self._metrics} losses were computed without gradients of batches that train (a metric, say); "
+                f"{_losses(self._metrics)} computed without gradients of batches that train (a metric, say); "
                 "eval_loss leaves them out."
             )
         if self._unreduced:
@@ -287,7 +324,7 @@ class EvalLosses:
             )
         if self._several:
             notes.append(
-                f"{self._several} losses were computed without gradients of what another one had been computed of (of "
+                f"{_losses(self._several)} computed without gradients of what another one had been computed of (of "
                 "several tasks, say); eval_loss is the mean of them all, whatever the program makes of them."
             )
         if self._passes.most > 1:

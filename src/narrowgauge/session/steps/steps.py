@@ -275,6 +275,7 @@ class Steps:
                     f"step (backward: {self.line.microbatches} times); {rows}."
                 )
         self._close()
+        self._take_evaluation(ended=True)
         if self.rest.steps:
             self._recorder.made(self.ledger.steps)
         self.memory.sample()
@@ -342,8 +343,8 @@ class Steps:
             line.scalars["peak_memory_bytes"] = self.memory.bytes()
             self._recorder.end_step()
 
-    def _take_evaluation(self) -> None:
-        for step, loss in self.evals.take().items():
+    def _take_evaluation(self, *, ended: bool = False) -> None:
+        for step, loss in self.evals.take(ended=ended).items():
             if self.line is not None and self.line.step == step:
                 self.line.scalars["eval_loss"] = loss
             else:  # before the first step, or while another was open already
