@@ -2,12 +2,15 @@
 
 import gc
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
 from torch import nn
+
+from narrowgauge.session.steps.usual import Usual
 
 SAME = "loss", "grad_norm", "lr", "tokens", "microbatches", "param_norm", "update_ratio", "skipped", "loss_scale"
 AROUND = [1, 2, 9, 10, 11, 19, 20, 21]  # of 24 steps, recorded every tenth
@@ -90,6 +93,15 @@ def run(tmp_path, program, scalars="recorded", **more):
     return losses, session, writer
 
 
+def told(session, writer):
+    """All that does not depend on how long anything took."""
+    facts = session.facts()
+    notes = [note for note in facts["notes"] if " slower: " not in note]
+    counts = session.updates.ended, session.steps.rest.steps, session.steps.ledger.aside.lately > 0.0
+    columns = {name: writer.column(name) for name in (*SAME, "eval_loss", "turn")}
+    return facts["steps"], facts.get("skipped_steps"), counts, columns, notes
+
+
 def compared(tmp_path, program, turns=False, **more):
     """A program left alone between recorded steps; all that it has a row of is checked beside one that is not.
 
@@ -101,6 +113,9 @@ def compared(tmp_path, program, turns=False, **more):
     found, session, writer = run(tmp_path, program, **more)
     assert found == wanted == alone
     assert session.facts()["steps"] == 24
+    with patch.multiple(Usual, begins=lambda *_: False, made=lambda *_: False):
+        _, *looked_at = run(tmp_path, program, **more)
+    assert told(session, writer) == told(*looked_at)  # each step looked at, none taken to be as the one before
     assert set(writer.scalars) <= set(every.scalars)
     for name in (*SAME, "eval_loss"):
         there = writer.column(name)

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import not_compiled, passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.errors import NarrowgaugeError, let_pass
@@ -42,6 +43,15 @@ class Hearing(Threads):
         self._told = told
         self._failed: dict[str, int] = {}
         self.stage: int | None = None  # of torch's pipelines, whose forward is running
+
+    def plainly(self) -> bool:
+        """Whether the thread that is followed calls outside of its backward passes, and `heard` would let it through.
+
+        As nearly always. If not, what is asked about was no usual call, and is told of by the long way.
+        """
+        if self.ident != _ident() or self.deaf or _modes() or _transforms() or _tracing():
+            return False
+        return backward_task() == NO_TASK and not (_cuda._initialized and capturing())
 
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""

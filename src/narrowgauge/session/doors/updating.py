@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
@@ -101,9 +101,11 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
         return (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
 
     def step_ended(optimizer: Optimizer, early: bool) -> None:
+        if seams.resting and not early and updates.left_alone(optimizer):
+            return
         if capturing():
             graphs.step_captured(optimizer)
-        elif not (seams.resting and not early and updates.left_alone(optimizer)):
+        else:
             updates.step_ended(optimizer, early)
 
     seams.on_close(hear_steps(step_ended, step_begins))
@@ -112,7 +114,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if inside_backward():  # a reentrant checkpoint's own backward is no new microbatch
+            if backward_task() != NO_TASK:  # a reentrant checkpoint's own backward is no new microbatch
                 original(tensors, *args, **kwargs)
                 return
             if seams.resting and updates.alone():

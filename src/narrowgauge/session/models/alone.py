@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
-from narrowgauge.compute.nn.scaling.clock import inside_backward
+import torch
+
+from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, heard
 from narrowgauge.session.models.root import Root
@@ -43,25 +45,29 @@ class CallsAlone:
     @partial(passed_over, below=True)
     def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A model is called while the program is left alone; whether it is left alone with that."""
-        if self.hearing.ident != threading.get_ident():
+        if self.hearing.ident != get_ident():
             return False
-        if inside_backward():
+        if backward_task() != NO_TASK:
             return True
         running = self._running
         if running.depth:
             self._recover()
         if not running.depth:
-            if not self._learns():
+            if not (torch.is_grad_enabled() or self._learns()):
                 return False
-            self.begins(root, args, kwargs)
+            running.of(root)
+            running.alone = True
+            if self.hearing.plainly() and self._steps.usual.begins(root):
+                self._loading.evaluated()
+            else:
+                self._called(root, args, kwargs)
         elif not running.alone:  # in an evaluation
             return False
         running.depth += 1
         return True
 
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The outermost call is one that is left alone."""
-        self._running.of(root)
+        """The outermost call, as which it was followed so far, is one that is left alone."""
         self._running.alone = True
         self._called(root, args, kwargs)
 
@@ -72,12 +78,13 @@ class CallsAlone:
         self._steps.called_alone()
         self._loading.evaluated()
         self._steps.evals.training_begins()
+        self._steps.usual.begun(root)
 
     @partial(passed_over, below=True)
     def passed(self) -> bool:
         """Such a call returned, or raised."""
         running = self._running
-        if not (running.alone and running.depth) or self.hearing.ident != threading.get_ident() or inside_backward():
+        if not (running.alone and running.depth) or self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         running.depth -= 1
         if not running.depth:

@@ -75,7 +75,13 @@ def _losses(count: int) -> str:
 
 
 class EvalLosses:
-    """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now."""
+    """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now.
+
+    Attributes:
+        fed: a model was called with gradients since the step.
+        idle: since the step nothing else was heard, nor is anything of before left: such a call changes `fed` alone,
+            and so does a step.
+    """
 
     def __init__(self, steps: Callable[[], int] = lambda: 0, aside: Aside | None = None) -> None:
         self._steps, self._away = steps, aside or Aside()
@@ -96,7 +102,8 @@ class EvalLosses:
         self._measured = Measured()
         self._beside_another = 0  # losses that measure what another measures
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
-        self._trains = self._fed = False  # the model's call that was heard last had gradients; one had since the step
+        self._trains = False  # the model's call that was heard last had gradients
+        self.fed, self.idle = False, False
         self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
         self._before = 0, 0  # of `_several` and `_unreduced`, when the model's call began: what is inside is a part
 
@@ -106,6 +113,7 @@ class EvalLosses:
 
     def _heard(self, function: str, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
         """torch's loss function returned this without gradients."""
+        self.idle = False
         self._unheard.loss()
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
@@ -151,14 +159,15 @@ class EvalLosses:
         self._called_since.clear()
         self._unheard.over()
         self._after_call = False
-        self._trains = self._fed = True
+        self._trains = self.fed = True
 
     def model_begins(self, model: Any, *, evaluates: bool = False) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return.
 
         It `evaluates` if the model is in that mode.
         """
-        if evaluates and not self._fed:  # or it is a reference's, beside a batch that trains
+        self.idle = False
+        if evaluates and not self.fed:  # or it is a reference's, beside a batch that trains
             self._unheard.called()
         self._own = self.trains_by.of(model)
         self._mark, self._told, self._beside = len(self._losses), False, False
@@ -175,6 +184,7 @@ class EvalLosses:
 
     def module_called(self, module: nn.Module, trained: Callable[[], Collection[int]], inputs: Any = ()) -> None:
         """Another module is called without gradients; `trained` gives the ids of all parameters that are."""
+        self.idle = False
         known = self._holds.get(id(module))
         if known is None or known[0]() is not module:
             self._trained = self._trained or frozenset(trained())
@@ -186,15 +196,16 @@ class EvalLosses:
             if not known[1] and False not in self._called_since:
                 self._away.another_called(inputs)
             self._called_since.add(known[1])
-            if known[1] or not self._fed:  # or a teacher, between a batch's forward and its step
+            if known[1] or not self.fed:  # or a teacher, between a batch's forward and its step
                 self._trains = False
 
     def stepped(self) -> None:
         """An optimizer stepped: what was called before belongs to no evaluation that follows."""
         self._called_since.clear()
         self._unheard.over()
-        self._last_was_ours, self._fed = True, False
+        self._last_was_ours, self.fed = True, False
         self._told = self._beside = False
+        self.idle = self._trains and not self._losses
 
     def training_changed(self) -> None:
         """Other parameters are trained now."""

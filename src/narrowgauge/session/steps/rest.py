@@ -31,6 +31,7 @@ class Rest:
         on: it is, until its steps are `over`.
         called: in the step that it makes a model was called with gradients, or backward was called.
         steps: that were left alone so far.
+        until: the last step that is left alone; None if nothing ends it but the program.
         refused: why it is not to be, asked before it is; "" if it may.
     """
 
@@ -40,7 +41,7 @@ class Rest:
         self.called = False
         self.steps = 0
         self._leader: ReferenceType[Optimizer] | None = None
-        self._until: int | None = None
+        self.until: int | None = None
         self._given_up = ""
         self._unlike = False  # a step was not as the one before
 
@@ -55,8 +56,8 @@ class Rest:
 
     def begin(self, step: int, due: int | None) -> bool:
         """Leave the program alone, which begins the next step; False if a recorded one is `due` soon."""
-        self._until = None if due is None else due - 1 - AROUND
-        if self._until is not None and self._until <= step:
+        self.until = None if due is None else due - 1 - AROUND
+        if self.until is not None and self.until <= step:
             return False
         if why := self.refused():
             self.give_up(why)
@@ -75,11 +76,11 @@ class Rest:
 
     def end_soon(self) -> None:
         """The step that has begun is the last one that is left alone."""
-        self._until = 0
+        self.until = 0
 
     def over(self, steps: int) -> bool:
         """Whether, so many being made, the next has a row."""
-        return self._until is not None and steps >= self._until
+        return self.until is not None and steps >= self.until
 
     def give_up(self, why: str) -> None:
         """From now on each step has a row."""

@@ -28,6 +28,7 @@ from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
 from narrowgauge.session.steps.rest import Rest
 from narrowgauge.session.steps.rows import StepRows
+from narrowgauge.session.steps.usual import Usual
 from narrowgauge.session.tensors.batches import Batches
 from narrowgauge.session.tensors.counting import Width
 from narrowgauge.session.tensors.movement import Movement
@@ -60,6 +61,7 @@ class Steps:
         self.evals = EvalLosses(lambda: self.ledger.steps, self.ledger.aside)
         asked = plan.watch.get("scalars") == "recorded" and plan.compiling and plan.steps is None and probe is None
         self.rest = Rest(asked=asked)
+        self.usual = Usual(self.rest, self.ledger, self.evals)
         self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
         self._fed = 0  # the last step in which a model was called with gradients
         self._recorded_steps = 0
@@ -200,6 +202,8 @@ class Steps:
             self.unlike(*([] if called or leader is None else [leader]), optimizer)
         elif self.rest.over(self.ledger.steps):
             self.wake()
+        else:
+            self.usual.ended(optimizer)
 
     def unlike(self, *made: Optimizer) -> None:
         """What the program does while it is left alone is not as before; these optimizers `made` its last step."""
@@ -208,6 +212,7 @@ class Steps:
 
     def wake(self, *made: Optimizer, now: bool = False) -> None:
         """The next step has a row (if it has begun the one behind, unless `now`); these optimizers `made` the last."""
+        self.usual.over()
         if self.rest.on and self.rest.called and not now:
             self.rest.end_soon()
         elif self.rest.on:

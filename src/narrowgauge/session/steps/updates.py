@@ -28,9 +28,9 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task, inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
-from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
+from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
@@ -241,11 +241,12 @@ class Updates:
 
     def alone(self, optimizer: Optimizer | None = None) -> bool:
         """Whether an optimizer's step, or else a backward, that the calling thread begins is to be left alone."""
-        if self.hearing.ident != get_ident() or inside_backward():
+        if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         if optimizer is None:
             self._stepping, self.hearing.waits = None, True
-            self._steps.called_alone()
+            if not self._steps.rest.called:
+                self._steps.called_alone()
         elif self._stepping is None or self._stepping() is None:
             self._stepping = ref(optimizer)
         return True
@@ -257,8 +258,13 @@ class Updates:
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped while the program is left alone; whether that is all there is to it."""
-        within = inside_backward()
-        if not (self.hearing.mine() if within else self.hearing.ident == get_ident()):
+        mine = not self.prepares and self._stepping is not None and self._stepping() is optimizer
+        if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
+            self.ended += 1
+            self._stepping, self._closure_again = None, False
+            return True
+        within = backward_task() != NO_TASK
+        if capturing() or not (self.hearing.mine() if within else self.hearing.ident == get_ident()):
             return False
         self._left_alone(optimizer, within)
         return True

@@ -151,10 +151,14 @@ class StepClock:
         self.step, self._has_data, self._ended_inside_backward = state["step"], state["has_data"], state["ended"]
 
 
+# The number of the pass that this thread runs: `inside_backward` where microseconds count.
+backward_task, NO_TASK = torch._C._current_graph_task_id, -1
+
+
 @passed_over
 def inside_backward() -> bool:
     """Return whether this thread runs a backward pass: a forward that runs now is a recomputed one."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(backward_task() != NO_TASK)
 
 
 _CLOCKS: weakref.WeakValueDictionary[int, StepClock] = weakref.WeakValueDictionary()
@@ -178,5 +182,5 @@ def _after_step(optimizer: Optimizer, early: bool) -> None:
     _optimizer_steps += 1
     for held in _CLOCKS.valuerefs():
         clock = held()
-        if clock is not None:
+        if clock is not None and (clock._has_data or clock._replays):
             clock.optimizer_stepped(optimizer)

@@ -1,0 +1,165 @@
+"""Steps that are left alone and are as those before them: they are not looked at one by one, and what comes is.
+
+Where something comes between, `compared` says that all is as if each had been looked at.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.session.steps.alone import (
+    AROUND,
+    Model,
+    batch,
+    compared,
+    evaluated,
+    made,
+    nothing_is_compiled,
+    plain,
+    run,
+    step,
+)
+from torch.utils.data import DataLoader
+
+from narrowgauge.session.models.alone import CallsAlone
+from narrowgauge.session.steps.steps import Steps
+
+__all__ = ["nothing_is_compiled"]  # a fixture for each test here
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The numbers of the steps that were made when a call, or a step, was looked at, while it was left alone."""
+    found = {"called": [], "stepped": []}
+
+    def told_of(kind, method, where, steps):
+        @functools.wraps(method)
+        def run(self, *args, **kwargs):
+            found[kind].append(steps(self).ledger.steps)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(*where, run)
+
+    told_of("called", CallsAlone._called, (CallsAlone, "_called"), lambda calls: calls._steps)
+    told_of("stepped", Steps.left_alone, (Steps, "left_alone"), lambda steps: steps)
+    return found
+
+
+def test_the_first_of_those_between_is_looked_at_and_the_last(tmp_path, looked_at):
+    _, session, _ = run(tmp_path, plain)
+    assert session.steps.rest.steps == 16
+    assert looked_at == {"called": [2, 2, 11, 11, 21, 21], "stepped": [2, 7, 11, 17, 21]}
+    assert session.updates.ended == 24
+    assert session.steps.ledger.rows.pace._steps[False] >= 16  # a recorded one's cost is told beside all others'
+
+
+def test_where_no_recorded_one_comes_the_first_alone_is(tmp_path, looked_at):
+    run(tmp_path, plain, every=1000)
+    assert looked_at == {"called": [2, 2], "stepped": [2]}
+
+
+def test_behind_an_evaluation_the_next_is_looked_at(tmp_path, looked_at):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            step(model, optimizer, number, losses)
+            if number == 14:
+                losses.append(evaluated(model))
+
+    run(tmp_path, program, every=1000)
+    assert looked_at == {"called": [2, 2, 14, 14], "stepped": [2, 14]}
+
+
+def test_a_frozen_model_beside_it_changes_nothing(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        frozen = Model().requires_grad_(False)
+        for number in range(1, 25):
+            step(model, optimizer, number, losses)
+            if number % 2:
+                frozen(batch(1))
+
+    _, writer = compared(tmp_path, program)
+    assert list(writer.column("loss")) == AROUND
+
+
+@pytest.mark.parametrize("number", [14, 18])  # in the middle of what is left alone, and at its end
+def test_a_metric_behind_a_reference_of_each_step(tmp_path, number):
+    """Without gradients the model is called between each batch's forward and its step; but once a metric is."""
+
+    def program(losses):
+        model, optimizer = made()
+        for at in range(1, 25):
+            x = batch(at)
+            y = model(x)
+            with torch.no_grad():
+                losses.append(F.l1_loss(y.detach(), x).item() if at == number else model(x).sum().item())
+            F.mse_loss(y, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = compared(tmp_path, program)
+    assert not writer.column("eval_loss")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_evaluation_on_batches_that_were_waited_for(tmp_path, copied):
+    """Its batches come of a loader, as the training's do."""
+
+    def program(losses):
+        model, optimizer = made()
+        judged = Model() if copied else model
+        loader = DataLoader([batch(number)[:4] for number in range(12)], batch_size=None)
+        for epoch in range(2):
+            for number, x in enumerate(loader, 1 + 12 * epoch):
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+                if number in (6, 7, 14):
+                    with torch.no_grad():
+                        losses += [F.mse_loss(judged(x), x).item() for x in loader]
+
+    _, writer = compared(tmp_path, program)
+    assert list(writer.column("eval_loss")) == [6, 7, 14]
+
+
+def test_a_program_that_calls_no_model_as_a_whole(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            x = batch(number)
+            hidden = F.linear(x, model.up.weight, model.up.bias)
+            loss = F.mse_loss(F.linear(hidden, model.down.weight, model.down.bias), x)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 5 == 0:
+                losses.append(evaluated(model))
+
+    compared(tmp_path, program)
+
+
+def test_what_is_called_in_turn(tmp_path):
+    """Two models, of one optimizer."""
+
+    def program(losses):
+        one, other = Model(), Model()
+        optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.01)
+        for number in range(1, 25):
+            x = batch(number)
+            loss = F.mse_loss(one(x) + other(x), x)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 15:
+                other.requires_grad_(False)
+            if number == 6:
+                losses += [evaluated(one), evaluated(other)]
+
+    _, writer = compared(tmp_path, program)
+    assert list(writer.column("eval_loss")) == [6]
