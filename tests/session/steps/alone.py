@@ -97,7 +97,7 @@ def told(session, writer):
     """All that does not depend on how long anything took."""
     facts = session.facts()
     notes = [note for note in facts["notes"] if " slower: " not in note]
-    counts = session.updates.ended, session.steps.rest.steps, session.steps.ledger.aside.lately > 0.0
+    counts = session.updates.ended, session.steps.rest.steps
     columns = {name: writer.column(name) for name in (*SAME, "eval_loss", "turn")}
     return facts["steps"], facts.get("skipped_steps"), counts, columns, notes
 

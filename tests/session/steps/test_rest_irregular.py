@@ -179,16 +179,18 @@ def test_evaluations_of_one_step_are_told_apart(tmp_path):
     assert session.facts()["watch"]["steps_left_alone"] == 16
 
 
-def test_evaluations_are_not_kept_until_it_ends(tmp_path):
+@pytest.mark.parametrize("between", [False, True])  # a step's microbatches
+def test_evaluations_are_not_kept_until_it_ends(tmp_path, between):
     watch = {"scalars": "recorded"}
     with followed(tmp_path, compiling=True, judge="current", watch=watch, every=1000) as (session, writer):
         model, optimizer = made()
         for number in range(1, 50):
-            train([], model, optimizer, number)
-            evaluate(model, [])
+            train([], model, optimizer, number, lambda number: between and evaluate(model, []))
+            if not between:
+                evaluate(model, [])
         assert session.steps.rest.steps > 40
         assert len(session.steps.evals._losses) <= 1
-    assert set(writer.column("eval_loss")) == set(range(1, 50))
+    assert set(writer.column("eval_loss")) == {number - between for number in range(1, 50)}
 
 
 class Listed(nn.Module):

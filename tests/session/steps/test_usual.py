@@ -84,23 +84,40 @@ def test_a_frozen_model_beside_it_changes_nothing(tmp_path):
     assert list(writer.column("loss")) == AROUND
 
 
-@pytest.mark.parametrize("number", [14, 18])  # in the middle of what is left alone, and at its end
-def test_a_metric_behind_a_reference_of_each_step(tmp_path, number):
-    """Without gradients the model is called between each batch's forward and its step; but once a metric is."""
+class Metric:
+    """A program whose batches have metrics; what is called without gradients meanwhile, and led to no loss, is told."""
 
-    def program(losses):
+    def __init__(self, asked, where, at):
+        self.asked, self.where, self.at = asked, where, at
+
+    def __call__(self, losses):
         model, optimizer = made()
-        for at in range(1, 25):
-            x = batch(at)
+        called = {"model": model, "copy": Model(), "part": model.up}[self.asked]
+
+        def look(where, number):
+            if where == self.where and number in self.at:
+                with torch.no_grad():
+                    losses.append(called(batch(number)).sum().item())
+
+        for number in range(1, 25):
+            x = batch(number)
             y = model(x)
+            look("forward", number)
+            loss = F.mse_loss(y, x)
             with torch.no_grad():
-                losses.append(F.l1_loss(y.detach(), x).item() if at == number else model(x).sum().item())
-            F.mse_loss(y, x).backward()
+                losses.append(F.l1_loss(y.detach(), x).item())
+            look("metric", number)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            look("step", number)
 
-    _, writer = compared(tmp_path, program)
-    assert not writer.column("eval_loss")
+
+@pytest.mark.parametrize("at", [(14,), (18,), (13, 15), range(25)])
+@pytest.mark.parametrize("where", ["forward", "metric", "step"])
+@pytest.mark.parametrize("asked", ["model", "copy", "part"])
+def test_what_is_called_behind_a_forward_or_a_metric_or_a_step(tmp_path, asked, where, at):
+    compared(tmp_path, Metric(asked, where, at))
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -124,6 +141,28 @@ def test_an_evaluation_on_batches_that_were_waited_for(tmp_path, copied):
 
     _, writer = compared(tmp_path, program)
     assert list(writer.column("eval_loss")) == [6, 7, 14]
+
+
+def test_an_evaluation_by_hand_behind_a_metric_is_told(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        loader = DataLoader([batch(number)[:4] for number in range(3)], batch_size=None)
+        for number in range(1, 25):
+            x = batch(number)
+            y = model(x)
+            if number == 14:
+                with torch.no_grad():
+                    losses.append(F.l1_loss(y.detach(), x).item())
+            F.mse_loss(y, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 15:
+                with torch.no_grad():
+                    losses += [(model.eval()(x) - x).square().mean().item() for x in loader]
+                model.train()
+
+    session, _ = compared(tmp_path, program)
+    assert [note for note in session.facts()["notes"] if note.startswith("3 calls of models in evaluations")]
 
 
 def test_a_program_that_calls_no_model_as_a_whole(tmp_path):

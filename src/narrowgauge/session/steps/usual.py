@@ -62,7 +62,7 @@ class Usual:
             return False
         if rest.until is not None and made >= rest.until:
             return False
-        ledger.steps, ledger.aside.lately = made, 0.0
+        ledger.steps = made
         ledger.rows.pace.passed()
         rest.steps += 1
         rest.called = self._evals.fed = False
