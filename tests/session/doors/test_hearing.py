@@ -1,12 +1,14 @@
 """Where the program plainly trains, and where it does not: `heard` has more to ask there."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from narrowgauge.session.doors import hearing as doors
 from narrowgauge.session.doors.hearing import Hearing
 
 
@@ -66,13 +68,10 @@ def test_nor_is_what_is_not_to_be_heard(hearing):
     assert not hearing.plainly()
 
 
-@pytest.mark.gpu
-def test_nor_is_a_capture(hearing):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    x, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
-    assert hearing.plainly()
-    with torch.cuda.graph(graph):
-        assert not hearing.plainly()
-        x * 2
-    assert hearing.plainly()
+@pytest.mark.parametrize(
+    ("initialized", "captures", "plain"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_nor_is_a_capture_which_only_a_gpu_that_was_woken_has(hearing, monkeypatch, initialized, captures, plain):
+    monkeypatch.setattr(doors, "_cuda", SimpleNamespace(_initialized=initialized))
+    monkeypatch.setattr(doors, "capturing", lambda: captures)
+    assert hearing.plainly() == plain

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.session.inline import followed
 from tests.session.steps.alone import (
     AROUND,
     Model,
@@ -180,6 +181,44 @@ def test_a_program_that_calls_no_model_as_a_whole(tmp_path):
                 losses.append(evaluated(model))
 
     compared(tmp_path, program)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by another."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_optimizer_that_steps_within_another_is_no_step(tmp_path, times):
+    def program(losses):
+        model, inner = made(torch.optim.SGD)
+        outer = Wrapper(inner)
+        for number in range(1, 25):
+            step(model, outer if 15 <= number < 15 + times else inner, number, losses)
+
+    compared(tmp_path, program, turns=True)
+
+
+def test_what_an_optimizer_steps_to_make_its_state_is_no_step(tmp_path):
+    watch = {"scalars": "recorded"}
+    with followed(tmp_path, compiling=True, judge="current", watch=watch, every=1000) as (session, _):
+        model, optimizer = made()
+        for number in range(1, 6):
+            step(model, optimizer, number, [])
+        F.mse_loss(model(batch(6)), batch(6)).backward()
+        session.updates.prepares += 1
+        optimizer.step()
+        session.updates.prepares -= 1
+        assert session.steps.ledger.steps == 5
+        optimizer.step()
+        assert session.steps.ledger.steps == 6
+        assert session.steps.rest.on
 
 
 def test_what_is_called_in_turn(tmp_path):
