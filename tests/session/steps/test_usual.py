@@ -184,7 +184,7 @@ def test_a_program_that_calls_no_model_as_a_whole(tmp_path):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps by another."""
+    """Steps by another, twice."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -192,10 +192,11 @@ class Wrapper(torch.optim.Optimizer):
 
     def step(self, closure=None):
         self.inner.step()
+        self.inner.step()
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_an_optimizer_that_steps_within_another_is_no_step(tmp_path, times):
+def test_what_an_optimizer_steps_within_another_is_no_step(tmp_path, times):
     def program(losses):
         model, inner = made(torch.optim.SGD)
         outer = Wrapper(inner)
