@@ -24,6 +24,7 @@ from tests.session.steps.alone import (
 from torch.utils.data import DataLoader
 
 from narrowgauge.session.models.alone import CallsAlone
+from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.steps import Steps
 
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here
@@ -142,6 +143,23 @@ def test_an_evaluation_on_batches_that_were_waited_for(tmp_path, copied):
 
     _, writer = compared(tmp_path, program)
     assert list(writer.column("eval_loss")) == [6, 7, 14]
+
+
+def test_a_row_has_waited_for_its_own_batch_alone(tmp_path, monkeypatch):
+    loaded = Loading.batch_loaded
+    monkeypatch.setattr(Loading, "batch_loaded", lambda self, seconds, *args, **more: loaded(self, 1.0, *args, **more))
+
+    def program(losses):
+        model, optimizer = made()
+        for number, x in enumerate(DataLoader([batch(number) for number in range(24)], batch_size=None), 1):
+            F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 14:
+                losses.append(evaluated(model))
+
+    _, _, writer = run(tmp_path, program)
+    assert writer.column("data_seconds") == dict.fromkeys(AROUND, 1.0)
 
 
 def test_an_evaluation_by_hand_behind_a_metric_is_told(tmp_path):
