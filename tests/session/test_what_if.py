@@ -372,6 +372,14 @@ def test_on_a_gpu_nothing_is_quantized_to_be_counted_where_nobody_asked(tmp_path
         assert [collector._looks for collector in asked.collectors.values()] == [{} if seldom else room] * 2
 
 
+def test_all_recipes_are_written_at_once_in_the_end(tmp_path, monkeypatch):
+    asked, end, close = [], RunWriter.end, RunWriter.close
+    monkeypatch.setattr(RunWriter, "end", lambda self, *args: asked.append(f"end {self.path.name}") or end(self, *args))
+    monkeypatch.setattr(RunWriter, "close", lambda *args, **how: asked.append("wait") or close(*args, **how))
+    follow(tmp_path, judge="current", what_if=("rowwise", "mxfp8"))
+    assert asked[:3] == ["end rowwise", "end mxfp8", "wait"]
+
+
 def test_a_ranking_says_of_each_recipe_what_its_worst_tensor_is(asked):
     found = readiness(open_run(asked[0]))
     blockwise, delayed = (

@@ -153,6 +153,8 @@ class WhatIf:
         for judge in self._judges:
             judge.collector.flush()
         deadline = time.monotonic() + PATIENCE
+        for run in self._runs.values():  # each is written by a thread of its own
+            run.end()
         for run in self._runs.values():
             run.close(deadline)
         self._judges = []
@@ -185,6 +187,11 @@ class _Run:
                 self._missing = True
                 self._failed(error)
         return self._writer
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        if self._writer is not None:
+            self._writer.end()
 
     def close(self, deadline: float) -> None:
         """Write everything, if the disk takes it until then."""

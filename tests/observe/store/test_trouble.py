@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.errors import RunError
-from narrowgauge.observe.store import RunWriter, manifest, open_run, waiting
+from narrowgauge.observe.store import RunWriter, manifest, open_run, segments, waiting, writer_thread
 from narrowgauge.observe.store.segments import SegmentWriter
 
 SITES = [f"layers.{number}:input" for number in range(200)]
@@ -537,3 +537,50 @@ def test_a_run_that_nobody_could_begin_to_write_is_none(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "run.json").exists()
     with RunWriter(tmp_path / "run"):  # it may be begun again
         pass
+
+
+def test_metrics_that_cannot_be_made_cost_no_scalars(tmp_path, monkeypatch, caplog):
+    def refused(rows):
+        raise ValueError("no metric today")
+
+    monkeypatch.setattr(writer_thread, "finished", refused)
+    with RunWriter(tmp_path / "run") as writer:
+        record(writer, 1)
+        writer.add_event(1, "told", "once")
+        assert not writer.flush()
+        assert "no metric today" in writer.problem
+    run = open_run(tmp_path / "run")
+    assert run.status == "stopped"
+    assert run.scalars("loss")["loss"].tolist() == [0.5]
+    assert run.events()["message"].tolist() == ["once"]
+    assert writer.lost["tensors"] == len(SITES)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_who_begins_a_run_hears_whether_it_can_be_written_but_beside_another(tmp_path, monkeypatch, beside):
+    opened, connect = [], segments.connect
+    monkeypatch.setattr(segments, "connect", lambda *args, **how: opened.append(args) or connect(*args, **how))
+    with RunWriter(tmp_path / "run", flush_seconds=600, beside=beside) as writer:
+        assert len(opened) == (0 if beside else 1)
+        record(writer, 1)
+        assert writer.flush()
+        assert len(opened) == (2 if beside else 3)  # for scalars, and for tensors
+    assert open_run(tmp_path / "run").scalars("loss").rows == 1
+
+
+def test_the_end_may_be_asked_for_before_it_is_waited_for(tmp_path, monkeypatch):
+    waits, write = threading.Event(), SegmentWriter.scalars
+    monkeypatch.setattr(SegmentWriter, "scalars", lambda *args: waits.wait(60) and write(*args))
+    writers = [RunWriter(tmp_path / name, flush_seconds=600) for name in ("one", "other")]
+    for step, writer in enumerate(writers):
+        record(writer, step)
+        assert writer.end()
+        record(writer, 5)  # comes too late
+    waits.set()
+    for writer in writers:
+        writer.close("failed")
+    for step, writer in enumerate(writers):
+        run = open_run(writer.path)
+        assert run.status == "complete"  # as was asked first
+        assert run.scalars("loss")["step"].tolist() == [step]

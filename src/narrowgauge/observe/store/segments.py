@@ -117,7 +117,11 @@ class SegmentWriter:
         self._codes_of: dict[tuple[str, ...], Array] = {}
         self._mixed: dict[str, set[str]] = {}
         self.written: list[tuple[Kind, int]] = []  # segments not yet looked at for merging
-        self._db: duckdb.DuckDBPyConnection | None = self._open()  # whether it can be opened is known before the first
+        self._db: duckdb.DuckDBPyConnection | None = None
+
+    def try_open(self) -> None:
+        """Open DuckDB, and close it: whoever begins a run is told whether that can be done."""
+        self._db = self._open()
         self.close()
 
     def tensors(self, batches: Sequence[Batch]) -> None:

@@ -79,7 +79,8 @@ class RunWriter:
         warn = _log.info if beside else _log.warning
         try:
             self._thread = WriterThread(
-                self.path, self._waiting, manifest, next_index, flush_seconds, warn, lambda: self.gather()
+                *(self.path, self._waiting, manifest, next_index, flush_seconds, warn, lambda: self.gather()),
+                tries=not beside,  # it was tried for the other one
             )
         except Exception:
             if not resume:  # nobody writes this run
@@ -163,13 +164,19 @@ class RunWriter:
 
         A run whose watch had to stop early stays "stopped", whatever status is asked for.
         """
+        if self.end(status):
+            self._thread.close(timeout)
+
+    def end(self, status: str = "complete") -> bool:
+        """Ask for what `close` does, which waits for it; False in another process than the one that began the run."""
         if status not in STATUSES:
             raise UsageError(f"status {status!r} is unknown; there is: {', '.join(STATUSES)}.")
         if os.getpid() != self._pid:
-            return
+            return False
         atexit.unregister(self._at_exit)
         self.gather()
-        self._thread.close(status, timeout)
+        self._thread.end(status)
+        return True
 
     def __enter__(self) -> RunWriter:
         return self

@@ -46,6 +46,7 @@ class WriterThread:
         manifest: of this rank, as it is on disk; `next_index`, of its next segments.
         seconds: after which what waits is written, however little it is.
         warn: is told why the watch stopped.
+        tries: whether DuckDB can be opened is known at once, and not with the first segment.
 
     Attributes:
         problem: why it stopped, if it did.
@@ -60,6 +61,8 @@ class WriterThread:
         seconds: float,
         warn: Callable[..., None],
         gather: Callable[[], None] = lambda: None,
+        *,
+        tries: bool = True,
     ) -> None:
         self.problem = ""
         self._path, self._rank, self._seconds, self._warn = path, int(manifest["rank"]), seconds, warn
@@ -69,6 +72,8 @@ class WriterThread:
         self._asked = self._done = 0  # flushes asked for and done
         with GATE.inside():
             self._segments = SegmentWriter(path, self._rank, int(manifest["attempt"]), next_index)
+            if tries:
+                self._segments.try_open()
         self._thread = UnlistedThread(self._run)
 
     # Asked by other threads.
@@ -88,11 +93,14 @@ class WriterThread:
             self._changed.wait_for(lambda: self._done >= ticket or not self._thread.is_alive(), timeout)
             return self._done >= ticket and not self.problem
 
-    def close(self, status: str, timeout: float) -> None:
+    def end(self, status: str) -> None:
         """Write what waits, then the final status; nothing more is taken. The first status counts."""
         with self._changed:
             self._closing, self._waiting.closed = self._closing or status, True
             self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Wait for the end that was asked for."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._warn("narrowgauge: %s was not written to its end within %g s; the disk does not answer.",
