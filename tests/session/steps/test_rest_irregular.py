@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
-from tests.session.steps.alone import AROUND, Interrupted, Model, batch, compared, made, notes, nothing_is_compiled
+from tests.session.steps.alone import (
+    AROUND,
+    Interrupted,
+    Model,
+    Wrapper,
+    batch,
+    compared,
+    made,
+    notes,
+    nothing_is_compiled,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -121,14 +131,6 @@ def test_where_a_step_is_made_group_by_group_each_has_a_row(tmp_path):
 
 
 def test_an_optimizer_that_wraps_another_is_left_alone_too(tmp_path):
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, inner):
-            super().__init__(inner.param_groups, {})
-            self.inner = inner
-
-        def step(self, closure=None):
-            self.inner.step()
-
     def program(losses):
         model, optimizer = made(torch.optim.SGD)
         optimizer = Wrapper(optimizer)

@@ -12,6 +12,7 @@ from tests.session.inline import followed
 from tests.session.steps.alone import (
     AROUND,
     Model,
+    Wrapper,
     batch,
     compared,
     evaluated,
@@ -201,23 +202,11 @@ def test_a_program_that_calls_no_model_as_a_whole(tmp_path):
     compared(tmp_path, program)
 
 
-class Wrapper(torch.optim.Optimizer):
-    """Steps by another, twice."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
-        self.inner.step()
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_what_an_optimizer_steps_within_another_is_no_step(tmp_path, times):
     def program(losses):
         model, inner = made(torch.optim.SGD)
-        outer = Wrapper(inner)
+        outer = Wrapper(inner, times=2)
         for number in range(1, 25):
             step(model, outer if 15 <= number < 15 + times else inner, number, losses)
 
