@@ -59,3 +59,45 @@ def test_a_killed_comparison_leaves_no_run_behind(tmp_path, how):
     os.kill(parent.pid, how)
     parent.wait()
     assert until(lambda: not alive(int(told.read_text())), 10.0)
+
+
+WATCHES = """
+import signal, subprocess, sys
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.process import launch
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it
+class Early(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        super().__init__(*args, **kwargs)
+if sys.argv[1] == "early":
+    launch.subprocess.Popen = Early
+plan = Plan(variant="asis", out="out", command=("train.py",))
+plan.write()
+code = launch.watch(plan, [sys.executable, "train.py"])
+print(code, signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM))
+"""
+TOLD = """
+import signal, time
+print(signal.getsignal(signal.SIGHUP), flush=True)
+while {waits}:
+    time.sleep(0.1)
+"""
+
+
+def watches(tmp_path, when, *, waits):
+    (tmp_path / "train.py").write_text(TOLD.format(waits=waits))
+    command = [sys.executable, "-c", WATCHES, when]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+def test_a_signal_before_the_program_has_started_is_kept_for_it(tmp_path):
+    done = watches(tmp_path, "early", waits=True)
+    left = f"{signal.Handlers.SIG_IGN!s} {signal.Handlers.SIG_DFL!s}"
+    assert done.stdout.splitlines()[-1] == f"{-signal.SIGTERM} {left}", done.stderr
+
+
+def test_what_is_ignored_is_ignored_by_the_program_too(tmp_path):
+    done = watches(tmp_path, "", waits=False)
+    ignored = signal.Handlers.SIG_IGN
+    assert done.stdout.splitlines() == [f"{ignored!s}", f"0 {ignored!s} {signal.Handlers.SIG_DFL!s}"], done.stderr

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,19 +94,45 @@ def _follow(path: Path, argv: Sequence[str]) -> tuple[int, int]:
     """Its exit code, and which process it was."""
     search = os.pathsep.join([str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": search, "NARROWGAUGE_PLAN": str(path.resolve())}
-    try:
-        child = subprocess.Popen(argv, env=environment)
-    except OSError as error:
-        why = CANNOT_START.get(error.errno or 0, f"{error.strerror}")
-        raise UsageError(f"cannot start {argv[0]!r}: {why}; expected `-- train.py ARGS` or a command.") from error
-    # A scheduler tells only the process that it started to stop; a terminal tells all of them.
-    before = {number: signal.signal(number, lambda sent, _: child.send_signal(sent)) for number in PASSED_ON}
-    try:
+    with _passed_on() as to:
+        try:
+            child = subprocess.Popen(argv, env=environment)
+        except OSError as error:
+            why = CANNOT_START.get(error.errno or 0, f"{error.strerror}")
+            raise UsageError(f"cannot start {argv[0]!r}: {why}; expected `-- train.py ARGS` or a command.") from error
+        to(child)
         while True:
             try:
                 return child.wait(), child.pid
             except KeyboardInterrupt:
                 continue  # the program has been sent the same; it ends as it likes
+
+
+@contextmanager
+def _passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Pass signals on to a process, as soon as there is one: a scheduler tells only the one that it started to stop.
+
+    What comes while it is being started is for it, too. A terminal tells all of them.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+
+    def pass_on(sent: int, _: object) -> None:
+        if children:
+            children[0].send_signal(sent)
+        else:
+            early.append(sent)
+
+    def to(child: subprocess.Popen[bytes]) -> None:
+        children.append(child)
+        before.update({number: signal.signal(number, pass_on) for number in ignored})
+        for sent in early:
+            child.send_signal(sent)
+
+    ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]  # so they are inherited
+    before = {number: signal.signal(number, pass_on) for number in PASSED_ON if number not in ignored}
+    try:
+        yield to
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
