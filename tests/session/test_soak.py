@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from narrowgauge.observe.store import RunWriter, open_run, segments
+from narrowgauge.observe.store.database import Shared
 from narrowgauge.observe.store.segments import SegmentWriter
 from narrowgauge.session.attach import Session
 from narrowgauge.session.plan import Plan
@@ -107,7 +108,7 @@ def test_duckdb_is_opened_anew_for_what_is_written_at_once(tmp_path, monkeypatch
             assert len(opened) == 1 + 2 * (step + 1)  # for scalars, and for tensors; the first shows that it can be
             with pytest.raises(duckdb.ConnectionException, match="closed"):
                 opened[-1].execute("SELECT 1")
-    with contextlib.closing(SegmentWriter(tmp_path / "more", 0, 0, {})) as writing:
+    with contextlib.closing(SegmentWriter(tmp_path / "more", 0, 0, {}, Shared())) as writing:
         kept = writing.db.execute("SELECT current_setting('parquet_metadata_cache')").fetchall()
     assert kept == [(False,)]
     run = open_run(tmp_path)

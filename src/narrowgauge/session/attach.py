@@ -141,6 +141,7 @@ class Session:
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)
+        self.seams.replace_where_held()
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
             *(deepspeed.follow, fsdp.follow, megatron.follow_schedules, megatron.follow_optimizers, pipelining.follow),

@@ -182,22 +182,22 @@ def _tell(folder: Path, config: str | os.PathLike[str] | None, trackers: Sequenc
 def _catch_up(live: Live, family: Family, compiled: CompiledCalls, model: nn.Module | None) -> None:
     """What a session hears as it is made, of what was made before."""
     made = gc.get_objects()
-    modules = list(model.modules()) if model is not None else _kind(made, nn.Module)
+    found = _kind(made, (nn.Module, Optimizer))  # all of them once: there are hundreds of thousands
+    every = _kind(found, nn.Module)
+    modules = every if model is None else list(model.modules())
     for module in modules:
         for child in parts(module):
             family.registered(module, child)
         compiled.adopt(module)
-    for module in (
-        () if model is None else _kind(made, nn.Module)
-    ):  # what `torch.compile` made of the one that was given
+    for module in () if model is None else every:  # what `torch.compile` made of the one that was given
         if any(vars(module).get("_modules", {}).get("_orig_mod") is part for part in modules):
             compiled.adopt(module)
     parameters = deepspeed.made_with(made)
-    for optimizer in _kind(made, Optimizer):
+    for optimizer in _kind(found, Optimizer):
         live.session.optimizer_made(optimizer, parameters.get(id(optimizer)))
 
 
-def _kind(objects: list[Any], kind: type[Any]) -> list[Any]:
+def _kind(objects: list[Any], kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
     # An object may answer isinstance with something of its own; its type does not.
     return [x for x in objects if issubclass(type(x), kind)]
 

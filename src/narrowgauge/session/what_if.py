@@ -61,7 +61,7 @@ class WhatIf:
         self._now: set[str] = set()  # in the open one
         self.problem = ""
         self.seconds = 0.0
-        runs = {name: _Run(writer.path / FOLDER / name, name, writer.rank, self._failed) for name in self.names}
+        runs = {name: _Run(writer.path / FOLDER / name, name, writer, self._failed) for name in self.names}
         self.collectors = {name: Collector(Columns(run, selection), every=1) for name, run in runs.items()}
         self._judges = [Judge(by_name(name), collector) for name, collector in self.collectors.items()]
         self._runs = runs
@@ -171,10 +171,13 @@ class WhatIf:
 
 
 class _Run:
-    """A recipe's run, called for its writer. It begins with its first row: of ranks that are merged, one has any."""
+    """A recipe's run, called for its writer, beside another's.
 
-    def __init__(self, path: Path, name: str, rank: int, failed: Callable[[Exception], None]) -> None:
-        self._path, self._name, self._rank, self._failed = path, name, rank, failed
+    It begins with its first row: of ranks that are merged, one has any.
+    """
+
+    def __init__(self, path: Path, name: str, beside: RunWriter, failed: Callable[[Exception], None]) -> None:
+        self._path, self._name, self._beside, self._failed = path, name, beside, failed
         self._writer: RunWriter | None = None
         self._missing = False
 
@@ -182,7 +185,7 @@ class _Run:
         if self._writer is None and not self._missing:
             meta = {"variant": self._name, "what_if": True}
             try:
-                self._writer = RunWriter(self._path, meta, rank=self._rank, beside=True)
+                self._writer = RunWriter(self._path, meta, rank=self._beside.rank, beside=self._beside)
             except (NarrowgaugeError, OSError) as error:
                 self._missing = True
                 self._failed(error)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.errors import RunError
-from narrowgauge.observe.store import RunWriter, manifest, open_run, segments, waiting, writer_thread
+from narrowgauge.observe.store import RunWriter, database, manifest, open_run, waiting, writer_thread
 from narrowgauge.observe.store.segments import SegmentWriter
 
 SITES = [f"layers.{number}:input" for number in range(200)]
@@ -557,16 +557,19 @@ def test_metrics_that_cannot_be_made_cost_no_scalars(tmp_path, monkeypatch, capl
     assert len(warnings_of(caplog)) == 1
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_who_begins_a_run_hears_whether_it_can_be_written_but_beside_another(tmp_path, monkeypatch, beside):
-    opened, connect = [], segments.connect
-    monkeypatch.setattr(segments, "connect", lambda *args, **how: opened.append(args) or connect(*args, **how))
-    with RunWriter(tmp_path / "run", flush_seconds=600, beside=beside) as writer:
-        assert len(opened) == (0 if beside else 1)
-        record(writer, 1)
-        assert writer.flush()
-        assert len(opened) == (2 if beside else 3)  # for scalars, and for tensors
-    assert open_run(tmp_path / "run").scalars("loss").rows == 1
+def test_who_begins_a_run_hears_whether_it_can_be_written_but_beside_another(tmp_path, monkeypatch):
+    opened, connect = [], database.connect
+    monkeypatch.setattr(database, "connect", lambda *args, **how: opened.append(args) or connect(*args, **how))
+    with RunWriter(tmp_path / "run", flush_seconds=600) as writer:
+        assert len(opened) == 1
+        with RunWriter(tmp_path / "part", flush_seconds=600, beside=writer) as part:
+            assert len(opened) == 1
+            for each in writer, part:
+                record(each, 1)
+                assert each.flush()
+            assert len(opened) == 5  # of each once for scalars, and once for tensors
+    for name in "run", "part":
+        assert open_run(tmp_path / name).scalars("loss").rows == 1
 
 
 def test_the_end_may_be_asked_for_before_it_is_waited_for(tmp_path, monkeypatch):
@@ -584,3 +587,29 @@ def test_the_end_may_be_asked_for_before_it_is_waited_for(tmp_path, monkeypatch)
         run = open_run(writer.path)
         assert run.status == "complete"  # as was asked first
         assert run.scalars("loss")["step"].tolist() == [step]
+
+
+def test_parts_of_a_run_that_are_written_at_the_same_time_open_one_database(tmp_path, monkeypatch):
+    opened, connect, joined = [], database.connect, database.Shared.join
+    together = threading.Barrier(2, timeout=30)
+
+    def both(self, spill):
+        db = joined(self, spill)
+        if spill.parent.name != "run":
+            together.wait()
+        return db
+
+    monkeypatch.setattr(database, "connect", lambda *args, **how: opened.append(args) or connect(*args, **how))
+    with RunWriter(tmp_path / "run", flush_seconds=600) as writer:
+        parts = [RunWriter(tmp_path / name, flush_seconds=600, beside=writer) for name in ("one", "other")]
+        monkeypatch.setattr(database.Shared, "join", both)
+        opened.clear()
+        for first, part in enumerate(parts):
+            part.add_tensors(1, SITES[first:], {"amax": np.arange(first, len(SITES), dtype=float)})
+            part.end()
+        for part in parts:
+            part.close()
+        assert len(opened) == 1
+        assert writer._shared._db is None
+    for first, name in enumerate(("one", "other")):
+        assert open_run(tmp_path / name).tensors()["site"].tolist() == sorted(SITES[first:])

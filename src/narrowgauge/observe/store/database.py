@@ -1,4 +1,4 @@
-"""One way to open DuckDB: in memory, silent, and told where to put what does not fit into memory."""
+"""One way to open DuckDB: in memory, silent, and told where to put what does not fit into memory; alone or shared."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 import duckdb
@@ -30,15 +31,50 @@ def connect(spill: Path, *, threads: int | None = None, rereads: bool = True) ->
     settings: dict[str, str | bool | int | float | list[str]] = {"temp_directory": str(spill)}
     if threads is not None:
         settings["threads"] = threads
-    db = duckdb.connect(config=settings)
-    # Otherwise a query of more than two seconds draws a bar into the terminal of whatever program we live in; but
-    # DuckDB refuses to be told so in a notebook without ipywidgets, which has no bar.
-    with contextlib.suppress(duckdb.InvalidInputException):
-        db.execute("SET enable_progress_bar = false")
+    db = _silent(duckdb.connect(config=settings))
     if rereads:
         with contextlib.suppress(duckdb.Error):  # segments never change, so a footer that was parsed once stays true
             db.execute("SET parquet_metadata_cache = true")
     return db
+
+
+def _silent(db: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
+    # Otherwise a query of more than two seconds draws a bar into the terminal of whatever program we live in; but
+    # DuckDB refuses to be told so in a notebook without ipywidgets, which has no bar.
+    with contextlib.suppress(duckdb.InvalidInputException):
+        db.execute("SET enable_progress_bar = false")
+    return db
+
+
+class Shared:
+    """One DuckDB for several writers, open while any of them has joined: to open it takes longer than to write a file.
+
+    What one of them registers, or makes as temporary, no other sees.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._db: duckdb.DuckDBPyConnection | None = None
+        self._joined = 0
+
+    def join(self, spill: Path) -> duckdb.DuckDBPyConnection:
+        """A connection of the caller's own; the first one says where all of them `spill`. Errors as `connect`."""
+        with self._lock:
+            if self._db is None:
+                # One thread: compressing must not take the cores that train.
+                self._db = connect(spill, threads=1, rereads=False)
+            db = _silent(self._db.cursor())
+            self._joined += 1
+            return db
+
+    def leave(self, db: duckdb.DuckDBPyConnection) -> None:
+        """The caller needs it no more."""
+        with self._lock:
+            db.close()
+            self._joined -= 1
+            if not self._joined and self._db is not None:
+                self._db.close()
+                self._db = None
 
 
 def spill() -> Path:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.observe.store.database import connect
+from narrowgauge.observe.store.database import Shared
 from narrowgauge.observe.store.schema import KEYS, SORTED_BY, Kind, Segment
 
 Array = npt.NDArray[Any]
@@ -108,10 +108,13 @@ def _joined(parts: list[Array], masked: bool) -> tuple[Array, Array | None]:
 
 
 class SegmentWriter:
-    """Turns rows into the segments of one rank; used by one thread alone, the writer's."""
+    """Turns rows into the segments of one rank; used by one thread alone, the writer's.
 
-    def __init__(self, folder: Path, rank: int, attempt: int, next_index: dict[Kind, int]) -> None:
-        self._folder, self._rank, self._attempt = folder, rank, attempt
+    Its DuckDB is that of all that have the same `shared`.
+    """
+
+    def __init__(self, folder: Path, rank: int, attempt: int, next_index: dict[Kind, int], shared: Shared) -> None:
+        self._folder, self._rank, self._attempt, self._shared = folder, rank, attempt, shared
         self._next = dict(next_index)
         self._codes: dict[str, int] = {}
         self._codes_of: dict[tuple[str, ...], Array] = {}
@@ -167,9 +170,8 @@ class SegmentWriter:
         return self._db
 
     def _open(self) -> duckdb.DuckDBPyConnection:
-        # One thread: compressing must not take the cores that train.
-        db = connect(self._folder / ".spill", threads=1, rereads=False)
-        db.execute("CREATE TABLE sites (code INTEGER, name VARCHAR)")
+        db = self._shared.join(self._folder / ".spill")
+        db.execute("CREATE TEMP TABLE sites (code INTEGER, name VARCHAR)")
         return db
 
     def close(self) -> None:
@@ -181,7 +183,7 @@ class SegmentWriter:
         self._codes.clear()
         self._codes_of.clear()
         if db is not None:
-            db.close()
+            self._shared.leave(db)
 
     def _rows(self, kind: Kind, columns: dict[str, Array]) -> None:
         picks = []

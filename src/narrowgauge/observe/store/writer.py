@@ -26,6 +26,7 @@ from typing import Any
 from narrowgauge.errors import UsageError
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.claim import claim
+from narrowgauge.observe.store.database import Shared
 from narrowgauge.observe.store.moments import Moments
 from narrowgauge.observe.store.schema import Kind
 from narrowgauge.observe.store.segments import Array, Batch
@@ -40,13 +41,13 @@ STATUSES = ("complete", "failed", "stopped")
 class RunWriter:
     """Writes one rank's part of a run folder without ever making training wait.
 
-    Arguments: `path`, the run folder (made if missing); `meta`, the caller's facts for run.json; `rank`,
-    whose rows these are; `resume`, continue a run that the folder already holds; `flush_rows`,
-    `flush_bytes`, `flush_seconds`, what ends a segment, whichever comes first (with 60 seconds or more, readers on
-    other hosts take the writer for silent); `queue_bytes`, how much may
-    wait in memory before rows are dropped; `beside`, it is a part of another run, whose writer closes it and asks for
-    its `problem`: nobody is warned. Errors: RunError if the folder cannot be written, or holds a run and `resume`
-    was not given.
+    Arguments: `path`, the run folder (made if missing); `meta`, the caller's facts for run.json; `rank`, whose rows
+    these are; `resume`, continue a run that the folder already holds; `flush_rows`, `flush_bytes`, `flush_seconds`,
+    what ends a segment, whichever comes first (with 60 seconds or more, readers on other hosts take the writer for
+    silent); `queue_bytes`, how much may wait in memory before rows are dropped; `beside`, the writer of the run that
+    this one is a part of, who closes it and asks for its `problem`: nobody is warned, and what both write at the same
+    time goes through one DuckDB. Errors: RunError if the folder cannot be written, or holds a run and `resume` was not
+    given.
 
     >>> import numpy, tempfile
     >>> with RunWriter(tempfile.mkdtemp(), {"command": "train.py"}) as writer:
@@ -65,7 +66,7 @@ class RunWriter:
         flush_bytes: int = 64 << 20,
         flush_seconds: float = 10.0,
         queue_bytes: int = 256 << 20,
-        beside: bool = False,
+        beside: RunWriter | None = None,
     ) -> None:
         self.path = Path(path)
         self.rank = rank
@@ -76,17 +77,19 @@ class RunWriter:
         self._latest = 0.0  # time of any row of scalars
         self.gather: Callable[[], None] = _nothing  # called before each segment: who holds rows back adds them
         manifest, next_index = claim(self.path, dict(meta or {}), rank, resume)
-        warn = _log.info if beside else _log.warning
+        warn = _log.warning if beside is None else _log.info
+        self._shared: Shared = Shared() if beside is None else beside._shared
         try:
             self._thread = WriterThread(
                 *(self.path, self._waiting, manifest, next_index, flush_seconds, warn, lambda: self.gather()),
-                tries=not beside,  # it was tried for the other one
+                shared=self._shared,
+                tries=beside is None,  # else it was tried for the other one
             )
         except Exception:
             if not resume:  # nobody writes this run
                 (self.path / manifests.name(rank)).unlink(missing_ok=True)
             raise
-        if not beside:
+        if beside is None:
             atexit.register(self._at_exit)
 
     @property

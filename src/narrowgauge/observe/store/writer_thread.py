@@ -25,6 +25,7 @@ import duckdb
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.cause import cause
 from narrowgauge.observe.store.compaction import merge_tier
+from narrowgauge.observe.store.database import Shared
 from narrowgauge.observe.store.forking import GATE
 from narrowgauge.observe.store.moments import finished
 from narrowgauge.observe.store.schema import Kind
@@ -46,6 +47,7 @@ class WriterThread:
         manifest: of this rank, as it is on disk; `next_index`, of its next segments.
         seconds: after which what waits is written, however little it is.
         warn: is told why the watch stopped.
+        shared: the DuckDB to write with.
         tries: whether DuckDB can be opened is known at once, and not with the first segment.
 
     Attributes:
@@ -62,6 +64,7 @@ class WriterThread:
         warn: Callable[..., None],
         gather: Callable[[], None] = lambda: None,
         *,
+        shared: Shared,
         tries: bool = True,
     ) -> None:
         self.problem = ""
@@ -71,7 +74,7 @@ class WriterThread:
         self._closing: str | None = None
         self._asked = self._done = 0  # flushes asked for and done
         with GATE.inside():
-            self._segments = SegmentWriter(path, self._rank, int(manifest["attempt"]), next_index)
+            self._segments = SegmentWriter(path, self._rank, int(manifest["attempt"]), next_index, shared)
             if tries:
                 self._segments.try_open()
         self._thread = UnlistedThread(self._run)

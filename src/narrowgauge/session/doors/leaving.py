@@ -37,7 +37,7 @@ def leave_models_clean(seams: Seams, models: Models | None = None) -> None:
     exports = [name for name in ("export", "draft_export", "export_for_training") if hasattr(torch.export, name)]
     for name in exports:
         seams.replace(torch.export, name, partial(_exporting, plain=plain))
-    seams.replace_where_held(torch.export, exports)
+    seams.is_held(torch.export, exports)
     scripting = getattr(torch.jit, "_recursive", None)
     if hasattr(scripting, "create_script_module"):
         seams.replace(scripting, "create_script_module", partial(_scripting, plain=plain))

@@ -33,6 +33,7 @@ class Seams:
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._held: list[Any] = []
         self.telling = True
         self.resting = False  # meanwhile what `rests` tells nobody
 
@@ -94,9 +95,13 @@ class Seams:
             setattr(*place, seam)
             self._undo.callback(undo, *place)
 
-    def replace_where_held(self, owner: ModuleType, names: Iterable[str]) -> None:
-        """Put what stands in `owner` under these names where modules outside of torch took it by name before."""
-        ours = {id(self.original(seam)): seam for name in names if (seam := getattr(owner, name)) in self._originals}
+    def is_held(self, owner: ModuleType, names: Iterable[str]) -> None:
+        """What stands in `owner` under these names is what modules outside of torch may have taken by name."""
+        self._held += [seam for name in names if (seam := getattr(owner, name)) in self._originals]
+
+    def replace_where_held(self) -> None:
+        """Put all that `is_held` where it was taken before: to look through all modules once takes long enough."""
+        ours = {id(self.original(seam)): seam for seam in self._held}
         for name, module in list(sys.modules.items()):
             if not isinstance(module, ModuleType) or name.partition(".")[0] in ("torch", "narrowgauge"):
                 continue

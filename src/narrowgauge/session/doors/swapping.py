@@ -37,4 +37,4 @@ def follow(seams: Seams) -> None:
     _OPEN.add(id(seams))
     seams.on_close(closed)
     seams.replace(torch.utils, "swap_tensors", swapping)
-    seams.replace_where_held(torch.utils, ["swap_tensors"])
+    seams.is_held(torch.utils, ["swap_tensors"])

@@ -249,7 +249,7 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
         ("clip_grads_with_norm_", "_", scaled_down),
     ):  # one and the same in both places: what pickles it finds it by its name
         seams.replace(torch.nn.utils.clip_grad, f"{mark}{name}", make, rests=True, also=(torch.nn.utils, name))
-    seams.replace_where_held(torch.nn.utils, ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"))
+    seams.is_held(torch.nn.utils, ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"))
 
 
 @passed_over

@@ -143,7 +143,8 @@ class Ranks:
             if self._plan.watch.get("ranks"):
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
                 # `beside`: the interpreter's end would close it before the session hands over the last steps.
-                self._own = RunWriter(self._plan.folder / "ranks", meta, rank=self._all.rank, beside=True)
+                folder, rank = self._plan.folder / "ranks", self._all.rank
+                self._own = RunWriter(folder, meta, rank=rank, beside=self._writer)
         except Exception as error:
             self._failed(error)
         return True

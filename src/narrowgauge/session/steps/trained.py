@@ -46,6 +46,12 @@ class Trained:
         living = [known() for known in list(self._known.values())]
         return (optimizer for optimizer in living if optimizer is not None)
 
+    def __bool__(self) -> bool:
+        for known in list(self._known.values()):  # noqa: SIM110 - asked at every call: a generator takes longer
+            if known() is not None:
+                return True
+        return False
+
     def __len__(self) -> int:
         return sum(1 for _ in self)
 

@@ -31,6 +31,8 @@ class Unheard:
 
     def over(self) -> None:
         """What comes now is of no evaluation that was."""
+        if not (self._since or self._loss or self._came):  # as mostly
+            return
         self._calls = self._in_all()
         self._since, self._loss, self._came, self._evaluated = 0, False, False, False
 
