@@ -230,3 +230,16 @@ def test_the_verdict_survives_json():
     verdict, _ = judge_one(evidence("current", FLAT, sites=sites), same=same_weights())
     again = Verdict.from_dict(json.loads(json.dumps(verdict.to_dict())))
     assert again == verdict
+
+
+@pytest.mark.parametrize(
+    ("recorded", "cost"), [(1.5, 12.5), (0.9, 0.0), (None, None)], ids=["longer", "by chance shorter", "too few"]
+)
+def test_what_watching_cost_is_what_recorded_steps_took_longer(recorded, cost):
+    """Beside the ratio of both, as the page has it: not the time of counting alone, of a process that also imports."""
+    watch = {"seconds": 0.1, "every": 4}
+    if recorded:
+        watch |= {"recorded_step_seconds": recorded, "other_step_seconds": 1.0}
+    run = evidence("current", FLAT, meta={"watch": watch}, memory_bytes=dict.fromkeys(range(4, 41, 4), 1.0))
+    _, variant = judge_one(run)
+    assert variant.watch_pct == (cost if cost is None else pytest.approx(cost))

@@ -82,7 +82,7 @@ def summary(verdict: Verdict) -> Summary:
     share = (
         row("FP8 share of all FLOPs", "matrix products of the model", lambda v: _share(v.flop_share_pct)),
         row("FP8 share of linear layers", "by FLOPs", lambda v: _share(v.linear_share_pct)),
-        row("Cost of watching", "share of the run's time", lambda v: _share(v.watch_pct)),
+        row("Cost of watching", "by how much longer the steps took", lambda v: _share(v.watch_pct)),
     )
     columns = tuple(t.name for t in twins) + tuple(v.name for v in verdict.variants)
     blocks = (

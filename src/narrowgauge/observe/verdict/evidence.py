@@ -71,9 +71,12 @@ class Evidence:
         return float(np.median(tokens)) / seconds if seconds and tokens.size and np.median(tokens) > 0 else None
 
     def watch_pct(self) -> float | None:
-        """The watch's own cost in percent of the run's time."""
-        watch, total = self.meta.get("watch", {}).get("seconds"), self.meta.get("seconds")
-        return 100.0 * watch / total if watch is not None and total else None
+        """By how much longer the run's steps took for being watched, in percent; None where too few were recorded."""
+        watch, recorded = self.meta.get("watch", {}), self.series("memory_bytes").steps.size
+        took, other = watch.get("recorded_step_seconds"), watch.get("other_step_seconds")
+        if not (took and other and self.steps):
+            return None
+        return max(100.0 * (float(took) / float(other) - 1) * recorded / self.steps, 0.0)
 
     def twin_facts(self) -> TwinFacts:
         """The facts of a baseline or a noise twin."""

@@ -67,7 +67,7 @@ class VariantVerdict:
     linear_share_pct: float | None = None  # share of the nn.Linear FLOPs that were converted
     nan_steps: int = 0
     skipped_steps: int = 0
-    watch_pct: float | None = None  # the watch's own cost, % of this variant's run time
+    watch_pct: float | None = None  # by how much longer the steps took for being watched, %
     exit_code: int = 0
     error: str = ""  # the last line of what the script raised, if it did
     worst: tuple[WorstTensor, ...] = ()
