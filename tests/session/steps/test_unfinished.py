@@ -62,6 +62,19 @@ def test_it_leaves_no_rows_unless_it_failed(tmp_path, backwards, fails):
     assert len(list((tmp_path / "a" / "dumps").iterdir())) == 4  # of what a program failed at, perhaps
 
 
+def test_a_step_that_was_not_recorded_is_in_no_row_also_where_the_program_failed_in_it(tmp_path):
+    model, optimizer = made()
+    ends = pytest.raises(ValueError, match="no more data")
+    with ends, ng.watch(model, tmp_path / "a", every=2):
+        train(model, optimizer, 2)
+        model(torch.ones(8, 16)).square().mean().backward()
+        raise ValueError("no more data")
+    run = ng.open_run(tmp_path / "a")
+    assert set(run.tensors()["step"].tolist()) == {2}
+    (note,) = [note for note in run.meta["notes"] if "no optimizer step" in note]
+    assert note.endswith("led to no optimizer step (backward: 1 times); it is in no row.")
+
+
 def test_a_program_that_ends_after_a_step_has_no_such_note(tmp_path):
     with followed(tmp_path, every=1, judge="current") as (session, writer):
         train(*made(), 3)

@@ -270,10 +270,10 @@ class Steps:
             )
         if self.line is not None and self.ledger.unfinished:
             rows = "it is in no row"
-            if failed:  # where it died is what somebody will look for
-                rows = "its layers have rows, as far as they came"
-            else:
+            if not failed:
                 self._recorder.drop_step()
+            elif self.line.recorded:  # where it died is what somebody will look for
+                rows = "its layers have rows, as far as they came"
             if self.ledger.steps and heard:
                 self.notes.append(
                     f"What the program called with gradients on after step {self.ledger.steps} led to no optimizer "
