@@ -61,6 +61,13 @@ def test_a_run_without_tensors_has_no_worst():
     assert worst_tensors(FakeRun({}, {}, {})) == ()
 
 
+def test_of_several_healthy_tensors_none_is_called_the_lowest():
+    sites = {name: {**HEALTHY, "sqnr_db": value} for name, value in (("a:input", 30.0), ("b:input", 31.0))}
+    found = [(w.site, w.why) for w in worst_tensors(FakeRun({}, {}, sites))]
+    said = "Healthy: {} dB of signal over quantization noise, among the lowest; no sign of trouble."
+    assert found == [("a:input", said.format(30.0)), ("b:input", said.format(31.0))]
+
+
 def test_what_stays_high_is_not_among_the_worst_in_fp8():
     sites = {
         "body:input": HEALTHY,

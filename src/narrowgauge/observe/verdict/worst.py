@@ -98,7 +98,7 @@ SIGNS = (
         ("a finer granularity", HIGH),
     ),
 )
-HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, the lowest of those without a sign of trouble."
+HEALTHY = "Healthy: {value:.1f} dB of signal over quantization noise, among the lowest; no sign of trouble."
 EXACT = "Healthy: the recipe loses nothing of it."
 NOTHING = "nothing to do"
 
