@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.metrics.bins import EXPONENT_BINS
-from narrowgauge.observe.report.gather import histogram
+from narrowgauge.observe.report.gather import histogram, layers
 from narrowgauge.observe.store import RunWriter, open_run
 
 
@@ -18,3 +18,15 @@ def test_only_where_nothing_is_known_to_be_clipped_a_histogram_says_so(tmp_path,
     with RunWriter(tmp_path / "run") as writer:
         writer.add_tensors(1, ["a:input"], columns)
     assert histogram(open_run(tmp_path / "run"), "a:input").clipped == clipped
+
+
+@pytest.mark.parametrize(
+    ("order", "names", "by_name"),
+    [((), ("down", "up"), True), (("up", "down"), ("up", "down"), False), (("up",), ("up", "down"), True)],
+)
+def test_layers_say_whether_they_are_in_the_order_in_which_they_run(tmp_path, order, names, by_name):
+    """A run that converted nothing has no table of its layers."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.add_tensors(1, ["up:input", "down:input"], {"sqnr_db": np.array([30.0, 31.0])})
+    found = layers({"run": open_run(tmp_path / "run")}, order)
+    assert (found.names, found.by_name) == (names, by_name)

@@ -9,7 +9,7 @@ But for the scale, the colour range of a metric is one for all variants and role
 Cells without a record stay empty. All (variant, role) grids travel in one source; a `CustomJS` copies the chosen one
 into the picture.
 
-Legend: L = layers (rows, first layer on top), T = recorded steps (columns).
+Legend: L = layers (rows, first one on top), T = recorded steps (columns).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class Layers:
     grids: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     variants: tuple[str, ...] = ()
     merged: int = 1  # recorded steps per column
+    by_name: bool = False  # nobody told in which order they run
 
     def roles(self, variant: str = "") -> list[str]:
         """Those that a variant has rows of; without a name, any of them."""
@@ -116,7 +117,7 @@ def layers(runs: Mapping[str, Run], order: Sequence[str] = ()) -> Layers:
         grid = np.full((len(names), len(steps)), np.nan)
         grid[np.ix_(np.array([row_of[m] for m in modules]), np.searchsorted(steps, at))] = values
         grids[metric_name][f"{name}|{role}"] = _short_mantissa(merge_columns(_held(grid), merged, metric_name))
-    return Layers(tuple(names), steps[::merged].astype(np.float64), grids, variants, merged)
+    return Layers(tuple(names), steps[::merged].astype(np.float64), grids, variants, merged, not seen.issubset(order))
 
 
 def _held(grid: Array) -> Array:
