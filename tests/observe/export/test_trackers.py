@@ -210,6 +210,20 @@ def test_prometheus_file(run):
     assert len(worst) == len(METRICS)  # of the last step alone
 
 
+def test_prometheus_says_what_a_metric_is_and_names_no_site_for_what_is_nowhere(tmp_path):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    with RunWriter(tmp_path / "run") as writer:
+        columns = {"nan_count": np.zeros(2), "sqnr_db": np.array([30.0, 31.0])}
+        writer.add_tensors(1, ["a:input", "b:input"], columns)
+    assert export(make("prometheus", tmp_path / "run", {}), tmp_path / "run").problem == ""
+    text = (tmp_path / "run" / "metrics.prom").read_text()
+    assert {key for key in parsed(text) if key[0] == "narrowgauge_worst"} == {
+        ("narrowgauge_worst", "sqnr_db", "input", "a:input")
+    }
+    said = by_name("sqnr_db").meaning
+    assert f"# HELP narrowgauge_sqnr_db_min min over a role's sites. {said}" in text
+
+
 def test_prometheus_file_in_a_folder_that_is_not_there_yet(run, tmp_path):
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     file = tmp_path / "sub" / "dir" / "m.prom"

@@ -14,12 +14,12 @@ class Gauges:
         self.registry, self._run = CollectorRegistry(), run
         self._made: dict[str, Gauge] = {}
 
-    def of(self, name: str, **labels: str) -> Gauge:
-        """The gauge of this name, with these labels."""
+    def of(self, name: str, about: str = "", **labels: str) -> Gauge:
+        """The gauge of this name, with these labels; `about` says what it is, where the name does not."""
         name = re.sub(r"\W", "_", name)
         if name not in self._made:
-            about = f"{name}, as last recorded."
-            self._made[name] = Gauge(f"narrowgauge_{name}", about, ("run", *labels), registry=self.registry)
+            told = about or f"{name}, as last recorded."
+            self._made[name] = Gauge(f"narrowgauge_{name}", told, ("run", *labels), registry=self.registry)
         return self._made[name].labels(run=self._run, **labels)
 
     def clear(self, name: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import start_http_server, write_to_textfile
 
+from narrowgauge.metrics import by_name
 from narrowgauge.observe.export.exporter import Event, Exporter, Look, Point, write
 from narrowgauge.observe.export.gauges import Gauges
 from narrowgauge.observe.export.so_far import SUMMED, SoFar
@@ -49,8 +50,12 @@ class Prometheus(Exporter):
         self._gauges.clear("worst")  # one site per role and metric, not all that ever were
         for s in look.summaries:
             for name, value in s.items():
-                self._gauges.of(f"{s.metric}_{name}", role=s.role).set(value)
-            self._gauges.of("worst", role=s.role, metric=s.metric, site=s.worst).set(1)
+                about = f"{name} over a role's sites. {by_name(s.metric).meaning}"
+                self._gauges.of(f"{s.metric}_{name}", about, role=s.role).set(value)
+            if s.worst:
+                self._gauges.of(
+                    "worst", "1 for the site to look at first.", role=s.role, metric=s.metric, site=s.worst
+                ).set(1)
         for site, row in look.sites.items():
             for metric, value in row.items():
                 self._gauges.of("site", role=role_of(site), metric=metric, site=site).set(value)
