@@ -133,6 +133,7 @@ class Recorder:
         """What looking cost, for the run's metadata."""
         return {
             "seconds": self.collector.seconds,
+            **({"steps_by_passes": self.collector.by_passes} if self.collector.by_passes else {}),
             **({"dumps": self.dumper.facts()} if self.dumper is not None else {}),
             **({"what_if": self.what_if.facts()} if self.what_if is not None else {}),
         }

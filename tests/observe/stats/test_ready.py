@@ -42,6 +42,20 @@ def cold(monkeypatch, tmp_path):
     walk.stop()
 
 
+def test_steps_that_passes_counted_are_said_to_be_slow_unless_most_had_the_walk(cold):
+    rule, x = CURRENT.uses("input")[0], torch.randn(64, 64)
+    collector, told = Collector(Notebook()), []
+    for step in range(4):
+        cold.walk.loaded = step >= 2
+        collector.begin_step(step)
+        collector.judge("m", "input", x, rule)
+        collector.judge("n", "input", x, rule)
+        collector.end_step()
+        told.append((collector.by_passes, collector.why_slow().partition(",")[0]))
+    why = "most were counted by slower passes"
+    assert told == [(1, why), (2, why), (2, why), (2, "")]
+
+
 def in_a_thread(module):
     """Compile, but in the main thread, where it has to be there already."""
     if threading.current_thread() is threading.main_thread():

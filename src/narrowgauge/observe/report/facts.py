@@ -168,11 +168,14 @@ def _watch(watch: Any) -> str:
     if watch.get("every"):
         parts.append(f"every {watch['every']} steps")
     if isinstance(watch.get("seconds"), (int, float)):
-        parts.append(words.seconds(float(watch["seconds"])))
+        parts.append(f"{words.seconds(float(watch['seconds']))} of counting what tensors hold")
     recorded, other = (watch.get(f"{kind}_step_seconds") for kind in ("recorded", "other"))
     if isinstance(recorded, (int, float)) and isinstance(other, (int, float)) and other > 0:
         parts.append(f"a recorded one takes {recorded / other:.2f} times as long as another")
     graphs = watch.get("steps_in_graphs")
     if isinstance(graphs, int) and graphs:
         parts.append(f"{graphs} recorded ones in compiled graphs of their own")
+    passes = watch.get("steps_by_passes")
+    if isinstance(passes, int) and passes:
+        parts.append(f"{passes} recorded ones counted by slower passes, without the fast walk")
     return ", ".join(parts) or words.NONE

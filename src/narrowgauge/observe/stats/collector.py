@@ -78,6 +78,7 @@ class Collector:
             of one tensor of sixteen, in turn, since asking for the time costs the host as much as counting does.
             What kernels count while they quantize is in their time and not in this.
         failures: how often something went wrong and numbers are missing for it.
+        by_passes: in how many watched steps passes counted on the CPU, because the compiled walk was not there.
         outlet: asked at the end of every watched step with the step and what it left on each device, whether it sees to
             the rest (and perhaps gives it back to `keep`, later or merged with that of other ranks).
 
@@ -88,7 +89,7 @@ class Collector:
     def __init__(self, writer: Writer, every: int = 1, due: Callable[[int], bool] | None = None) -> None:
         self.every = max(1, int(every))
         self._due = due or (lambda step: step % self.every == 0)
-        self.failures = 0
+        self.failures = self.by_passes = 0
         self.outlet: Callable[[int, list[Packed]], bool] | None = None
         self._writer = writer
         self._step = 0
@@ -107,6 +108,12 @@ class Collector:
     @seconds.setter
     def seconds(self, seconds: float) -> None:
         self._watched.seconds = seconds
+
+    def why_slow(self) -> str:
+        """Why most watched steps took longer than those of another run will, in words; "" if they did not."""
+        if 2 * self.by_passes <= self._turn or host.why_not():
+            return ""
+        return "most were counted by slower passes, while numba compiled the fast walk, once per installation"
 
     def wants(self, module: str) -> bool:
         """Whether the open step is watched; the same for every module."""
@@ -309,7 +316,7 @@ class Collector:
             return held
         if device.type == "cpu":
             self._on_cpu = True
-            host.prepare()  # out here, because loading it is not what watching costs
+            self.by_passes += not host.prepare()  # out here, because loading it is not what watching costs
         self._watched.on_gpu |= device.type == "cuda"
         with self._watched.lock:
             held = Held(
