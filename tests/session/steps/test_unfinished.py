@@ -57,7 +57,7 @@ def test_it_leaves_no_rows_unless_it_failed(tmp_path, backwards, fails):
     (note,) = [note for note in run.meta["notes"] if "no optimizer step" in note]
     assert note == (
         f"What the program called with gradients on after step 3 led to no optimizer step (backward: {backwards} "
-        f"times); {'its layers have rows, as far as they came' if fails else 'it is in no row'}."
+        f"time{'s' * (backwards != 1)}); {'its layers have rows, as far as they came' if fails else 'it is in no row'}."
     )
     assert len(list((tmp_path / "a" / "dumps").iterdir())) == 4  # of what a program failed at, perhaps
 
@@ -72,7 +72,7 @@ def test_a_step_that_was_not_recorded_is_in_no_row_also_where_the_program_failed
     run = ng.open_run(tmp_path / "a")
     assert set(run.tensors()["step"].tolist()) == {2}
     (note,) = [note for note in run.meta["notes"] if "no optimizer step" in note]
-    assert note.endswith("led to no optimizer step (backward: 1 times); it is in no row.")
+    assert note.endswith("led to no optimizer step (backward: 1 time); it is in no row.")
 
 
 def test_a_program_that_ends_after_a_step_has_no_such_note(tmp_path):

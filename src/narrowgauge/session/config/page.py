@@ -61,8 +61,8 @@ narrowgauge.toml:7: watch.roles[1]: there is no role 'wieght'; did you mean 'wei
 everything below it: `blocks.3` is the whole block. `!` in front leaves out; a list of these alone leaves out of
 everything. An empty list that would choose everything in `[[high]]` or `[[dump]]` is a mistake. Which modules and
 metrics a program has is known only when it runs: what matched nothing is told on stderr when it ends, and stands in
-the run's notes, as does a `[convert]` without `--convert`. A glob of `[convert]` or `[[high]]` that matches nothing
-ends the program before its first step.
+the run's notes (of metrics a name that no site has, and globs of which none matched), as does a `[convert]` without
+`--convert`. A glob of `[convert]` or `[[high]]` that matches nothing ends the program before its first step.
 
 **Steps** are counted from 1; a range may begin with 0. It takes both its ends. Of a range those steps are recorded
 that `every` divides; a step that is named alone is recorded whatever `every` says. Dumps are of every step of their

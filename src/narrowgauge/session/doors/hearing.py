@@ -70,8 +70,8 @@ class Hearing(Threads):
     def notes(self) -> list[str]:
         """What was not heard, in words; empty if everything was."""
         found = [
-            f"Following the program failed in {what} ({times} times); the program went on, and what was to be seen "
-            "there is missing."
+            f"Following the program failed in {what} ({times} time{'s' * (times > 1)}); the program went on, and what "
+            "was to be seen there is missing."
             for what, times in self._failed.items()
         ]
         if self.others:

@@ -275,9 +275,10 @@ class Steps:
             elif self.line.recorded:  # where it died is what somebody will look for
                 rows = "its layers have rows, as far as they came"
             if self.ledger.steps and heard:
+                times = self.line.microbatches
                 self.notes.append(
                     f"What the program called with gradients on after step {self.ledger.steps} led to no optimizer "
-                    f"step (backward: {self.line.microbatches} times); {rows}."
+                    f"step (backward: {times} time{'s' * (times != 1)}); {rows}."
                 )
         self._close()
         self._take_evaluation(ended=True)
