@@ -10,7 +10,9 @@ none of an evaluation.
 
 A call that returns one number beside other things (`logits, loss`) may mean a part of the loss by it, or a temperature:
 if torch's loss function is called on what came of it, that is the loss; and where none was called inside, nor the
-program trains by that number alone, there is none. Once it is known to, what torch's then returns is a metric.
+program trains by that number alone, there is none. Once it is known to, what torch's then returns is a metric. One
+number that has a dimension ([1], [1, 1]), or that calls which train return none of, may be what is predicted for one
+row, and what torch's then returns is its loss.
 
 Of several losses of the very same tensors, by several functions, one counts (`measured`).
 
@@ -58,12 +60,19 @@ def _nameless(output: Any) -> bool:
     return isinstance(output, tuple | list) and "loss" not in getattr(output, "_fields", ())
 
 
+def _is_row(output: Any, own: ReturnedLosses) -> bool:
+    """Whether it may be what a model predicts for one row."""
+    return isinstance(output, Tensor) and (output.dim() > 0 or (own.apart and not own.otherwise))
+
+
 class _Loss(NamedTuple):
     steps: int  # made before it
     measures: tuple[Measure, ...]  # all of the same, of which one counts
     ours: bool
     further: bool  # of what the loss before it was computed of
     returned: ReturnedLosses | None  # by a model's call, among these of the model
+    unsure: bool = False  # whether it is a loss
+    beside: bool = False  # other things
 
 
 def _number(loss: Tensor) -> Tensor:
@@ -94,8 +103,11 @@ class EvalLosses:
         self._trained: frozenset[int] = frozenset()
         self._passes = Passes()
         self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
-        self._told = self._beside = False  # the last loss is what the last call returned; beside other things
+        self._told = False  # the last loss is what the last call returned
+        self._beside = self._row = False  # beside other things; with a dimension
         self._after_call = False  # there was a loss since the model's call that was heard last
+        self._rows = 0  # numbers that a call returned alone, and that are no loss
+        self._left = False  # the last call's is such a one
         self._sums = self._taken = self._numbers = self._further = self._several = 0
         self.trains_by = TrainsBy()
         self._unheard = Unheard()
@@ -118,11 +130,16 @@ class EvalLosses:
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._metrics += 1
         elif loss.numel() == 1:
-            if self._told and self._own.whole and not self._called_since:
+            if self._told and self._own.whole and not self._row and not self._called_since:
                 self._further += 1
                 return
-            if self._beside and self._losses and not self._own.whole and False not in self._called_since:
-                self._losses.pop()
+            self._rows -= self._left  # it was made of that
+            self._left = False
+            replaces = self._row or (self._beside and not self._own.whole)
+            if replaces and self._losses and False not in self._called_since:
+                self._several -= self._losses.pop().further
+                self._called_since.add(True)  # as if nothing had been made of the call yet
+                self._after_call = False
             self._add_measure(function, loss, arguments, summed)
         else:
             self._unreduced += 1
@@ -138,9 +155,16 @@ class EvalLosses:
             self._measured.counts(function, arguments)
 
     def _add(
-        self, loss: Tensor, summed: bool = False, *, function: str = "", returned: ReturnedLosses | None = None
+        self,
+        loss: Tensor,
+        summed: bool = False,
+        *,
+        function: str = "",
+        returned: ReturnedLosses | None = None,
+        unsure: bool = False,
+        beside: bool = False,
     ) -> None:
-        self._told = self._beside = False
+        self._told = self._beside = self._row = False
         self._measured.forget()
         further = not self._called_since and self._after_call
         self._several += further
@@ -152,7 +176,7 @@ class EvalLosses:
         if self._last_was_ours:
             self._passes.loss(begins=bool(self._losses) and self._losses[-1].steps != self._steps())
         measure = Measure(function, _number(loss), summed)
-        self._losses.append(_Loss(self._steps(), (measure,), self._last_was_ours, further, returned))
+        self._losses.append(_Loss(self._steps(), (measure,), self._last_was_ours, further, returned, unsure, beside))
 
     def training_begins(self) -> None:
         """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
@@ -170,7 +194,8 @@ class EvalLosses:
         if evaluates and not self.fed:  # or it is a reference's, beside a batch that trains
             self._unheard.called()
         self._own = self.trains_by.of(model)
-        self._mark, self._told, self._beside = len(self._losses), False, False
+        self._mark = len(self._losses)
+        self._told = self._beside = self._row = self._left = False
         self._before = self._several, self._unreduced
         self._called_since.add(True)
         self._trains = False
@@ -204,7 +229,7 @@ class EvalLosses:
         self._called_since.clear()
         self._unheard.over()
         self._last_was_ours, self.fed = True, False
-        self._told = self._beside = False
+        self._told = self._beside = self._row = self._left = False
         self.idle = self._trains and not self._losses
 
     def training_changed(self) -> None:
@@ -227,18 +252,27 @@ class EvalLosses:
         """The call ended with `output`."""
         loss = scalar_loss(output)
         if loss is not None and self._mark is not None and not loss.is_meta:
-            self._unheard.loss()
-            beside = _nameless(output)
-            if beside and self._mark == len(self._losses) and self._own.otherwise:
-                self._numbers += 1
-                self._mark = None
+            beside, row = _nameless(output), _is_row(output, self._own)
+            unsure = (beside or row) and self._mark == len(self._losses)
+            left = unsure and self._own.apart
+            if beside or not left:  # a prediction's loss may be computed by hand
+                self._unheard.loss()
+            if left:
+                self._count_out(beside)
+                self._left, self._mark = not beside, None
                 return
             del self._losses[self._mark :]
             self._several, self._unreduced = self._before
             self._called_since.add(True)
-            self._add(loss, returned=self._own)
-            self._told, self._beside = True, beside
+            self._add(loss, returned=self._own, unsure=unsure, beside=beside)
+            self._told, self._beside, self._row = True, beside, row and unsure
         self._mark = None
+
+    def _count_out(self, beside: bool) -> None:
+        if beside:
+            self._numbers += 1
+        else:
+            self._rows += 1
 
     def training_ended(self, model: Any, output: Any) -> None:
         """A model's call with gradients ended with `output`."""
@@ -262,6 +296,9 @@ class EvalLosses:
             return {}
         found: dict[int, dict[bool, list[_Loss]]] = {}
         for loss in self._losses:
+            if loss.unsure and loss.returned is not None and loss.returned.apart:  # as is known by now
+                self._count_out(loss.beside)
+                continue
             found.setdefault(loss.steps, {}).setdefault(loss.ours, []).append(loss)
         self._losses.clear()
         self._passes.over()
@@ -306,6 +343,11 @@ class EvalLosses:
             notes.append(
                 f"{self._numbers} numbers that a model's call without gradients returned beside other things are not "
                 "the whole of what backward was called on; eval_loss leaves them out."
+            )
+        if self._rows:
+            notes.append(
+                f"{self._rows} numbers that a model's call without gradients returned are not what backward was called "
+                "on (what it predicts for one row, say); eval_loss leaves them out."
             )
         if self._further:
             notes.append(

@@ -13,7 +13,8 @@ Several ranks, whose gradients are averaged, may multiply it by their number bef
 a mean over all (Hugging Face's Trainer): an evaluation's is such a part, too.
 
 Where several calls come before a backward, nothing is said: it may be of the sum of their losses. Nor where another
-thread calls it.
+thread calls it. But a number that none of them returned, or that is a part of what it is called on, is not what the
+program trains by (`apart`): a value, or the likelihood of an action, which are one number of one observation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ReturnedLosses:
 
     def __init__(self) -> None:
         self._made: list[_Made | None] = []  # what calls since the last backward returned
-        self._passes = self._outside = self._parts = self.evaluated = 0
+        self._passes = self._outside = self._parts = self._apart = self.evaluated = 0
         self.whole = False
         self._ranks = 1
         self._factor: Tensor | None = None  # backward's loss over it, where it is the whole
@@ -75,6 +76,11 @@ class ReturnedLosses:
         return not self.whole and self._parts + self._outside > 0
 
     @property
+    def apart(self) -> bool:
+        """Whether a number of such a call, which nothing says is a loss, is none that the program trains by."""
+        return self.otherwise or (not self.whole and self._apart > 0)
+
+    @property
     def partly(self) -> bool:
         """Whether it was a part of it."""
         return self._parts > 0
@@ -84,8 +90,9 @@ class ReturnedLosses:
         self._passes = 0
 
     def passed(self) -> None:
-        """Backward is called, and nobody knows of what."""
+        """Backward is called, and nobody knows of what; other models were called as well."""
         self._passes += 1
+        self._apart += bool(self._made) and not any(self._made)
         self._made = []
 
     def returned(self, loss: Tensor | None) -> None:
@@ -106,7 +113,8 @@ class ReturnedLosses:
             return
         wanted, *others = self._made
         self._made = []
-        if wanted is None or others:
+        if wanted is None:
+            self._apart += not any(others)
             return
         given = losses if isinstance(losses, tuple | list) else (losses,)
         edges = [(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -114,6 +122,9 @@ class ReturnedLosses:
             return
         found, alone = False, len(edges) == 1
         for _ in range(MOST_NODES):
+            if not edges and others:
+                self._apart += not (found and alone)
+                return
             if not edges:
                 self._outside += not found
                 self._parts += found
