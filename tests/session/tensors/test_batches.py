@@ -170,6 +170,31 @@ def test_data_beside_what_a_model_made_count_where_nobody_else_has_counted():
     assert batches.see(((h, x + 4), {}), model=5) == 4
 
 
+def test_a_state_that_a_model_begins_with_is_known_by_one_that_it_has_made():
+    batches, made = Batches(), torch.rand(4, 9)
+
+    def counted(state, model=1):
+        return batches.see(((ids(4, 6), state), {}), model=model)
+
+    assert counted(torch.zeros(4, 9)) == 4  # numbers beside categories, for all that is known
+    batches.made(made)
+    assert counted(made.detach()) == 24
+    assert counted(torch.zeros(4, 9)) == 24  # the next text begins
+    assert batches.before_the_last().see(((ids(4, 6), torch.zeros(4, 9)), {}), model=1) == 24
+    assert batches.see(((ids(3, 6), torch.zeros(3, 9)), {}), model=1) == 18
+    assert [counted(torch.zeros(4, 5)), counted(torch.zeros(4, 9), model=2)] == [4, 4]
+    assert batches.see(((torch.zeros(4, 9), ids(4, 6)), {}), model=1) == 4
+
+
+def test_what_a_model_made_first_and_then_as_data_is_counted():
+    batches, made = Batches(), torch.rand(4, 9)
+    batches.made(made)
+    assert batches.see(((made, torch.rand(4, 2)), {})) == 4  # a picture that was made, and what it is of
+    assert batches.see(((torch.rand(5, 9), torch.rand(5, 2)), {})) == 5
+    assert batches.see(((torch.rand(6, 2), made), {})) == 6
+    assert batches.see(((torch.rand(7, 9),), {})) == 7
+
+
 def test_a_call_that_an_error_has_left_has_counted_nothing():
     batches, h, x = Batches(), torch.rand(4, 8, requires_grad=True) * 2, torch.rand(4, 8)
     assert batches.see(((x,), {}), model=1) == 4

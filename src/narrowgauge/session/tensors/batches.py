@@ -1,8 +1,9 @@
 """What a program feeds its models: hashed, so that two runs can be told to have seen the same, and counted.
 
 What a model made is no data: a picture goes from generator to discriminator, and differs as soon as weights do. It is
-known by its storage, which `detach`, views and reshaping share; a copy of it (`torch.cat`) counts as data. A batch that
-wants a gradient itself is counted, if there is no other, and not hashed: it may have moved by gradients.
+known by its storage, which `detach`, views and reshaping share; a copy of it (`torch.cat`) counts as data. What has its
+shape and comes in its place, behind something else, is the state that a model begins with, and tells nothing of that. A
+batch that wants a gradient itself is counted, if there is no other, and not hashed: it may have moved by gradients.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from narrowgauge.session.tensors.given import GivenBefore, version_of
 from narrowgauge.session.tensors.sharded import here
 from narrowgauge.session.tensors.storage import storage_of
 
+MOST_STATES = 64  # places and shapes of what models made, that they are given again
 ROOM = 16  # tensors that models made, beyond twice as many as live
 Known = dict[tuple[int, int, int, int | None], StorageWeakRef]  # which holds the memory's address, not the memory
 _EMPTY = frozenset((type(None), bool, int, float, str))  # of these nothing has to be asked
@@ -40,6 +42,7 @@ class Batches:
         # A storage's address is not used again while somebody holds a weak reference to it.
         self._made: dict[int, StorageWeakRef] = {}
         self._room = ROOM
+        self._states: set[tuple[int, int, torch.Size]] = set()  # model, place and shape of a row
         self._given: set[int] = set()
         self._last: dict[int, StorageWeakRef] = {}  # what was given last, as far as somebody still has it
         self._unread: set[str] = set()
@@ -73,6 +76,7 @@ class Batches:
         found = Batches()
         found._before = self._before.before_the_last()
         found._made = dict(self._made)
+        found._states = self._states
         found._hashes = False
         found._counted = self._counted[: self._latest]
         return found
@@ -113,6 +117,8 @@ class Batches:
             if not dense:
                 self._unread.add(_kind(x))
             if given.memory in self._made:
+                if given.at and len(self._states) < MOST_STATES:
+                    self._states.add((model, given.at, x.shape[1:]))
                 continue
             if dense and self._hashes:
                 self.digest = chain((x,), self.digest)
@@ -121,7 +127,7 @@ class Batches:
         if self._before.to_another(data or found, self._last, model) or before:
             return 0
         listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
-        counted, are_ids = listed or count(found, data)
+        counted, are_ids = listed or count(found, self._but_states(data, model))
         if not are_ids and counted > 1 and is_one(data, width):
             counted = 1
         if not are_ids and beside_made(found, data) and any(other != model for other in self._counted):
@@ -131,6 +137,12 @@ class Batches:
                 self._counted.append(model)
             self._units.add("tokens" if are_ids else "samples")
         return counted
+
+    def _but_states(self, data: list[Given], model: int) -> list[Given]:
+        """These without a state that this model begins with: it made others, which it was given in its place."""
+        if not self._states or len(data) < 2:
+            return data
+        return [each for each in data if (model, each.at, each.x.shape[1:]) not in self._states] or data
 
     def again(self, inputs: Any) -> bool:
         """Whether any of these was among the inputs of the last call."""
