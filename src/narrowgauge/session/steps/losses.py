@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.aside import Aside
+from narrowgauge.session.steps.loss_counts import LossCounts
 from narrowgauge.session.steps.measured import Measure, Measured
 from narrowgauge.session.steps.passes import Passes
 from narrowgauge.session.steps.returned import ReturnedLosses
@@ -79,10 +80,6 @@ def _number(loss: Tensor) -> Tensor:
     return here(loss).detach().reshape(()).clone().float()
 
 
-def _losses(count: int) -> str:
-    return "1 loss was" if count == 1 else f"{count} losses were"
-
-
 class EvalLosses:
     """Collects losses; `take()` gives the mean of each evaluation. `steps` says how many steps were made by now.
 
@@ -102,22 +99,21 @@ class EvalLosses:
         self._holds: dict[int, tuple[ref[nn.Module], bool | None]] = {}
         self._trained: frozenset[int] = frozenset()
         self._passes = Passes()
-        self._aside = self._alone = 0  # losses of other models that were left out, or that were all there was
+        self._counts = LossCounts()
         self._told = False  # the last loss is what the last call returned
         self._beside = self._row = False  # beside other things; with a dimension
         self._after_call = False  # there was a loss since the model's call that was heard last
-        self._rows = 0  # numbers that a call returned alone, and that are no loss
         self._left = False  # the last call's is such a one
-        self._sums = self._taken = self._numbers = self._further = self._several = 0
         self.trains_by = TrainsBy()
         self._unheard = Unheard()
         self._measured = Measured()
-        self._beside_another = 0  # losses that measure what another measures
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = False  # the model's call that was heard last had gradients
         self.fed, self.idle = False, False
-        self._metrics = self._unreduced = 0  # of batches that train; numbers of each row of an evaluation
-        self._before = 0, 0  # of `_several` and `_unreduced`, when the model's call began: what is inside is a part
+        self._before = (
+            0,
+            0,
+        )  # several and unreduced ones, when the call began: what is inside is a part
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
@@ -128,28 +124,28 @@ class EvalLosses:
         self.idle = False
         self._unheard.loss()
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
-            self._metrics += 1
+            self._counts.metrics += 1
         elif loss.numel() == 1:
             if self._told and self._own.whole and not self._row and not self._called_since:
-                self._further += 1
+                self._counts.further += 1
                 return
-            self._rows -= self._left  # it was made of that
+            self._counts.rows -= self._left  # it was made of that
             self._left = False
             replaces = self._row or (self._beside and not self._own.whole)
             if replaces and self._losses and False not in self._called_since:
-                self._several -= self._losses.pop().further
+                self._counts.several -= self._losses.pop().further
                 self._called_since.add(True)  # as if nothing had been made of the call yet
                 self._after_call = False
             self._add_measure(function, loss, arguments, summed)
         else:
-            self._unreduced += 1
+            self._counts.unreduced += 1
 
     def _add_measure(self, function: str, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
         if self._losses and not self._called_since and self._measured.again(function, arguments):
             latest = self._losses[-1]
             measures = *latest.measures, Measure(function, _number(loss), summed)
             self._losses[-1] = latest._replace(measures=measures)
-            self._beside_another += 1
+            self._counts.beside_another += 1
         else:
             self._add(loss, summed, function=function)
             self._measured.counts(function, arguments)
@@ -167,7 +163,7 @@ class EvalLosses:
         self._told = self._beside = self._row = False
         self._measured.forget()
         further = not self._called_since and self._after_call
-        self._several += further
+        self._counts.several += further
         self._after_call |= bool(self._called_since)
         if self._called_since:
             self._last_was_ours = True in self._called_since
@@ -196,7 +192,7 @@ class EvalLosses:
         self._own = self.trains_by.of(model)
         self._mark = len(self._losses)
         self._told = self._beside = self._row = self._left = False
-        self._before = self._several, self._unreduced
+        self._before = self._counts.several, self._counts.unreduced
         self._called_since.add(True)
         self._trains = False
 
@@ -262,7 +258,7 @@ class EvalLosses:
                 self._left, self._mark = not beside, None
                 return
             del self._losses[self._mark :]
-            self._several, self._unreduced = self._before
+            self._counts.several, self._counts.unreduced = self._before
             self._called_since.add(True)
             self._add(loss, returned=self._own, unsure=unsure, beside=beside)
             self._told, self._beside, self._row = True, beside, row and unsure
@@ -270,9 +266,9 @@ class EvalLosses:
 
     def _count_out(self, beside: bool) -> None:
         if beside:
-            self._numbers += 1
+            self._counts.numbers += 1
         else:
-            self._rows += 1
+            self._counts.rows += 1
 
     def training_ended(self, model: Any, output: Any) -> None:
         """A model's call with gradients ended with `output`."""
@@ -306,14 +302,14 @@ class EvalLosses:
         for steps, kinds in found.items():
             others = len(kinds.get(False, ()))
             if True in kinds:
-                self._aside += others
-                self._several -= sum(loss.further for loss in kinds.get(False, ()))
+                self._counts.aside += others
+                self._counts.several -= sum(loss.further for loss in kinds.get(False, ()))
             else:
-                self._alone += others
+                self._counts.alone += others
             losses = kinds.get(True) or kinds[False]
-            self._taken += len(losses)
+            self._counts.taken += len(losses)
             chosen = [self._measured.which(loss.measures) for loss in losses]
-            self._sums += sum(measure.summed for measure in chosen)
+            self._counts.sums += sum(measure.summed for measure in chosen)
             for loss in losses:
                 if loss.returned is not None:
                     loss.returned.evaluated += 1
@@ -323,66 +319,9 @@ class EvalLosses:
 
     def facts(self) -> dict[str, list[int]]:
         """How many of the losses of evaluations are sums over their batches, and of how many; nothing if none is."""
-        return {"eval_sums": [self._sums, self._taken]} if self._sums else {}
+        return {"eval_sums": [self._counts.sums, self._counts.taken]} if self._counts.sums else {}
 
     @property
     def notes(self) -> list[str]:
         """What an evaluation's mean has, or lacks, that nobody would think of."""
-        notes = self.trains_by.notes(self._taken) + self._unheard.notes
-        if self._aside:
-            notes.append(
-                f"{_losses(self._aside)} computed without gradients of models that do not train (an averaged copy, "
-                "say); eval_loss leaves them out."
-            )
-        if self._alone:
-            notes.append(
-                f"{self._alone} losses of models that do not train (an averaged copy, say) are eval_loss where no "
-                "others were computed without gradients."
-            )
-        if self._numbers:
-            notes.append(
-                f"{self._numbers} numbers that a model's call without gradients returned beside other things are not "
-                "the whole of what backward was called on; eval_loss leaves them out."
-            )
-        if self._rows:
-            notes.append(
-                f"{self._rows} numbers that a model's call without gradients returned are not what backward was called "
-                "on (what it predicts for one row, say); eval_loss leaves them out."
-            )
-        if self._further:
-            notes.append(
-                f"{_losses(self._further)} computed without gradients when a model's call had returned the one that "
-                "the program trains by (a metric, say); eval_loss leaves them out."
-            )
-        if self._beside_another:
-            notes.append(
-                f"{_losses(self._beside_another)} computed without gradients of the same tensors as another one (a "
-                "metric, say); eval_loss has the one that the program trains by, or else the first."
-            )
-        if self._metrics:
-            notes.append(
-                f"{_losses(self._metrics)} computed without gradients of batches that train (a metric, say); "
-                "eval_loss leaves them out."
-            )
-        if self._unreduced:
-            notes.append(
-                f'{self._unreduced} losses of evaluations were computed with reduction="none", a number for each row '
-                "or element; eval_loss has none of them."
-            )
-        if self._sums:
-            notes.append(
-                f'{self._sums} of {self._taken} losses of evaluations were computed with reduction="sum": eval_loss is '
-                "the mean of such sums over a batch, before the program divides them, and no measure beside a training "
-                "loss that is a mean."
-            )
-        if self._several:
-            notes.append(
-                f"{_losses(self._several)} computed without gradients of what another one had been computed of (of "
-                "several tasks, say); eval_loss is the mean of them all, whatever the program makes of them."
-            )
-        if self._passes.most > 1:
-            notes.append(
-                f"Evaluations took up to {self._passes.most} passes over data loaders between two steps: eval_loss is "
-                "the mean over all of them."
-            )
-        return notes
+        return self.trains_by.notes(self._counts.taken) + self._unheard.notes + self._counts.notes(self._passes.most)
