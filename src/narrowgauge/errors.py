@@ -74,6 +74,19 @@ def nearest(word: str, options: Iterable[str]) -> str:
     return f"did you mean {by_fold[matches[0]]!r}?" if matches else f"there is: {', '.join(known)}."
 
 
+def worded(error: BaseException) -> str:
+    """Its class and what it says; a program's may fail as it says it, of which Python's traceback has these words.
+
+    >>> worded(ValueError("the loader is empty")), worded(ValueError())
+    ('ValueError: the loader is empty', 'ValueError')
+    """
+    try:
+        text = str(error)
+    except Exception:
+        text = "<exception str() failed>"
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
 def let_pass(error: BaseException) -> None:
     """Raise it again if a signal handler of the program's raised it: a time limit, say, that ended while we worked."""
     trace = error.__traceback__

@@ -412,6 +412,17 @@ def test_an_error_looks_as_without_us(warm_python, tmp_path):
     assert (found["status"], found["meta"]["error"]) == ("failed", "ValueError: the loader is empty")
 
 
+def test_an_error_that_cannot_say_what_it_is_looks_as_without_us_and_its_run_is_closed(warm_python, tmp_path):
+    mute = "class Mute(Exception):\n    def __str__(self):\n        raise ValueError('no words')\nraise Mute"
+    script = programs.BASIC.replace('print("finished")', mute)
+    done = run(tmp_path, "train.py", script=script, warm=warm_python)
+    plain = warm_python.run([sys.executable, "train.py"], cwd=tmp_path, env=PLAIN)
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    assert quiet(done.stderr) == plain.stderr + "narrowgauge: the run is in out\n"
+    found = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (found["status"], found["meta"]["error"]) == ("failed", "Mute: <exception str() failed>")
+
+
 def test_a_warning_names_the_line_that_it_names_without_us(warm_python, tmp_path):
     """Whichever optimizer it is: the first one is met before there is a session, the second in it."""
     (tmp_path / "train.py").write_text(WARNS)

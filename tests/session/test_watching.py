@@ -214,10 +214,18 @@ def test_cells_of_a_notebook_share_a_watch(tmp_path):
     assert names["run"].scalars("loss")["step"].tolist() == [1, 2]
 
 
+class Mute(Exception):
+    """What it says fails."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kept"),
     [
         (ValueError("no data"), "failed", "ValueError: no data"),
+        (Mute(), "failed", "Mute: <exception str() failed>"),
         (SystemExit(2), "failed", "SystemExit: 2"),
         (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
         *[(left, "complete", "") for left in (SystemExit(), SystemExit(0), GeneratorExit())],  # no errors

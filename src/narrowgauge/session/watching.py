@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.errors import RunError, UsageError
+from narrowgauge.errors import RunError, UsageError, worded
 from narrowgauge.observe.export import check
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.session.config import load
@@ -71,8 +71,8 @@ class Watching:
         left = kind is not None and (
             issubclass(kind, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
         )
-        if kind is not None and not left and self._live.open:
-            self._live.error = f"{kind.__name__}: {error}".rstrip(": ")
+        if error is not None and not left and self._live.open:
+            self._live.error = worded(error)
         self.close()
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.recipes import ROLES, by_name
-from narrowgauge.errors import NarrowgaugeError, RunError, let_pass
+from narrowgauge.errors import NarrowgaugeError, RunError, let_pass, worded
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.judge import Judge
@@ -166,7 +166,7 @@ class WhatIf:
     def _failed(self, error: Exception) -> None:
         self._step, self._open = None, False
         let_pass(error)
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = " ".join(worded(error).split())
         self.problem = self.problem or f"watch.what_if: it ended early, and rows of it are missing: {cause}"
 
 

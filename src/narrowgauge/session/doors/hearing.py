@@ -24,7 +24,7 @@ import torch
 from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import not_compiled, passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.errors import NarrowgaugeError, let_pass
+from narrowgauge.errors import NarrowgaugeError, let_pass, worded
 from narrowgauge.session.doors.threads import Threads
 
 P = ParamSpec("P")
@@ -56,7 +56,7 @@ class Hearing(Threads):
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""
         let_pass(error)
-        what = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:300]
+        what = " ".join(f"{where}: {worded(error)}".split())[:300]
         self._failed[what] = self._failed.get(what, 0) + 1
         self._told(f"following the program failed in {what}")
 

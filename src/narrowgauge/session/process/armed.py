@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.errors import UsageError, let_pass
+from narrowgauge.errors import UsageError, let_pass, worded
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.models.family import Family
@@ -104,7 +104,7 @@ class Watched:
         sys.excepthook = self._failed
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.live.error = f"{kind.__name__}: {error}".rstrip(": ")
+        self.live.error = worded(error)
         if self.live.open and self.live.session.roots.conversions.refused(error):
             self.live.refused = True
             print(  # a traceback would lead from the program into us, and say nothing more

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
 
-from narrowgauge.errors import RunError, let_pass
+from narrowgauge.errors import RunError, let_pass, worded
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.attach import Session
 from narrowgauge.session.machine import device_facts, machine_facts
@@ -120,7 +120,7 @@ class Live:
         """The interpreter ends. An error that ended it is not told where the program has an excepthook of its own."""
         last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a prompt has any number of errors
         if last is not None:
-            self.error = self.error or f"{type(last).__name__}: {last}".rstrip(": ")
+            self.error = self.error or worded(last)
         self.close()
 
     def _follow_exit(self) -> None:
