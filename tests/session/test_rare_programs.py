@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import narrowgauge as ng
 from narrowgauge.observe.stats import host
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -247,3 +248,36 @@ def test_a_selective_checkpoint_keeps_what_the_program_computes(tmp_path, monkey
     assert operands(writer, 3) == {
         f"blocks.{n}.{name}:{role}" for n in (0, 1) for name in ("a", "b") for role in OPERANDS
     }
+
+
+class SavesItsOwnWay(nn.Module):
+    """A `state_dict` without torch's arguments, which tells when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.saved = 0
+        self.up.register_state_dict_pre_hook(lambda *_: self.saves())
+
+    def saves(self):
+        self.saved += 1
+
+    def state_dict(self):
+        self.saves()
+        return {"up": self.up.state_dict(), "down": self.down.state_dict()}
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_a_model_that_saves_its_own_way_is_followed_and_not_asked_to(tmp_path):
+    model = SavesItsOwnWay()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(out=tmp_path / "run", every=1):
+        for _ in range(2):
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+    found = ng.open_run(tmp_path / "run")
+    assert model.saved == 0
+    assert {"up:input", "down:weight"} <= set(found.sites)
+    assert found.meta["notes"] == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from narrowgauge.observe.stats import digest_keys, host, host_digest
 from narrowgauge.observe.stats.digest_keys import KEYS
 from narrowgauge.session.tensors import fingerprint
-from narrowgauge.session.tensors.fingerprint import chain, digest, stored, weights_hash
+from narrowgauge.session.tensors.fingerprint import chain, digest, stored, weights_hash, weights_of
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
@@ -178,6 +178,21 @@ def test_weights_hash_sees_names_shapes_and_values():
     assert known != weights_hash([("b", x)])
     assert known != weights_hash([("a", x.view(4, 3))])
     assert known != weights_hash([("a", x + 1e-7)])
+
+
+def test_the_weights_of_a_model_are_those_of_its_state_dict():
+    norm = torch.nn.BatchNorm1d(4)
+    norm.register_buffer("made_again", torch.ones(2), persistent=False)
+    shared = torch.nn.Linear(4, 4, bias=False)
+    model = torch.nn.Sequential(shared, norm, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), shared)
+    kept = model.state_dict(keep_vars=True)
+    assert [(name, id(x)) for name, x in weights_of(model)] == [(name, id(x)) for name, x in kept.items()]
+
+
+def test_the_weights_of_a_model_that_holds_itself_are_found():
+    model = torch.nn.Linear(4, 4)
+    model.me = model
+    assert [name for name, _ in weights_of(model)] == ["weight", "bias"]
 
 
 @pytest.mark.parametrize("extra", [None, b"state", {"amax": torch.ones(2)}])

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.session.tensors.fingerprint import weights_hash
+from narrowgauge.session.tensors.fingerprint import weights_hash, weights_of
 from narrowgauge.session.tensors.sharded import is_distributed, mesh_size, wrapped_over
 from narrowgauge.session.tensors.shares import PLACE, stage_here
 
@@ -47,7 +47,7 @@ def part_of(root: nn.Module, whole: nn.Module) -> str:
     united = wrapped_over((root, *whole.modules()))
     if not united and (meshes := _meshes(whole)):
         united = max(meshes, key=lambda mesh: mesh.size()).mesh.flatten().tolist()
-    return f"rank {min(united)}" if len(united) > 1 else weights_hash(whole.state_dict(keep_vars=True).items())
+    return f"rank {min(united)}" if len(united) > 1 else weights_hash(weights_of(whole))
 
 
 def _meshes(whole: nn.Module) -> list[Any]:

@@ -39,7 +39,7 @@ from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.sites.part import named
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.steps.trained import Trained
-from narrowgauge.session.tensors.fingerprint import weights_hash
+from narrowgauge.session.tensors.fingerprint import weights_hash, weights_of
 from narrowgauge.session.tensors.sharded import copied_by, shape_of
 from narrowgauge.session.tensors.shares import learn
 from narrowgauge.session.tensors.weakly import Weak, weakly
@@ -183,7 +183,7 @@ class Roots:
         root.belongs_to(model)
         shared = self._add(model, *self.family.holder_of(whole, trained), stage)
         if not shared:
-            self._hashes.append(weights_hash(model.state_dict(keep_vars=True).items()))
+            self._hashes.append(weights_hash(weights_of(model)))
             self._watch_dtype(model)
             if self._plan.noise:
                 perturb(model, self._plan.noise, self._plan.seed)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.observe.stats import host
@@ -154,11 +154,30 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def weights_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and tensors in the order of the model's state dict, and None for an extra state.
+
+    `state_dict` itself, its hooks and `get_extra_state` may be the program's, and do what it likes.
+    """
+    below: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
+    while below:
+        prefix, module, around = below.pop()
+        kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, x in (*module._parameters.items(), *kept.items()):
+            if x is not None:
+                yield prefix + name, x
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}_extra_state", None
+        around |= {id(module)}
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        below += [(f"{prefix}{name}.", child, around) for name, child in reversed(children) if id(child) not in around]
+
+
 def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
     """A hex digest over names, shapes and values, in the model's own order; of what is sharded, this rank's part.
 
-    `named` are the items of a state dict. What a module adds that is no tensor (an extra state, often None), or makes
-    in its first call, counts by its name alone.
+    `named` are the items of `weights_of`, or of a state dict. What a module adds that is no tensor (an extra state,
+    often None), or makes in its first call, counts by its name alone.
     """
     seen: list[str] = []
     digests: list[Tensor] = []
