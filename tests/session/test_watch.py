@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -381,6 +382,18 @@ def test_a_program_that_patches_backward_is_as_without_us_and_its_losses_are_hea
     table = open_run(tmp_path / "out").scalars()
     assert table["loss"].tolist() == pytest.approx([a + b for a, b in zip(losses[::2], losses[1::2], strict=True)])
     assert table["microbatches"].tolist() == [2, 2, 2]
+
+
+def test_a_script_that_replaces_pythonpath_is_told_what_to_write_and_is_watched_with_that(warm_python, tmp_path):
+    (tmp_path / "train.py").write_text(programs.BASIC)
+    (tmp_path / "train.sh").write_text(f"PYTHONPATH=. {sys.executable} train.py\n")
+    done = run(tmp_path, "sh", "train.sh", warm=warm_python)
+    told = "takes our entry out of PYTHONPATH (write PYTHONPATH=.:$PYTHONPATH in its place)"
+    assert (done.returncode, told in done.stderr) == (0, True)
+    (tmp_path / "train.sh").write_text(f"PYTHONPATH=.:$PYTHONPATH {sys.executable} train.py\n")
+    shutil.rmtree(tmp_path / "out")
+    done = run(tmp_path, "sh", "train.sh", warm=warm_python)
+    assert quiet(done.stderr) == "narrowgauge: the run is in out\n"
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -138,5 +138,7 @@ def what_came_of_it(folder: Path, code: int) -> str:
         return f"{nothing}{before}."
     return (
         f"{nothing} before the command ended. One that is still running may record into {folder}. A program that "
-        "starts Python with -I, -E or -S, or in a container or on another machine, cannot be followed from here."
+        "starts Python with -I, -E or -S, or in a container or on another machine, cannot be followed from here; nor "
+        "one that takes our entry out of PYTHONPATH (write PYTHONPATH=.:$PYTHONPATH in its place), or starts without "
+        "the command's environment (env -i, sudo): there, put `narrowgauge run` behind it."
     )
