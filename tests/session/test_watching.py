@@ -564,3 +564,30 @@ def test_what_an_error_ended_is_told_to_hurry(tmp_path, monkeypatch, failed):
         if failed:
             raise ValueError("spilled")
     assert told == [failed]
+
+
+def test_a_model_that_raises_when_it_is_asked_something_in_the_end_keeps_nothing_of_ours(tmp_path):
+    class Closed(nn.Sequential):
+        closed = False
+
+        def modules(self):
+            if self.closed:
+                raise RuntimeError("closed")
+            return super().modules()
+
+    model, backward = Closed(nn.Linear(8, 8)), torch.autograd.backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.watch(model, tmp_path / "a") as watching:
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        model.closed = True
+        left, session = [], watching._live.session
+        session.roots.leave = lambda leave=session.roots.leave: (left.append("models"), leave())
+        session.graphs.callables.leave = lambda: left.append("callables")  # behind those
+    assert torch.autograd.backward is backward
+    assert not {*model._forward_hooks, *model._forward_pre_hooks}
+    assert left[-1] == "callables"
+    run = ng.open_run(tmp_path / "a")
+    assert (run.status, run.meta["steps"]) == ("complete", 2)
+    assert run.meta["notes"][-1] == "closing the run failed: RuntimeError('closed')"

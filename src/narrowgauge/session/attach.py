@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 from weakref import ref
@@ -276,14 +276,21 @@ class Session:
 
     def abandon(self) -> None:
         """Hear nothing of the program any more, and leave no hook in it: it ended, or this is a forked child."""
-        self.roots.settle()
-        self.seams.close()
-        if self._compiled is not None:
-            self._compiled.close()
-        self.plain.end()
-        self.roots.leave()
-        self.graphs.callables.leave()
-        self.ranks.forget()
+        compiled = () if self._compiled is None else (self._compiled.close,)
+        roots, graphs = self.roots, self.graphs.callables
+        with ExitStack() as undone:  # all of them, though a model of the program may raise where it is asked something
+            for undo in reversed(
+                (
+                    roots.settle,
+                    self.seams.close,
+                    *compiled,
+                    self.plain.end,
+                    roots.leave,
+                    graphs.leave,
+                    self.ranks.forget,
+                )
+            ):
+                undone.callback(undo)
 
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""

@@ -303,3 +303,14 @@ def test_containers_are_searched_in_the_order_of_torch():
     batches = Batches()
     batches.see((({"z": a, "b": [OrderedDict(y=b), Pair(c, a)]}, 7, "text"), {"last": b}))
     assert int(batches.digest) == int(chain([a, b, c, a, b]))
+
+
+def test_what_a_dict_of_the_programs_own_makes_of_an_item_is_not_asked_for():
+    class Lazy(dict):
+        def __getitem__(self, key):
+            raise AssertionError("asked")
+
+        def __iter__(self):
+            raise AssertionError("asked")
+
+    assert Batches().see(Lazy(x=torch.ones(4, 3))) == 4

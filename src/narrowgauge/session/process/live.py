@@ -14,6 +14,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -79,19 +80,13 @@ class Live:
         """
         if os.getpid() != self._pid:
             return
-        failed: BaseException | None = None
         with self._closing:
             if not self.open or not self._closes.acquire(blocking=False):
                 return
             Live.current = None
             self._restore_exit()
             atexit.unregister(self._at_exit)
-            try:
-                self.session.finish(failed=bool(self.error))
-                facts = device_facts(wake=False) | self.session.facts()  # a GPU may have been woken since
-            except BaseException as raised:  # a handler's SystemExit as well
-                failed, facts = raised, {"notes": [f"closing the run failed: {raised!r}"]}
-            self.session.abandon()  # whatever failed, the program has no hook of ours any more
+            facts, failed = self._finish()
             if self.refused:  # whatever is missing, that is why
                 facts |= {"refused": True, "not_found": []}
             self.writer.update_meta(**facts, error=self.error)
@@ -108,6 +103,24 @@ class Live:
             raise failed
         if failed is not None:
             let_pass(failed)
+
+    def _finish(self) -> tuple[dict[str, Any], BaseException | None]:
+        """Close the session; what is known of the run, and what failed: of several things, the first."""
+        facts: dict[str, Any] = {}
+        failed: BaseException | None = None
+        closes: tuple[Callable[[], object], ...] = (
+            lambda: self.session.finish(failed=bool(self.error)),
+            lambda: self.session.abandon(),  # whatever failed, the program has no hook of ours any more
+            lambda: facts.update(device_facts(wake=False), **self.session.facts()),  # a GPU may have been woken since
+        )
+        for close in closes:
+            try:
+                close()
+            except BaseException as raised:  # a handler's SystemExit as well
+                failed = failed or raised
+        if failed is not None:
+            facts["notes"] = [*facts.get("notes", ()), f"closing the run failed: {failed!r}"]
+        return facts, failed
 
     def forked(self) -> None:
         """This is a child: hear nothing any more."""

@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.aside import Aside
 from narrowgauge.session.steps.line import Events, Line
+from narrowgauge.session.steps.looking import gradients
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.turns import held
 from narrowgauge.session.tensors.deferred import kept
@@ -168,6 +169,7 @@ class Ledger:
         line, self.line = self.line, None
         if line is None or line.step > self.steps:
             return  # an unfinished step has no update to be paired with
+        line.scalars.update(gradients(line))  # once: a step may be of thousands of optimizers
         line.events, line.movement = self._clock.events(), None
         self.rows.add(line)
 

@@ -33,6 +33,7 @@ class Line:
     # Of the optimizers that stepped so far, as far as nobody had clipped them: by the ids of the parameters.
     unclipped: list[tuple[frozenset[int], Squares]] = field(default_factory=list)
     unheard: bool = False  # there are more, whose norm nobody took
+    norm: Tensor | float | None = None  # of all gradients, by an engine that says so
     movement: Movement | None = None
     stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
     optimizers: set[int] = field(default_factory=set)  # their ids

@@ -65,6 +65,8 @@ def gradients(line: Line) -> Mapping[str, Tensor | float]:
 
     Where an optimizer steps in backward nobody took the norm of what was not clipped, unless the step is recorded.
     """
+    if line.norm is not None:
+        return {"grad_norm": line.norm}
     if line.unheard:
         return {}
     if line.clips:

@@ -36,7 +36,7 @@ from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
-from narrowgauge.session.steps.looking import gradients, learning_rates, look
+from narrowgauge.session.steps.looking import learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
@@ -307,8 +307,7 @@ class Updates:
             self._skipped(*optimizers)
         line = self._steps.ledger.line
         if line is not None and norm is not None:
-            line.scalars.pop("grad_square_local", None)
-            line.scalars["grad_norm"] = norm.detach().clone() if isinstance(norm, Tensor) else norm
+            line.norm = norm.detach().clone() if isinstance(norm, Tensor) else norm
 
     def _skipped(self, *optimizers: Optimizer) -> None:
         if (line := self._steps.ledger.line) is not None:
@@ -338,8 +337,6 @@ class Updates:
     def _made(self, *, early: bool = False) -> None:
         self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
         self._clips = Clips()
-        if (line := self._steps.ledger.line) is not None:
-            line.scalars.update(gradients(line))
         self._steps.end(early=early)
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

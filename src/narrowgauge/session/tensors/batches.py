@@ -219,6 +219,8 @@ def _leaves(held: Any, found: list[Given], name: str) -> list[Given]:
 def _inside(x: Any) -> Any:
     if is_dataclass(x) and not isinstance(x, type):
         return {field.name: getattr(x, field.name, None) for field in fields(x)}
+    if isinstance(x, dict):  # what it gives when it is asked for an item may be the program's to make
+        return dict(dict.items(x))
     return dict(x) if isinstance(x, Mapping) else None
 
 
