@@ -216,6 +216,32 @@ def test_flop_share_counts_layers_that_ran():
     assert any("converted but never called: b" in note for note in verdict.notes)
 
 
+def test_a_recipe_none_of_whose_layers_was_called_is_not_judged_and_says_why():
+    """A program that multiplies by `F.linear(x, layer.weight)`: its run is the baseline again."""
+    rows = [{"name": name, "recipe": "current", "calls": 0, "flops_per_token": 300} for name in "ab"]
+    verdict, variant = judge_one(evidence("current", FLAT, meta={"conversion": rows}), same=same_weights())
+    assert (variant.outcome, variant.safe, variant.linear_share_pct, verdict.judged) == (
+        "unjudged",
+        "unknown",
+        0,
+        False,
+    )
+    assert variant.sentence == (
+        "Not judged: nothing ran in FP8, for what the program multiplies by is not its layers: converted but never "
+        "called: a, b."
+    )
+    assert variant.next_step.startswith("Call the layers in place of a function of their weights")
+    rows[0]["calls"] = 40
+    _, variant = judge_one(evidence("current", FLAT, meta={"conversion": rows}), same=same_weights())
+    assert (variant.outcome, variant.linear_share_pct) == ("inconclusive", 50)  # of two constant losses
+
+
+def test_a_run_that_failed_before_its_layers_were_called_failed():
+    rows = [{"name": "a", "recipe": "current", "calls": 0}]
+    _, variant = judge_one(evidence("current", [], exit_code=1, error="ValueError", meta={"conversion": rows}))
+    assert variant.outcome == "fail"
+
+
 def test_the_share_of_linear_layers_is_of_all_models_and_ranks():
     run = evidence("current", FLAT)
     row = {"name": "a", "recipe": "current", "calls": 1, "flops_per_token": 300, "fp8_gemms": 2, "part": "x"}

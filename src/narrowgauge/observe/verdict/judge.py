@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,7 @@ def _judge_variant(
     speedup = _speedup(run, baseline)
     meta = run.meta
     safe = SAFE.get(outcome, "unknown")
+    nothing = words.nothing_in_fp8(_never_called(run)[0]) if outcome == "unjudged" and _idle(run) else ""
     facts = VariantVerdict(
         name=name,
         recipe=str(meta.get("recipe") or name),
@@ -156,8 +158,8 @@ def _judge_variant(
         worst=worst,
         conversion=run.conversion(),
     )
-    next_step = words.next_step(facts, why_not, int(meta.get("models", 1)))
-    return replace(facts, sentence=why_not or words.sentence(facts), next_step=next_step)
+    next_step = words.next_step(facts, why_not, int(meta.get("models", 1)), nothing)
+    return replace(facts, sentence=why_not or nothing or words.sentence(facts), next_step=next_step)
 
 
 def _outcome(
@@ -185,6 +187,8 @@ def _outcome(
         outcome = "inconclusive"
     if same and outcome in ("pass", "inconclusive") and not _plausible(same):
         outcome = "watch"
+    if outcome != "fail" and _idle(run):
+        return "unjudged"
     return outcome
 
 
@@ -247,11 +251,21 @@ def _flop_share(run: Evidence, baseline: Evidence) -> float | None:
 
 
 def _linear_share(run: Evidence) -> float | None:
-    """Percent of the linear layers' FLOPs, of all models and ranks, that was converted."""
+    """Percent of the linear layers' FLOPs, of all models and ranks, that was converted and is not known to be idle."""
     rows = [row for row in run.conversion() if row.get("flops_per_token")]
     total = sum(row["flops_per_token"] for row in rows)
-    low = sum(row["flops_per_token"] * row.get("fp8_gemms", 3) / 3 for row in rows if row.get("recipe"))
+    low = sum(row["flops_per_token"] * row.get("fp8_gemms", 3) / 3 for row in rows if _ran(row))
     return float(100.0 * low / total) if total else None
+
+
+def _ran(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("recipe")) and row.get("calls") != 0
+
+
+def _idle(run: Evidence) -> bool:
+    """Whether layers were converted and none of them was called: then nothing ran in FP8."""
+    converted = [row for row in run.conversion() if row.get("recipe")]
+    return bool(converted) and not any(map(_ran, converted))
 
 
 def _no_same_weights(baseline: Evidence) -> str:

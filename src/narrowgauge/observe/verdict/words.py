@@ -115,10 +115,17 @@ def _worth(v: VariantVerdict) -> str:
     return f"It runs at {faster}."
 
 
-def next_step(v: VariantVerdict, why_not: str, models: int = 1) -> str:
-    """What to try next; `models` is how many the program has."""
+def nothing_in_fp8(never_called: str) -> str:
+    """Why a run whose converted layers did nothing says nothing of its recipe."""
+    return f"Not judged: nothing ran in FP8, for what the program multiplies by is not its layers: {never_called}"
+
+
+def next_step(v: VariantVerdict, why_not: str, models: int = 1, nothing: str = "") -> str:
+    """What to try next; `models` is how many the program has, `nothing` why nothing ran in FP8."""
     if why_not:
         return "Make the runs comparable, then compare again."
+    if nothing:
+        return "Call the layers in place of a function of their weights (self.up(x), not F.linear(x, self.up.weight))."
     if v.outcome == "unjudged":
         return "Leave this recipe out, or change what it was asked to convert."
     if v.exit_code:
