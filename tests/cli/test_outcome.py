@@ -105,6 +105,20 @@ def test_layers_that_no_step_trained_did_not_run_in_fp8(tmp_path):
     assert line.startswith("1 of 2 linear layers converted, and trained by no step (rowwise), 1 kept high: lm_head: ")
 
 
+def test_layers_that_were_never_called_did_not_run_in_fp8(tmp_path):
+    idle = [{**layer(name), "calls": 0} for name in "abc"]
+    facts = {"conversion": [{**layer("up"), "calls": 40}, HEAD, *idle], "steps": 40}
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    assert converted(tmp_path) == [
+        "1 of 5 linear layers in FP8 (rowwise), 1 kept high: lm_head: output head: its name says so ('lm_head'); "
+        "3 converted and never called (a, b and 1 more): what multiplies a weight without its layer, as F.linear does, "
+        "is not in FP8"
+    ]
+    del facts["steps"]  # it was killed, and did not say how often its layers were called
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    assert converted(tmp_path)[0].startswith("4 of 5 linear layers in FP8 (rowwise), 1 kept high")
+
+
 def test_what_is_multiplied_beside_linear_layers_is_counted_and_named(tmp_path):
     facts = {
         "conversion": [layer("fc"), HEAD],

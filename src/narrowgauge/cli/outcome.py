@@ -44,21 +44,33 @@ def converted(folder: Path) -> list[str]:
     recipes = dict.fromkeys(str(row["recipe"]) for row in rows if row["recipe"])
     if not recipes:
         return []
+    # One that was killed does not say how many steps it made, nor how often its layers were called.
+    trained = any(facts.get("steps") != 0 for facts in ranks.values())
+    ended = all("steps" in facts for facts in ranks.values())
     high: dict[str, list[str]] = {}
+    idle: list[str] = []
     for row in rows:
         if not row["recipe"]:
             high.setdefault(row["reason"], []).append(label(row))
+        elif trained and ended and row.get("calls") == 0:
+            idle.append(label(row))
     many = sum(map(len, high.values()))
     emulated = ", emulated" if any(facts.get("emulated") for facts in ranks.values()) else ""
-    trained = any(facts.get("steps") != 0 for facts in ranks.values())  # one that was killed does not say
-    told = f"{len(rows) - many} of {len(rows)} linear layer{'' if len(rows) == 1 else 's'} "
+    told = f"{len(rows) - many - len(idle)} of {len(rows)} linear layer{'' if len(rows) == 1 else 's'} "
     told += "in FP8" if trained else "converted, and trained by no step"
     told += f" ({' and '.join(recipes)}{emulated})"
     commonest = sorted(high.items(), key=lambda item: -len(item[1]))
     why = [f"{_some(names)}: {reason}" for reason, names in commonest[:MOST_REASONS]]
     if left := sum(len(names) for _, names in commonest[MOST_REASONS:]):
         why.append(f"and {left} more")
-    return [f"{told}, {many} kept high: {'; '.join(why)}" if many else told, *_beside(ranks, rows)]
+    if many:
+        told += f", {many} kept high: {'; '.join(why)}"
+    if idle:
+        told += (
+            f"; {len(idle)} converted and never called ({_some(idle)}): what multiplies a weight without its layer, "
+        )
+        told += "as F.linear does, is not in FP8"
+    return [told, *_beside(ranks, rows)]
 
 
 def _beside(ranks: dict[int, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
