@@ -57,6 +57,39 @@ def test_results_without_sqnr_are_left_out_unless_something_is_wrong():
     assert [w.site for w in worst_tensors(run)] == ["b:output"]
 
 
+@pytest.mark.parametrize(
+    ("role", "operand", "lost"),
+    [
+        ("grad_weight", "input", {"p5_col_sqnr_db": 0.03}),
+        ("output", "input", {"p5_col_sqnr_db": 0.03}),
+        ("output", "weight", {"saturation_pct": 5.0}),
+        ("grad_input", "grad_output", {"gain": 0.9}),
+    ],
+)
+def test_a_product_that_an_operand_spoils_is_told_behind_it_with_its_remedy(role, operand, lost):
+    """An outlier channel flushes all others: what is multiplied is gone, and no scale is wrong."""
+    sites = {f"a:{operand}": {**HEALTHY, **lost}, f"a:{role}": {"gemm_gain": 0.05}, "b:input": HEALTHY}
+    first, second, third = worst_tensors(FakeRun({"recipe": "current"}, {}, sites))
+    assert (first.site, second.site, third.site) == (f"a:{operand}", f"a:{role}", "b:input")
+    assert second.why == f"The product is 0.0500 times what it should be, by what a:{operand} lost."
+    assert second.remedy == first.remedy
+
+
+@pytest.mark.parametrize(
+    ("sites", "gain"),
+    [
+        ({"a:input": {"p5_col_sqnr_db": 0.03}}, 2.0),  # nothing that is lost makes a product larger
+        ({"a:input": {"p5_col_sqnr_db": 19.0}}, 0.5),  # little was lost
+        ({"a:weight": {"p5_col_sqnr_db": 0.03}}, 0.5),  # no operand of this product
+        ({"b:input": {"p5_col_sqnr_db": 0.03}}, 0.5),  # another layer's
+    ],
+)
+def test_a_product_that_no_operand_explains_stays_a_bug(sites, gain):
+    sites = {site: {**HEALTHY, **row} for site, row in sites.items()}
+    found = worst_tensors(FakeRun({"recipe": "current"}, {}, {"a:grad_weight": {"gemm_gain": gain}, **sites}))
+    assert next(w.why for w in found if w.site == "a:grad_weight").endswith("does not belong to its tensor.")
+
+
 def test_a_run_without_tensors_has_no_worst():
     assert worst_tensors(FakeRun({}, {}, {})) == ()
 

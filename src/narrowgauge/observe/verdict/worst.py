@@ -2,14 +2,15 @@
 
 Each sign is one metric with the value from which it matters; a site's badness is how far its median over the recorded
 steps of the last half goes beyond that value, in multiples of it (in steps of 6 dB for decibels). A site beyond none
-of them is listed by its SQNR, as healthy.
+of them is listed by its SQNR, as healthy. A product that is too small because an operand lost what it was made of (an
+outlier channel flushed the others, a stale scale clipped them) is told behind that operand, with its remedy.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from narrowgauge.observe.verdict.types import WorstTensor
 
 WORST = 5
 DB_PER_BIT = 6.02
+BEHIND = 0.999  # of an operand's badness: that of a product that it spoils
 LOSSLESS_DB = 1e6  # where no noise is left: in the order of tensors, behind all others
 
 
@@ -45,6 +47,11 @@ def _off_one(limit: float) -> Callable[[float], float]:
     return lambda value: abs(value - 1.0) / limit
 
 
+OPERANDS = {  # of each result
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 FIND = ("find the first step and layer that made them",)
 SIGNS = (
     Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", FIND),
@@ -127,12 +134,14 @@ def worst_tensors(
     if made.size == 0:
         return ()
     recent = made >= np.median(np.unique(made))
-    rows: list[tuple[float, WorstTensor]] = []
+    found: dict[str, dict[str, float]] = {}
     for site in filter(of, map(str, np.unique(sites))):
         chosen = sites == site
         chosen &= recent if steps is None else np.isin(made, steps.get(site, ()))
         if chosen.any():
-            rows.append(_judge(site, {m: _median(table[m][chosen]) for m in metrics}, recipe))
+            found[site] = {m: _median(table[m][chosen]) for m in metrics}
+    judged = {site: _judge(site, values, recipe) for site, values in found.items()}
+    rows = [_by_operand(site, judged, found) for site in judged]
     rows = [row for row in rows if np.isfinite(row[0])]
     rows.sort(key=lambda row: (-row[0], row[1].site))
     return tuple(tensor for _, tensor in rows[:count])
@@ -160,6 +169,34 @@ def _judge(site: str, values: dict[str, float], recipe: str) -> tuple[float, Wor
     said = EXACT if sqnr == np.inf else HEALTHY.format(value=sqnr)
     healthy = WorstTensor(site, "sqnr_db", sqnr, said, NOTHING)
     return (-np.inf if np.isnan(sqnr) else -min(sqnr, LOSSLESS_DB) / 1000.0), healthy
+
+
+def _by_operand(
+    site: str, judged: Mapping[str, tuple[float, WorstTensor]], found: Mapping[str, Mapping[str, float]]
+) -> tuple[float, WorstTensor]:
+    """What was judged of a site; a product that is too small is its operand's fault, where that lost enough."""
+    badness, worst = judged[site]
+    if worst.metric != "gemm_gain" or not worst.value < 1.0:
+        return badness, worst
+    module, _, role = site.rpartition(":")
+    operands = [f"{module}:{each}" for each in OPERANDS.get(role, ())]
+    guilty = [each for each in operands if each in judged and _lost_much(found[each])]
+    if not guilty:
+        return badness, worst
+    most, operand = max((judged[each] for each in guilty), key=lambda row: row[0])
+    why = f"The product is {worst.value:.4f} times what it should be, by what {operand.site} lost."
+    return min(badness, BEHIND * most), replace(worst, why=why, remedy=operand.remedy)
+
+
+def _lost_much(values: Mapping[str, float]) -> bool:
+    """Whether an operand's codes are so much smaller than it that a product of them is too small."""
+    ratios = [values.get(metric, np.nan) for metric in ("sqnr_db", "p5_row_sqnr_db", "p5_col_sqnr_db")]
+    return (
+        values.get("gain", 1.0) < 0.97
+        or values.get("saturation_pct", 0.0) > 0.1
+        or values.get("lost_energy_pct", 0.0) > 0.1
+        or any(ratio < DB_PER_BIT for ratio in ratios)  # the error is half as large as what was there
+    )
 
 
 def _median(values: np.ndarray) -> float:
