@@ -71,7 +71,7 @@ def variant(name: str, steps: int = 300, **changes: Any) -> VariantVerdict:
         "saturation_pct",
         21.3,
         "21.3% of its elements exceed the format's range: the scale is too small for it.",
-        "current scaling, a margin, or a shorter history",
+        "current scaling, or a margin",
     )
     plain = tuple(
         WorstTensor(

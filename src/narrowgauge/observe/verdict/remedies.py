@@ -10,7 +10,6 @@ _MICROSCALED = ("mxfp8", "mxfp8-ocp")
 DONE_BY: Mapping[str, Sequence[str]] = {  # what helps, and the recipes that do it, or to which it means nothing
     "current scaling": _OF_THE_MOMENT,
     "a margin": _MICROSCALED,
-    "a shorter history": ("static", *_OF_THE_MOMENT),
     "mxfp8, whose scales are rounded up": ("", "current", "delayed", "static", "rowwise", "blockwise", "mxfp8"),
     "rowwise scaling": ("rowwise", "blockwise", *_MICROSCALED),
     "blockwise scaling": ("blockwise", *_MICROSCALED),
@@ -21,8 +20,8 @@ DONE_BY: Mapping[str, Sequence[str]] = {  # what helps, and the recipes that do 
 def fitting(what: Sequence[str], recipe: str) -> str:
     """Those of `what` that a run in `recipe` may try, in words; if none is left, high precision.
 
-    >>> fitting(["current scaling", "a margin", "a shorter history"], "delayed")
-    'current scaling, a margin, or a shorter history'
+    >>> fitting(["current scaling", "a margin"], "delayed")
+    'current scaling, or a margin'
     >>> fitting(["rowwise scaling", "blockwise scaling"], "rowwise"), fitting(["blockwise scaling"], "blockwise")
     ('blockwise scaling', 'this layer in high precision')
     """

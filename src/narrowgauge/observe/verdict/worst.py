@@ -72,7 +72,7 @@ SIGNS = (
         "saturation_pct",
         _above(0.1),
         "{value:.3g}% of its elements exceed the format's range: the scale is too small for it.",
-        ("current scaling", "a margin", "a shorter history", "mxfp8, whose scales are rounded up"),
+        ("current scaling", "a margin", "mxfp8, whose scales are rounded up"),
     ),
     Sign(
         "lost_energy_pct",
