@@ -209,6 +209,42 @@ def test_all_segments_damaged(run_folder):
         assert run.tensors().rows == 0
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda run: run.tensors().rows,
+        lambda run: run.tensors(columns=["amax"]).rows,
+        lambda run: run.tensors(columns=["amax"], steps=[1]).rows,
+        lambda run: run.series("layers.7:input", "amax")[0].size,
+        lambda run: run.heatmap("amax")[1].size,
+        lambda run: run.sql("SELECT count(amax) AS n FROM tensors")["n"][0],
+    ],
+)
+def test_a_question_that_finds_the_only_segments_damaged_is_no_wrong_one(run_folder, question):
+    """Their footers are whole, so that their metrics are known before a page of them is read."""
+    for index in range(3):
+        scramble(segment(run_folder, index))
+    run = open_run(run_folder, skip_corrupt=True)
+    with pytest.warns(UserWarning, match=r"going on without"):
+        assert question(run) == 0
+    assert question(run) == 0
+    assert run.scalars("loss")["step"].tolist() == [0, 1, 2]
+
+
+def test_a_metric_that_only_a_damaged_segment_has_is_empty(tmp_path):
+    with RunWriter(tmp_path / "run", {}) as writer:
+        for step, name in enumerate(["amax", "amin"]):
+            for sites in range(0, 1000, 10):
+                writer.add_tensors(step, [f"{n}:input" for n in range(sites, sites + 10)], {name: np.random.rand(10)})
+            writer.flush()
+    scramble(segment(tmp_path / "run", 1))
+    run = open_run(tmp_path / "run", skip_corrupt=True)
+    assert run.metrics == ("amax", "amin")
+    with pytest.warns(UserWarning, match=r"going on without"):
+        table = run.tensors(columns=run.metrics)
+    assert (table.rows, np.isnan(table["amin"].astype(float)).all()) == (1000, True)
+
+
 def test_a_damaged_run_is_not_compacted(run_folder):
     cut(segment(run_folder, 1))
     files = sorted(run_folder.rglob("*.parquet"))

@@ -138,7 +138,9 @@ class Source:
             return
         self._seen = {}
         for kind, files in now.items():
-            self._db.execute(f"CREATE OR REPLACE VIEW all_{kind} AS {self._union(kind, files)}")
+            self._db.execute(
+                f"CREATE OR REPLACE VIEW all_{kind} AS {self._union(kind, files)}{self._without_rows(kind)}"
+            )
         self._counts = self._not_superseded()
         for kind in KINDS:
             where = "true" if kind == "events" else self._counts  # what happened before a resume did happen
@@ -157,7 +159,11 @@ class Source:
         seen = self._seen.get("tensors", [])
         files = [file for file in seen if _rank(file) == rank]
         # What only other ranks have recorded is a column here, too: without rows.
-        others = "" if len(files) == len(seen) else " UNION ALL BY NAME SELECT * FROM all_tensors WHERE false"
+        others = (
+            ""
+            if len(files) == len(seen) and not self._skipped
+            else " UNION ALL BY NAME SELECT * FROM all_tensors WHERE false"
+        )
         rows = f"SELECT * FROM ({self._union('tensors', files)}){others}"
         return f"(SELECT * FROM ({rows}) WHERE {self._counts})"
 
@@ -165,7 +171,7 @@ class Source:
         """A query for all rows of these segments, whose columns may differ."""
         if not files:
             columns = ", ".join(f"NULL::{sql} AS {name}" for name, sql in KEYS[kind].items())
-            return f"SELECT {columns} LIMIT 0"
+            return f"SELECT {columns} WHERE false"
         self._learn_columns(kind, files)
         groups: dict[tuple[str, ...], list[Path]] = {}
         for file in files:
@@ -173,6 +179,14 @@ class Source:
         if len(groups) > MANY or () in groups:
             return f"SELECT * FROM {parquet(files)}"
         return " UNION ALL BY NAME ".join(f"SELECT * FROM {parquet(same, by_name=False)}" for same in groups.values())
+
+    def _without_rows(self, kind: Kind) -> str:
+        """The columns of segments that are skipped, as far as they could be read: a question that led to them asks for
+        these, and is no wrong one. Read with nothing but their footers.
+        """
+        known = [file for file in sorted(self._skipped) if file.parent.name == kind and file in self._columns_of]
+        tables = (parquet([file], by_name=False) for file in known if file.exists())
+        return "".join(f" UNION ALL BY NAME SELECT * FROM (SELECT * FROM {table} WHERE false)" for table in tables)
 
     def _learn_columns(self, kind: Kind, files: list[Path]) -> None:
         """Names and types of the columns of segments not seen before, in one query.
