@@ -44,15 +44,13 @@ def converted(folder: Path) -> list[str]:
     recipes = dict.fromkeys(str(row["recipe"]) for row in rows if row["recipe"])
     if not recipes:
         return []
-    # One that was killed does not say how many steps it made, nor how often its layers were called.
-    trained = any(facts.get("steps") != 0 for facts in ranks.values())
-    ended = all("steps" in facts for facts in ranks.values())
+    trained = any(facts.get("steps") != 0 for facts in ranks.values())  # one that was killed does not say
     high: dict[str, list[str]] = {}
     idle: list[str] = []
     for row in rows:
         if not row["recipe"]:
             high.setdefault(row["reason"], []).append(label(row))
-        elif trained and ended and row.get("calls") == 0:
+        elif trained and row.get("calls") == 0:
             idle.append(label(row))
     many = sum(map(len, high.values()))
     emulated = ", emulated" if any(facts.get("emulated") for facts in ranks.values()) else ""

@@ -61,3 +61,11 @@ def test_a_stage_of_another_rank_that_stays_high_is_high_by_its_name_in_the_run(
     high = stays_high(ranks)
     assert [high(site) for site in ("stage0.0:weight", "stage1.0:weight")] == [False, True]
     assert not stays_high({number: {**each, "recipe": None} for number, each in ranks.items()})("stage1.0:weight")
+
+
+def test_a_rank_that_did_not_come_to_its_end_does_not_know_what_was_called():
+    """What it wrote of its layers is from before they were."""
+    row = {"name": "a", "recipe": "current", "calls": 0}
+    assert converted({0: {"conversion": [row], "steps": 9}})[0]["calls"] == 0
+    assert converted({0: {"conversion": [row]}})[0]["calls"] is None
+    assert converted({0: {"conversion": [row]}, 1: {"conversion": [{**row, "calls": 3}], "steps": 9}})[0]["calls"] == 3

@@ -274,7 +274,7 @@ def _no_same_weights(baseline: Evidence) -> str:
 
 
 def _never_called(run: Evidence) -> list[str]:
-    names = [label(r) for r in run.conversion() if r.get("recipe") and not r.get("calls")]
+    names = [label(r) for r in run.conversion() if r.get("recipe") and r.get("calls") == 0]
     if not names:
         return []
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
