@@ -123,7 +123,7 @@ def nothing_in_fp8(never_called: str) -> str:
 def next_step(v: VariantVerdict, why_not: str, models: int = 1, nothing: str = "") -> str:
     """What to try next; `models` is how many the program has, `nothing` why nothing ran in FP8."""
     if why_not:
-        return "Make the runs comparable, then compare again."
+        return "Do that first, then compare again."
     if nothing:
         return "Call the layers in place of a function of their weights (self.up(x), not F.linear(x, self.up.weight))."
     if v.outcome == "unjudged":
