@@ -140,6 +140,14 @@ def test_compile_is_refused_and_told(tmp_path):
     assert session.facts()["notes"] == ["The script calls torch.compile; every run here was eager."]
 
 
+def test_an_operator_that_loses_gradients_where_nothing_is_compiled_is_told(tmp_path):
+    looks_up = "x = torch.cond(x.sum() > 0, lambda x: x * model[0].bias.mean(), lambda x: x * 1, (x,))"
+    session, _ = follow(tmp_path, programs.BASIC.replace("loss = F", f"{looks_up}\n        loss = F"))
+    [note] = session.facts()["notes"]
+    assert note.startswith("The script calls torch's operator 'cond', which takes functions")
+    assert "such weights get no gradients. To compare, write it as plain Python" in note
+
+
 def test_steps_that_are_not_finite_are_counted(tmp_path):
     session, writer = follow(tmp_path, programs.NAN_INPUT)
     assert session.ledger.rows.nonfinite_steps == 3  # from the sixth on, everything is NaN

@@ -28,6 +28,7 @@ from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, fsdp, making, pipelining, swapping, updating
+from narrowgauge.session.doors.compilations import must_compile
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.leaving import leave_models_clean
@@ -209,9 +210,16 @@ class Session:
             self.plain.weights_came()
             self.steps.evals.training_changed()
 
-    def compile_refused(self) -> None:
-        """The program asked for torch.compile."""
+    def compile_refused(self, function: Any) -> None:
+        """The program asked for torch.compile, or torch did for itself."""
         note = "The script calls torch.compile; every run here was eager."
+        if must_compile(function):
+            operator = function.__module__.rpartition(".")[2]
+            note = (
+                f"The script calls torch's operator {operator!r}, which takes functions, and which torch compiles to "
+                "find the weights that these read; every run here was eager, where such weights get no gradients. "
+                "To compare, write it as plain Python, or give it the weights as operands."
+            )
         if note not in self.notes:
             self.notes.append(note)
 

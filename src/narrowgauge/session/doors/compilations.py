@@ -15,7 +15,10 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.doors.entries import Leave
 
-LIBRARIES = ("torch.nn.attention", "torchao.optim", "transformer_engine")  # modules, and what is in them
+_OPERATORS = "torch._higher_order_ops"  # cond, scan, map, ...
+LIBRARIES = (_OPERATORS, "torch.nn.attention", "torchao.optim", "transformer_engine")  # modules, and what is in them
+
+as_ever = False  # while such a function runs: layers do not tell from inside of its graphs
 
 # Of a call: followed, and layers may be in it; without layers (a library's, an optimizer's step); heard of by nobody.
 Whose = Literal["followed", "bare", "unheard"]
@@ -79,8 +82,23 @@ class Compilations:
 
 def of_a_library(function: Any) -> bool:
     """Whether it is a library's own function; a method (`optimizer.step`) is the program's, whose object it is."""
-    home = f"{getattr(function, '__module__', '')}."
-    return inspect.isfunction(function) and any(home.startswith(f"{name}.") for name in LIBRARIES)
+    return inspect.isfunction(function) and any(_lies_in(name, function) for name in LIBRARIES)
+
+
+def must_compile(function: Any) -> bool:
+    """Whether torch compiles it for itself because it means something else uncompiled.
+
+    `torch.cond(p, f, g, x)` and its like are operators, whose gradients are those of what they are given. A weight that
+    f reads is given to them by the compiler: it makes each tensor of f's closure an operand. Without it the weight has
+    no gradient, and nothing says so.
+    """
+    return inspect.isfunction(function) and (
+        _lies_in(_OPERATORS, function) or function.__name__ == "_flex_attention_hop_wrapper"
+    )
+
+
+def _lies_in(name: str, function: Any) -> bool:
+    return f"{getattr(function, '__module__', '')}.".startswith(f"{name}.")
 
 
 def optimizer_of(function: Any) -> ref[Optimizer] | None:

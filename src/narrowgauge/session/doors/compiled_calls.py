@@ -9,7 +9,8 @@ While a graph is traced nothing is told. Without a listener, before there is one
 In recorded steps what the program compiles runs uncompiled, or in graphs of its own (recorded_graphs.py), so that its
 layers are seen. Functions that a library compiles for itself have none inside (TransformerEngine's fused activations,
 updates of torchao's optimizers, torch's flex_attention): they run as ever, or their results would be rounded otherwise
-than in the step before. So does an optimizer's step without a closure, when all has been seen of the layers.
+than in the step before. So do torch.cond and its like, which uncompiled lose gradients of the weights that they read:
+layers in these are not seen. So does an optimizer's step without a closure, when all has been seen of the layers.
 
 What was compiled before we listened, or past us, has no wrapper: torch tells that it is called (entries.py). It runs as
 ever, too. Called inside of what runs uncompiled it does not: it is a part of that one's graph, and has none of its own.
@@ -166,13 +167,15 @@ class CompiledCalls(Compilations):
             if torch.compiler.is_dynamo_compiling():
                 return compiled(*args, **kwargs)
             before, heir, around = compilations.graphs(), self._heir(), _here.whose
+            inside, compilations.as_ever = compilations.as_ever, True
             _here.whose = "bare"
             try:
-                if not heir._eager:
+                if not heir._eager and not (heir._gave_up and heir._failed is not None):
                     return compiled(*args, **kwargs)
                 with torch.compiler.set_stance("default"):
                     return compiled(*args, **kwargs)
             finally:
+                compilations.as_ever = inside
                 _here.whose = around
                 heir._graphs += compilations.graphs() - before
 

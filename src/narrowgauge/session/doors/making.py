@@ -35,8 +35,8 @@ class HearsMaking(Protocol):
     def optimizer_grown(self, optimizer: Optimizer) -> None:
         """An optimizer, known or just being made, got another group of parameters."""
 
-    def compile_refused(self) -> None:
-        """torch.compile was asked for."""
+    def compile_refused(self, function: Any) -> None:
+        """torch.compile was asked for, of a function or a module."""
 
 
 def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
@@ -65,14 +65,14 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
 
     def no_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            making.compile_refused()
+            making.compile_refused(model)
             return (lambda function: function) if model is None else model
 
         return run
 
     def no_module_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            making.compile_refused()
+            making.compile_refused(self)
 
         return run
 

@@ -23,6 +23,7 @@ from narrowgauge.compute.nn.tracing.marks import exporting, not_compiled
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.operator import LIBRARY
 from narrowgauge.errors import ConversionError
+from narrowgauge.session.doors import compilations
 from narrowgauge.session.doors.leaving import SEAT
 
 
@@ -127,7 +128,7 @@ def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
         if layer is not None:
             layer.called(module, args, kwargs, output)
         return None
-    if exporting():  # what leaves the program has nothing of ours in it
+    if exporting() or compilations.as_ever:  # what leaves the program, or is a library's, has nothing of ours
         return None
     x = args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()))
     x = x.detach()
