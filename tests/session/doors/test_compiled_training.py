@@ -353,3 +353,37 @@ def test_what_a_program_puts_in_the_place_of_torchs_graph_break_is_left_alone(mo
     assert own() == "own"
     monkeypatch.setattr(torch._dynamo, "graph_break", partial(own))  # of what has no code, there is none to swap
     assert not step_breaks.hear(lambda optimizer, ended: None, lambda *_: True)
+
+
+@pytest.mark.parametrize("what", ["backward", "step"])
+def test_a_backward_pass_that_is_compiled_runs_as_without_us(what, tmp_path):
+    import torch._dynamo.config as compiler
+
+    def trained(folder=None):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net, losses = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x):
+            loss = (net(x) - x).square().mean()
+            loss.backward()
+            return loss
+
+        with nullcontext() if folder is None else ng.watch(net, out=folder, every=2):
+            run = torch.compile(step if what == "step" else lambda loss: loss.backward(), backend="aot_eager")
+            for _ in range(4):
+                x = torch.randn(8, 16)
+                if what == "step":
+                    loss = run(x)
+                else:
+                    run(loss := (net(x) - x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses
+
+    with compiler.patch(compiled_autograd=True):
+        alone, watched = trained(), trained(tmp_path / "run")
+    assert watched == pytest.approx(alone, rel=1e-6)
+    assert ng.open_run(tmp_path / "run").scalars("loss")["loss"].tolist() == pytest.approx(alone, rel=1e-6)

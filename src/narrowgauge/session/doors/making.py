@@ -76,7 +76,6 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
 
         return run
 
-    @passed_over
     def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not torch.compiler.is_dynamo_compiling():  # a slice of a list of modules is a list of its own
             making.module_registered(parent, child)
@@ -87,4 +86,6 @@ def follow(seams: Seams, making: HearsMaking, *, compiling: bool) -> None:
     if not compiling:
         seams.replace(torch, "compile", no_compile)
         seams.replace(nn.Module, "compile", no_module_compile)
+    # With all that it calls: torch makes modules as it compiles a backward pass, and compiles what is called meanwhile.
+    passed_over(registered, below=True)
     seams.on_close(nn.modules.module.register_module_module_registration_hook(registered).remove)
