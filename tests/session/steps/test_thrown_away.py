@@ -1,10 +1,14 @@
 """Gradients that a program throws away are none of the next step's; those that it takes twice are."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
 from torch.nn import functional as F
+
+import narrowgauge as ng
 
 
 def batch(step, scale=1.0):
@@ -172,3 +176,63 @@ def test_an_accumulated_step_and_a_closure_are_as_they_were(tmp_path):
     assert found[2] == pytest.approx(sum(losses[3:6]))
     assert found[3] == pytest.approx(losses[6])
     assert session.facts()["notes"] == []
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C comes in its second step, when all hooks have been called."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 2:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_that_was_interrupted_leaves_nothing_in_the_next_one(tmp_path, clips):
+    torch.manual_seed(0)
+    model, norms, weights = nn.Linear(16, 16), [], []
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=1):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 if clips else 100.0).item()
+            before = torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
+            with suppress(KeyboardInterrupt):
+                optimizer.step()
+                norms.append(norm)
+                weights.append(before)
+    run = ng.open_run(tmp_path / "run")
+    assert run.scalars("grad_norm")["grad_norm"].tolist() == pytest.approx(norms)
+    assert run.scalars("param_norm")["param_norm"].tolist() == pytest.approx(weights)
+    assert len(norms) == 3
+
+
+def test_a_closure_that_was_interrupted_leaves_nothing_in_the_next_one(tmp_path):
+    torch.manual_seed(0)
+    model, losses = nn.Linear(16, 16), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with ng.watch(model, out=tmp_path / "run", every=1):
+        for step in range(4):
+            x, seen = torch.randn(8, 16), []
+
+            def closure(x=x, seen=seen, step=step):
+                if step == 1 and seen:
+                    raise KeyboardInterrupt
+                optimizer.zero_grad()
+                loss = (model(x) - x).square().mean()
+                loss.backward()
+                seen.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()))
+                return loss
+
+            with suppress(KeyboardInterrupt):
+                optimizer.step(closure)
+                losses.append(seen[0])
+    found = ng.open_run(tmp_path / "run").scalars()
+    assert found["loss"].tolist() == pytest.approx([loss for loss, _ in losses])
+    assert found["grad_norm"].tolist() == pytest.approx([norm for _, norm in losses])
+    assert found["tokens"].tolist() == [8, 8, 8]

@@ -35,11 +35,20 @@ class Line:
     unheard: bool = False  # there are more, whose norm nobody took
     norm: Tensor | float | None = None  # of all gradients, by an engine that says so
     movement: Movement | None = None
+    stepping: set[int] = field(default_factory=set)  # the ids of optimizers that were looked at and have not stepped
     stepped: set[tuple[int, ...]] = field(default_factory=set)  # the optimizers that stepped, with what they held
     optimizers: set[int] = field(default_factory=set)  # their ids
     trainers: set[int] = field(default_factory=set)  # their numbers
     digest: Chained | None = None  # of all that models were called with so far
     events: Events = None  # on a device, around the step
+
+    def look_again(self, optimizer: int) -> None:
+        """Forget what was seen of an optimizer's step that has raised; of the others', too, if none has stepped."""
+        if not self.stepped:
+            self.clips, self.unclipped = Clips(), []
+            if self.movement is not None:
+                self.movement.begin_anew()
+        self.stepping.discard(optimizer)
 
     @property
     def on_host(self) -> bool:

@@ -110,9 +110,9 @@ class Steps:
         self._other_data = accumulates and (self._other_data or not self.batches.again(inputs))
         if self.zeroed and line is not None and self._other_data:
             self.thrown_away += line.microbatches
-            self._nothing_learned()
+            self.nothing_learned()
         if self._doubted:
-            self._nothing_learned()
+            self.nothing_learned()
             self._recorder.begin_anew()
             self._plain.shown.begin()
         self.evals.training_begins()
@@ -128,7 +128,8 @@ class Steps:
             self.ledger.keep_the_latest()
         self.zeroed = self._other_data = False
 
-    def _nothing_learned(self) -> None:
+    def nothing_learned(self) -> None:
+        """What the open step has so far is none of it."""
         self.ledger.begin_anew()
         self.batches.begin_anew()
 
@@ -145,7 +146,7 @@ class Steps:
 
     def drop(self) -> None:
         """What was begun is no step: it leaves no rows, and nothing in the line."""
-        self._nothing_learned()
+        self.nothing_learned()
         self._recorder.drop_step()
 
     def doubt(self) -> None:

@@ -209,6 +209,9 @@ class Updates:
             return None
         self._stepping = ref(optimizer)
         if closure is not None:
+            if self._closure_again:  # its step before has raised behind the closure's first call
+                self._closure_again = False
+                self._steps.nothing_learned()
             self._steps.enter(usual=True)
             return None if self._steps.rest.on else self._followed(closure, optimizer)
         if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
@@ -226,8 +229,10 @@ class Updates:
         if self.prepares or not (began or self._follows(optimizer)):
             return
         line = self._steps.ledger.line
-        if line is not None and line.movement is not None:
-            line.movement.after(optimizer, early=early)
+        if line is not None:
+            line.stepping.discard(id(optimizer))
+            if line.movement is not None:
+                line.movement.after(optimizer, early=early)
         if inside_backward():
             self._stepped_in_backward = True
             return
@@ -367,6 +372,9 @@ class Updates:
 
     def _look(self, optimizer: Optimizer) -> None:
         if (line := self._steps.ledger.line) is not None:
+            if id(optimizer) in line.stepping:
+                line.look_again(id(optimizer))
+            line.stepping.add(id(optimizer))
             look(line, optimizer, self._clips, self._in_parts, self._trained)
 
     @heard

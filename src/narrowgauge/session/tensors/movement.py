@@ -78,6 +78,10 @@ class Movement:
         self._lost = False  # some weights could not be looked at when they had moved
         self.share = 1.0  # of the elements that were copied
 
+    def begin_anew(self) -> None:
+        """No step came of what was looked at."""
+        self._held, self._copied, self._weights, self._moved = {}, {}, None, None
+
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
         """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
         weights = [p for group in optimizer.param_groups for p in group["params"]]
