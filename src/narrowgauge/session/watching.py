@@ -127,6 +127,9 @@ def _begin(
         raise UsageError(f"ng.watch got a {type(model).__name__} as the model; expected a torch.nn.Module or nothing.")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise UsageError(f"every is {every!r}; expected a whole number: 1 (every step) or more.")
+    if config is not None and (not isinstance(config, str | os.PathLike) or not os.fspath(config)):
+        what = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
+        raise UsageError(f"ng.watch got {what} as config=; expected the path of a narrowgauge.toml, or nothing.")
     settings = load(None if config is None else Path(config))
     check(settings.for_watching()["export"])
     folder = named(out, "as out=")
