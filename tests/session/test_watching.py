@@ -221,6 +221,32 @@ class Mute(Exception):
         raise ValueError("no words")
 
 
+def test_a_cell_that_makes_the_watched_model_anew_is_told_of(tmp_path, caplog):
+    def train(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        yield model
+        for _ in range(2):
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+        yield None
+
+    cell = train(0)
+    watching = ng.watch(next(cell), out=tmp_path / "run", every=1)
+    next(cell)
+    cell.close()
+    del cell
+    gc.collect()
+    list(train(1))
+    watching.close()
+    meta = ng.open_run(watching.folder).meta
+    assert (meta["steps"], meta["notes"]) == (2, [])
+    [told] = meta["not_found"]
+    assert told.startswith("The watched model was gone after step 2: what trained behind it is another model")
+    assert told in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kept"),
     [
@@ -330,6 +356,9 @@ def test_what_reaches_another_model_alone_is_no_loss_of_the_one_that_is_watched(
         ({"every": True}, r"^every is True; expected a whole number"),
         ({"every": "5"}, r"^every is '5'; expected a whole number"),
         ({"config": "no.toml"}, r"no\.toml"),
+        ({"config": ""}, r"^ng\.watch got '' as config=; expected the path of a narrowgauge\.toml, or nothing\.$"),
+        ({"config": b"a.toml"}, r"^ng\.watch got a bytes as config=; expected the path of"),
+        ({"config": {"watch": {"every": 2}}}, r"^ng\.watch got a dict as config=; expected the path of"),
         ({"out": ""}, r"^an empty name is no folder's; give the name of one as out=\.$"),
         (
             {"out": "a/x\0y"},

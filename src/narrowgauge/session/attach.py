@@ -87,6 +87,7 @@ class Session:
     ) -> None:
         self.plan, self._writer, self._probe = plan, writer, probe
         self._only = None if only is None else ref(only)
+        self._gone: int | None = None  # steps that it had made, when it was gone and others trained
         self.notes: list[str] = []
         self.optimizers = Trained()
         self.optimizers_made = 0
@@ -246,10 +247,14 @@ class Session:
 
     def _of_others(self, loss: Any) -> bool:
         """Whether a backward pass trains other models alone."""
-        model = None if self._only is None else self._only()
-        if model is None or not self._others_train:
+        if self._only is None or not self._others_train:
             return False
-        return is_of_others(loss, {id(p) for p in model.parameters()} | self.optimizers.ids())
+        model = self._only()
+        own = self.optimizers.ids() if model is None else {id(p) for p in model.parameters()} | self.optimizers.ids()
+        others = is_of_others(loss, own)
+        if others and model is None and self._gone is None:
+            self._gone = self.ledger.steps
+        return others
 
     def _trouble(self, what: str) -> None:
         """Something of ours went wrong: said at once, the first time; the notes tell of all."""
@@ -330,6 +335,7 @@ class Session:
                 elsewhere=self.ranks.others_have("loss"),
                 estimates=self._estimates,
                 closed=CLOSED in self.plain.notes,
+                gone=self._gone,
             ),
             "notes": [
                 *self.notes,

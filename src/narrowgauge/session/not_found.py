@@ -18,6 +18,7 @@ def not_found(
     elsewhere: bool,
     estimates: bool,
     closed: bool,
+    gone: int | None,
 ) -> list[str]:
     """One sentence for each; empty if everything was found.
 
@@ -28,6 +29,7 @@ def not_found(
         elsewhere: whether another rank has a loss.
         estimates: whether an optimizer was made on the meta device.
         closed: whether something ran that was compiled before anybody listened.
+        gone: steps made when the model that was to be watched was gone and others trained; None if it never was.
     """
     found: list[str] = []
     if not optimizers:
@@ -45,6 +47,11 @@ def not_found(
         if calls.scripted:
             why = "what is trained is TorchScript, whose modules take no hooks."
         found.append(f"No model was found: {why}{' Nothing was converted.' if converting else ''}")
+    if gone is not None:
+        found.append(
+            f"The watched model was gone after step {gone}: what trained behind it is another model (made anew by a "
+            "cell that ran again?), which was not watched. Call ng.watch with that one, or without a model."
+        )
     if elsewhere:
         return found
     if steps and not updates.backwards:
