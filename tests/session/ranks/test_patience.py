@@ -212,3 +212,31 @@ def test_one_that_is_gone_is_not_waited_for(tmp_path, living, monkeypatch):
     began = time.monotonic()
     program[0].finish()
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("trains", [0, 1])
+def test_one_that_trains_nothing_is_not_waited_for(tmp_path, living, monkeypatch, trains):
+    monkeypatch.setattr(ranks, "LATE", 20.0)
+    program = made(tmp_path)
+    other = program[1 - trains]
+    other.writer.close()
+    (tmp_path / "run" / manifests.name(other.writer.rank)).unlink()  # without an optimizer it makes no part of a run
+    for _ in range(STEPS):
+        mine = program[trains]
+        if mine.begin():
+            mine.see("a:input", batch(trains, mine.step))
+        mine.end(loss=float(mine.step), tokens=10.0)
+    began = time.monotonic()
+    mine.finish()
+    assert time.monotonic() - began < 5
+    assert mine.ranks.facts()["ranks"]["apart_steps"] == STEPS
+
+
+def test_one_whose_part_is_on_another_machine_is_waited_for(tmp_path, living, monkeypatch):
+    monkeypatch.setattr(ranks, "LATE", 1.0)
+    program = made(tmp_path, every=6)
+    train(program, STEPS, SHOWN)
+    (tmp_path / "run" / manifests.name(1)).unlink()
+    began = time.monotonic()
+    program[0].finish()
+    assert time.monotonic() - began > 1

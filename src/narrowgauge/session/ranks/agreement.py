@@ -67,6 +67,7 @@ class Agreement:
         self._store, self._rank, self._world = store, rank, world
         with suppress(Exception):  # not every store has a time to wait
             store.set_timeout(timedelta(seconds=patience))
+        store.set(f"here/{rank}", "")
         self._known: set[str] = set()
         self._undeleted: deque[int] = deque()
         self._last = 0
@@ -111,6 +112,12 @@ class Agreement:
     def layout(self, digest: str) -> str:
         """The layout of a digest that was posted."""
         return str(self._store.get(f"layout/{digest}").decode())
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank has ever come here, as each one does that makes a step; True if the store does not say."""
+        with suppress(Exception):
+            return bool(self._store.check([f"here/{rank}"]))
+        return True
 
     def end(self) -> None:
         """Tell that this rank posts no further step."""

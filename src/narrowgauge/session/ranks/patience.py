@@ -4,9 +4,9 @@
     spare      once, for all of these together: while who is waited for may still come (a busy machine, one that was
                late before); and for ranks that have agreed to merge and still meet
 
-A rank that is gone, or has come to its end, is waited for no longer; what it left is looked at once more. For a gather
-all are waited for together: one that ended well has done its part, and the rest may still come. One that lives may
-train on for hours, or wait for this process to be gone: it has these seconds, and then a note says so.
+A rank that is gone, has come to its end, or trains nothing is waited for no longer; what it left is looked at once
+more. For a gather all are waited for together: one that ended well has done its part, and the rest may still come. One
+that lives may train on for hours, or wait for this process to be gone: it has these seconds, and then a note says so.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ def may_come(folder: Path, rank: int) -> bool:
     except (OSError, RunError):
         return True
     return manifests.status(manifest) == "running" and not silent
+
+
+def has_part(folder: Path, rank: int) -> bool:
+    """Whether this rank has a part of a run here."""
+    return (folder / manifests.name(rank)).exists()
 
 
 def has_ended(folder: Path, rank: int) -> bool:

@@ -30,7 +30,7 @@ from narrowgauge.session.ranks.group import MEETING
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.meeting import Meeting, Met, programs_own
 from narrowgauge.session.ranks.open_step import OpenStep, Told
-from narrowgauge.session.ranks.patience import Patience, has_ended, may_come
+from narrowgauge.session.ranks.patience import Patience, has_ended, has_part, may_come
 from narrowgauge.session.ranks.scalars import Waiting
 from narrowgauge.session.ranks.together import Together
 
@@ -246,7 +246,9 @@ class Ranks:
         self._together.settle(patience)
 
     def _may_come(self, rank: int) -> bool:
-        return may_come(self._writer.path, rank)
+        """Not one that has no part of the run here and never made a step: it trains nothing."""
+        folder = self._writer.path
+        return may_come(folder, rank) and (has_part(folder, rank) or self._together.is_here(rank))
 
     def _has_ended(self, rank: int) -> bool:
         return has_ended(self._writer.path, rank)

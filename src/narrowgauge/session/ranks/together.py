@@ -152,6 +152,10 @@ class Together:
             self._flights.settle(patience, others)
         self.land()
 
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank has ever come here, as each one does that makes a step."""
+        return self._agreement is None or self._agreement.is_here(rank)
+
     def last_words(self, writer: RunWriter, patience: Patience, *, merging: bool) -> str:
         """Bring to rank 0 the scalars that no gather has taken; unless `merging`, it has those that came until then.
 
