@@ -79,13 +79,18 @@ class Roots:
         return self._taken
 
     def began(self, trained: Sequence[Tensor]) -> str:
-        """A name for the weights that the models began with and which are `trained`; "" if any is of no model here."""
+        """A name for the weights that the models began with and which are `trained`; "" if none is of a model here.
+
+        What is of no model (the copies that an outer optimizer steps) counts with its values, when it is first met.
+        """
         key = self._taken, tuple(map(id, trained))
         if key != self._began[0]:
             places = {at: i for i, at in enumerate(at for known in self._models for at in known.parameters())}
             which = [places.get(at) for at in key[1]]
-            known = bool(which) and None not in which
-            self._began = key, hashlib.sha256(repr((self._hashes, which)).encode()).hexdigest()[:16] if known else ""
+            known = any(place is not None for place in which)
+            others = [(str(i), p) for i, p in enumerate(trained) if which[i] is None] if known else []
+            said = repr((self._hashes, which, weights_hash(others) if others else ""))
+            self._began = key, hashlib.sha256(said.encode()).hexdigest()[:16] if known else ""
         return self._began[1]
 
     def called_in(self, turn: int) -> list[nn.Module]:
