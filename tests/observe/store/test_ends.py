@@ -36,6 +36,8 @@ def made(folder, *ranks, world=0):
 
 FULL = ("stopped", GONE, {"reason": "disk full"})
 FAILED = ("failed", GONE, {"meta": {"error": "E: a\nb"}})
+CUT_OFF = ("failed", GONE, {"meta": {"error": "E: peer"}, "ended": "2026-11-29T08:00:02.000+00:00"})
+CAUSE = ("failed", GONE, {"meta": {"error": "E: a"}, "ended": "2026-11-29T08:00:01.000+00:00"})
 WELL, KILLED, WRITES, FAR = ("complete", GONE), ("running", GONE), ("running", HERE), ("running", ELSEWHERE)
 
 
@@ -58,6 +60,9 @@ WELL, KILLED, WRITES, FAR = ("complete", GONE), ("running", GONE), ("running", H
         ((WELL, FAR, KILLED), 3, "killed", "rank 2 of 3 was killed; rank 1 of 3 was not seen to end"),
         ((FULL, WELL), 2, "stopped", "rank 0 of 2 was no longer watched (disk full)"),
         ((WELL, FAILED, KILLED), 3, "failed", "rank 1 of 3 failed (E: a); rank 2 of 3 was killed"),
+        ((CUT_OFF, CAUSE), 2, "failed", "all 2 ranks failed (first rank 1: E: a)"),
+        ((CAUSE, CUT_OFF, WELL), 3, "failed", "ranks 0 and 1 of 3 failed (first rank 0: E: a)"),
+        ((CAUSE, CAUSE), 2, "failed", "all 2 ranks failed (E: a)"),
         ((WELL, None, WELL, None, None, None), 6, "complete", "ranks 1 and 3 to 5 of 6 recorded nothing here"),
     ],
 )  # fmt: skip

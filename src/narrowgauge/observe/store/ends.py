@@ -41,6 +41,7 @@ class End(NamedTuple):
     why: str = ""
     writes: bool = False  # its process is known to be there
     silence: float = 0.0  # seconds without a sign of life, of one that is silent
+    ended: str = ""  # when it told of its end
 
 
 class Ends:
@@ -81,6 +82,8 @@ class Ends:
 
         >>> Ends({0: End("complete"), 1: End("killed")}, 4).words
         'rank 1 of 4 was killed; ranks 2 and 3 of 4 recorded nothing here'
+
+        Of several that say why, the first to end: its error may be what ended the others.
         """
         silences = [end.silence for end in self.by_rank.values() if end.state == "silent"]
         lasting = f" for {_lasting(min(silences))}" if silences else ""
@@ -92,7 +95,7 @@ class Ends:
         for kind, (is_, are) in SAID.items():
             ranks = sorted(rank for rank, its in kinds.items() if its == kind)
             if ranks and not (kind in ("writes", "running") and len(ranks) == self.world):
-                why = next((f" ({self.by_rank[rank].why})" for rank in ranks if self.by_rank[rank].why), "")
+                why = self._first_why(ranks)
                 long = lasting if kind == "silent" else ""
                 told.append(f"{self._named(ranks)} {is_ if len(ranks) == 1 else are}{long}{why}")
         if self.missing:
@@ -100,6 +103,18 @@ class Ends:
             if 0 in self.missing and self.by_rank:  # what the ranks merged, and whole steps, would be in its part
                 told[-1] += f", so this is the part of {self._named(sorted(self.by_rank))} alone"
         return "; ".join(told)
+
+    def _first_why(self, ranks: Iterable[int]) -> str:
+        """
+        >>> Ends({0: End("failed", "lost 1", ended="12:02"), 1: End("failed", "no data", ended="12:01")}, 2).words
+        'all 2 ranks failed (first rank 1: no data)'
+        """
+        say = [rank for rank in ranks if self.by_rank[rank].why]
+        if not say:
+            return ""
+        first = min(say, key=lambda rank: self.by_rank[rank].ended or "~")
+        which = f"first rank {first}: " if len({self.by_rank[rank].why for rank in say}) > 1 else ""
+        return f" ({which}{self.by_rank[first].why})"
 
     def _named(self, ranks: Iterable[int]) -> str:
         """
@@ -175,7 +190,8 @@ class Reader:
         why = str(manifest.get("reason") or (meta.get("error") if state == "failed" else "") or "")
         if state == "running" and silence >= SILENT:
             state = "silent"
-        end = End(state, next(iter(why.strip().splitlines()), ""), bool(alive) and state == "running", silence)
+        why = next(iter(why.strip().splitlines()), "")
+        end = End(state, why, bool(alive) and state == "running", silence, str(manifest.get("ended") or ""))
         if state not in OPEN:
             self._ended[rank] = end
         return end
