@@ -263,6 +263,18 @@ def test_processes_that_a_program_spawns_are_its_ranks(tmp_path, free_port):
     assert set(table["ranks"].tolist()) == {2}
 
 
+def test_a_spawned_rank_that_an_error_ends_says_so_and_holds_up_nobody(tmp_path, free_port):
+    fails = "        optimizer.step()\n        if rank == step == 1:\n            raise ValueError('enough of it')\n"
+    script = SPAWNS.replace("        optimizer.step()\n", fails)
+    done = run(tmp_path, "train.py", str(free_port), options=("--every", "1"), script=script)
+    assert done.returncode == 1
+    assert "ValueError: enough of it" in done.stderr
+    found = open_run(tmp_path / "out")
+    assert found.status == "failed"
+    assert re.search(r"failed \((first rank 1: )?ValueError: enough of it\)", found.ends.words)
+    assert "nor in 15 s more" not in " ".join(found.events("ranks_apart")["message"].tolist())
+
+
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_data_loader_workers_open_no_run(tmp_path, method):
     done = run(tmp_path, "train.py", method, script=LOADER)

@@ -12,11 +12,13 @@ is its parent's.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -102,6 +104,19 @@ class Watched:
         self.live = Live(plan, rank=rank, aside=aside, family=family, compiled=compiled)
         self._excepthook = sys.excepthook
         sys.excepthook = self._failed
+        if multiprocessing.parent_process() is not None:
+            Finalize(None, self._ended, exitpriority=0)
+
+    def _ended(self) -> None:
+        """What a process of multiprocessing's runs has ended; an error that did it is caught behind this.
+
+        torch's `mp.spawn` sends it to the parent, and exits.
+        """
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None
+        if error is not None:
+            self.live.error = self.live.error or worded(error)
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.live.error = worded(error)
