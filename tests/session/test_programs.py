@@ -574,6 +574,26 @@ def test_what_an_optimizer_tries_with_its_closure_is_one_step(tmp_path):
     assert session.hearing.notes == []
 
 
+def test_two_optimizers_with_closures_that_only_they_need_make_one_step(tmp_path):
+    """So does Lightning's manual optimization, whose every step has one that does nothing."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 2)
+    model = nn.Sequential(first, second)
+    optimizers = [torch.optim.SGD(of.parameters(), lr=0.1) for of in (first, second)]
+    norms = []
+    with followed(tmp_path, every=2) as (session, writer):
+        for optimizer in optimizers:
+            session.optimizer_made(optimizer)
+        for _ in range(4):
+            model(torch.randn(4, 8)).square().mean().backward()
+            norms.append(sum(p.grad.double().square().sum().item() for p in model.parameters()) ** 0.5)
+            for optimizer in optimizers:
+                optimizer.step(lambda: None)
+            model.zero_grad()
+    assert list(writer.column("microbatches").values()) == [1, 1, 1, 1]
+    assert list(writer.column("grad_norm").values()) == pytest.approx(norms, rel=1e-5)
+
+
 @pytest.mark.parametrize("plan", [{"judge": "current"}, {"recipe": "current"}])
 def test_tensors_are_those_of_the_closure_s_first_call(tmp_path, plan):
     with followed(tmp_path, every=1, **plan) as (_, writer):

@@ -208,14 +208,14 @@ class Updates:
         if self._stepping is not None and self._stepping() not in (None, optimizer):
             return None
         self._stepping = ref(optimizer)
-        if closure is not None:
-            if self._closure_again:  # its step before has raised behind the closure's first call
-                self._closure_again = False
-                self._steps.nothing_learned()
-            self._steps.enter(usual=True)
-            return None if self._steps.rest.on else self._followed(closure, optimizer)
+        if self._closure_again and closure is not None:  # its step before has raised behind the closure's first call
+            self._closure_again = False
+            self._steps.nothing_learned()
+        # Another optimizer takes part in a step that is made, unless its closure makes something to step by.
         if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
-            self._steps.enter()  # neither its forward nor its backward was heard
+            self._steps.enter(usual=closure is not None)  # without one, neither its forward nor its backward was heard
+        if closure is not None:
+            return None if self._steps.rest.on else self._followed(closure, optimizer)
         self._look(optimizer)
         return None
 
