@@ -794,6 +794,31 @@ def test_a_model_that_returns_nothing_has_its_tokens_even_while_an_error_is_hand
     assert writer.column("tokens") == {1: 8, 2: 8}
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_optimizer_that_steps_as_its_base_class_does_steps_once(tmp_path, clips):
+    class Within(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return super().step(closure)
+
+    norms, weights = [], []
+    with followed(tmp_path, every=1) as (session, writer):
+        model = linear()
+        sgd(model)  # torch hooks the base class's step, too, once there is one
+        optimizer = Within(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss_of(model).backward()
+            norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.facts()["steps"] == session.updates.ended == 3
+    assert list(writer.column("grad_norm").values()) == pytest.approx(norms)
+    assert list(writer.column("param_norm").values()) == pytest.approx(weights)
+
+
 def test_a_step_that_fails_leaves_the_next_to_be_seen(tmp_path):
     class Once(torch.optim.SGD):
         fails = True

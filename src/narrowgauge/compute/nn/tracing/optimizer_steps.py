@@ -18,7 +18,9 @@ comes, the new weights need not be in their place yet (`telling`).
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -105,6 +107,42 @@ def _tell_ended(optimizer: Optimizer, early: bool = False) -> None:
         ended(optimizer, early)
 
 
+class _Running(threading.local):
+    """Steps that run on this thread: one that calls its base class's, which torch hooks as well, is one."""
+
+    def __init__(self) -> None:
+        self._inner: dict[int, int] = {}  # by the optimizers' ids: how many of each run inside of its outermost
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """An optimizer's step begins; whether it is an outermost."""
+        number = id(optimizer)
+        if number in self._inner and _steps_already(optimizer):  # or that one was left by an error
+            self._inner[number] += 1
+            return False
+        self._inner[number] = 0
+        return True
+
+    def ended(self, optimizer: Optimizer) -> bool:
+        """The same of its end."""
+        number = id(optimizer)
+        if self._inner.get(number):
+            self._inner[number] -= 1
+            return False
+        self._inner.pop(number, None)
+        return True
+
+
+def _steps_already(optimizer: Optimizer) -> bool:
+    """Whether what calls its step is its step."""
+    running, frame = 0, inspect.currentframe()
+    while frame is not None:
+        running += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return running > 1
+
+
+_running, _STEP = _Running(), Optimizer.profile_hook_step(_tell_ended).__code__  # around every step, by torch
+
 _tell_begins_uncompiled, _tell_ended_uncompiled = not_compiled(_tell_begins), not_compiled(_tell_ended)
 
 
@@ -123,7 +161,7 @@ IN_GRAPH, BETWEEN, BREAKS = "in its graph", "between graphs", "breaks"
 @partial(passed_over, below=True)
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not torch.compiler.is_dynamo_compiling():
-        return _tell_begins(optimizer, args, kwargs)
+        return _tell_begins(optimizer, args, kwargs) if _running.begins(optimizer) else None
     way = BREAKS if _closure(args, kwargs) else _way(type(optimizer))
     if way == IN_GRAPH and hasattr(optimizer, "_narrowgauge_handle"):
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -138,6 +176,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 @partial(passed_over, below=True)
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
+        if not _running.ended(optimizer):
+            return
         told = step_breaks.resumed() and _between(optimizer, args, kwargs)
         if not told or _way(type(optimizer)) != BETWEEN:
             _tell_ended(optimizer)
