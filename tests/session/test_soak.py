@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.observe.store import RunWriter, open_run, segments
+from narrowgauge.observe.store import RunWriter, database, open_run
 from narrowgauge.observe.store.database import Shared
 from narrowgauge.observe.store.segments import SegmentWriter
 from narrowgauge.session.attach import Session
@@ -98,8 +98,8 @@ def test_nothing_grows(tmp_path):
 
 
 def test_duckdb_is_opened_anew_for_what_is_written_at_once(tmp_path, monkeypatch):
-    opened, connect = [], segments.connect
-    monkeypatch.setattr(segments, "connect", lambda *args, **how: opened.append(connect(*args, **how)) or opened[-1])
+    opened, connect = [], database.connect
+    monkeypatch.setattr(database, "connect", lambda *args, **how: opened.append(connect(*args, **how)) or opened[-1])
     with RunWriter(tmp_path, flush_seconds=600) as writer:  # or its thread may come first, on a slow machine
         for step in range(12):
             writer.add_tensors(step, ["a:input", f"b{step % 2}:input"], {"amax": torch.tensor([step, -step]).numpy()})
