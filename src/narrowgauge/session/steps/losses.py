@@ -110,10 +110,7 @@ class EvalLosses:
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = False  # the model's call that was heard last had gradients
         self.fed, self.idle = False, False
-        self._before = (
-            0,
-            0,
-        )  # several and unreduced ones, when the call began: what is inside is a part
+        self._before = 0, 0  # several and unreduced ones, as the model's call began: what is inside is a part
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
