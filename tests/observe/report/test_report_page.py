@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -246,6 +247,21 @@ def test_sick_runs_are_shown_as_they_are(tmp_path: Path, synthetic_paths: dict[s
         "No histogram was recorded",
     ):
         assert said in " ".join(text.split())
+
+
+@pytest.mark.parametrize("errs", [True, False])
+def test_gradients_that_are_all_exact_have_no_picture(tmp_path: Path, errs):
+    snapshot = synthetic.variant("current", 60).same_weights[-1]
+    if not errs:
+        snapshot = replace(snapshot, layers=tuple((name, 1.0, 0.0) for name, _, _ in snapshot.layers))
+    current = synthetic.variant("current", 60, outcome="unjudged", same_weights=(snapshot,))
+    verdict = synthetic.verdict(60, judged=False, why_not="", variants=(current,))
+    with RunWriter(tmp_path / "current") as writer:
+        writer.add_scalars(1, loss=2.0)
+    runs = {"current": open_run(tmp_path / "current")}
+    text = " ".join(Page(html(verdict, runs, tmp_path / "r.html").read_text()).text.split())
+    assert ("Worst parameters, last snapshot" in text) is errs
+    assert "No variant ran in FP8 to a point where it could be compared with the baseline." in text
 
 
 def test_errors_say_what_to_do(tmp_path: Path, synthetic_runs):

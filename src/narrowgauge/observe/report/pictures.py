@@ -60,9 +60,9 @@ def losses(pictures: Pictures, runs: Mapping[str, Run], colors: Mapping[str, str
 
 
 def same_weights(pictures: Pictures, verdict: Verdict, colors: Mapping[str, str]) -> None:
-    """Place "gradients": per-layer gradient errors of the last snapshot of each variant that has them."""
+    """Place "gradients": per-layer gradient errors of the last snapshot of each variant that has them, if any errs."""
     rows = {v.name: v.same_weights[-1].layers for v in verdict.variants if v.same_weights and v.same_weights[-1].layers}
-    if rows:
+    if any(error > 0 for layers in rows.values() for _, _, error in layers):
         pictures.add("gradients", figures.gradient_errors(rows, colors))
 
 
