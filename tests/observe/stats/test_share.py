@@ -95,6 +95,23 @@ def test_heads_that_are_rows_are_all_met_in_every_step():
         assert found["kurtosis"][0] == pytest.approx(want["kurtosis"], rel=0.4)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_a_share_that_holds_nothing_is_not_what_is_compared(granularity, way, monkeypatch):
+    """A gradient that one token of each sequence has, which every other stride misses: all rows are compared then."""
+    x = torch.zeros(704, 192)
+    x.view(64, 11, 192)[:, 6] = wild(64, 192)
+    q = quantize(x, E4M3FN, granularity)
+    want = measure(x, q)
+    monkeypatch.setitem(importlib.import_module("narrowgauge.observe.stats.moments").RUN, True, 192 * 128)
+    for turn in (0, 6):
+        assert shares(*x.shape, turn)[1] == (turn, 11)
+        found = finalize(moments(x, q, offset=turn)[None].numpy())
+        for name in (*ERRORS, *EVERY_ROW):
+            close = {"abs": 0.01} if name.endswith("_db") else {"rel": 1e-4}
+            if turn == 0 or name not in ERRORS:
+                assert found[name][0] == pytest.approx(want[name], **close), (name, turn)
+
+
 def test_what_is_judged_takes_the_rows_that_codes_would():
     x = wild(600, 256)
     rule = Operand(E4M3FN, PerTensor(), CURRENT)

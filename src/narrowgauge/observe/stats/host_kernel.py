@@ -70,7 +70,7 @@ ASKED = (
     *("shift", "stride", "codes_at", "scale_at", "first", "every", "first_compared", "every_compared"),
     *("M", "K", "tall", "wide", "team_at"),
 )
-_TEAM = ASKED.index("team_at")
+_EVERY_COMPARED, _TEAM = ASKED.index("every_compared"), ASKED.index("team_at")
 _FACTS, _PLACES = len(ASKED), len(ASKED) + len(FACTS)
 _STARTS = _PLACES + len(COUNTED) + len(SAMPLED) + len(SCALES)
 
@@ -84,7 +84,8 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
         turn: is added to `first` and `first_compared`.
         asked: ASKED, and what comes behind it. Codes [M, K] and scales, one per granule, are at 0 to go by the rule;
             `tall`, `wide` are rows and columns of a granule, `team_at` the address of a TEAM or 0. Every `every`-th row
-            is sampled, and every `every_compared`-th compared with its codes, and summed along columns.
+            is sampled, and every `every_compared`-th compared with its codes, and summed along columns; all of them
+            where those are zeros and others are not.
         limits: LIMITS of the format and the rule.
         vector: [width] float64, neutral; filled.
         columns: [2, K] float64, to which the sums of x^2 and e^2 along columns are added.
@@ -119,6 +120,16 @@ def operand(x_at: Number, turn: int, asked: Array, limits: Array, vector: Array,
         vector[starts[4] : starts[5]],
     ):  # fmt: skip
         return False
+    # Nothing but zeros were compared: of a gradient that one token of each sequence has, say. Then all rows are.
+    if sums[0] == 0.0 and largest > 0 and every_compared > 1:
+        of_all = asked.copy()
+        of_all[_EVERY_COMPARED], first_compared, every_compared = 1, 0, 1
+        if not compare(
+            x_at, of_all, first, 0, step, facts, limits, of_granules, low_of, smallest, asked[_TEAM], lost, sums,
+            columns, vector[starts[0] : starts[1]], vector[starts[6] : starts[7]],
+            np.zeros(starts[3] - starts[2]), np.zeros(starts[5] - starts[4]),
+        ):  # fmt: skip
+            return False
     share = np.float64(M) / -(-(M - first_compared) // every_compared)
     for i in range(OF_SAMPLE):
         sums[i] *= share

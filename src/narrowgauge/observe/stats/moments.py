@@ -77,7 +77,8 @@ def tallies_of(
         counted = host.count(x_MK, q, *shares(M, K, offset), None if room is None else room())
         if counted is not None:
             return [counted]
-    return [tally(part, codes, *_rows(x_MK, start, len(part), offset)) for start, part, codes in _runs(x_MK, q)]
+    whole = _compared_are_zeros(x_MK, offset)
+    return [tally(part, codes, *_rows(x_MK, start, len(part), offset, whole)) for start, part, codes in _runs(x_MK, q)]
 
 
 def shares(M: int, K: int, offset: int | None, cpu: bool = True) -> tuple[host.Share, host.Share]:
@@ -103,13 +104,31 @@ def strides(M: int, K: int, cpu: bool = True) -> tuple[int, int]:
     return sampled, compared
 
 
-def _rows(x_MK: Tensor, start: int, height: int, offset: int | None) -> tuple[slice, slice, float]:
-    """Of a run of rows: those that are sampled, those that are compared, and how many rows one of these stands for."""
+def _compared_are_zeros(x_MK: Tensor, offset: int | None) -> bool:
+    """Whether a share of the rows would be compared that holds nothing, while others hold something."""
+    if x_MK.device.type != "cpu":
+        return False
+    M, K = x_MK.shape
+    _, (first, every) = shares(M, K, offset)
+    return every > 1 and not _holds_something(x_MK[first::every]) and _holds_something(x_MK)
+
+
+def _holds_something(x_MK: Tensor) -> bool:
+    x = x_MK.detach().float()
+    return bool(((x != 0) & x.isfinite()).any())
+
+
+def _rows(x_MK: Tensor, start: int, height: int, offset: int | None, whole: bool) -> tuple[slice, slice, float]:
+    """Of a run of rows: those that are sampled, those that are compared, and how many rows one of these stands for.
+
+    `whole`: all are compared, whatever their share is.
+    """
     M, K = x_MK.shape
     if x_MK.device.type != "cpu":
         (first, every), _ = shares(height, K, offset, cpu=False)
         return slice(first, None, every), slice(None), 1.0
     sampled, compared = shares(M, K, offset)
+    compared = (0, 1) if whole else compared
     rows, errors = (slice((first - start) % every, None, every) for first, every in (sampled, compared))
     return rows, errors, M / len(range(compared[0], M, compared[1]))
 
