@@ -555,6 +555,28 @@ def test_each_tensor_is_ranked_by_its_own_steps_and_what_is_in_none_is_named(tmp
         assert said in " ".join((tmp_path / "page.html").read_text().split())
 
 
+def test_what_has_no_sqnr_is_in_the_table_if_something_is_wrong_with_it_and_named_below_it_if_not(tmp_path):
+    sites = ["fine:input", "nan:input", "half:input", "dead:grad_output"]
+    for folder, sqnr in (("", [30, np.nan, np.nan, np.nan]), ("what_if/mxfp8", [31, np.nan, 31, np.nan])):
+        with RunWriter(tmp_path / folder, {"judged_by": "current"}) as writer:
+            said = {"sqnr_db": np.array(sqnr, float), "nan_count": np.array([0, 512, 1, 0])}
+            writer.add_tensors(1, sites, said)
+    found = readiness(open_run(tmp_path))
+    assert [(tensor.site, tensor.best) for tensor in found.tensors] == [
+        ("nan:input", "none"), ("half:input", "none"), ("fine:input", "current"),
+    ]  # fmt: skip
+    assert [(asked.trouble, asked.sites) for asked in found.recipes] == [(2, 3), (2, 3)]
+    assert found.without == LeftOut(empty=("dead:grad_output",))
+    told = "dead:grad_output is not in the table: what was compared of it was zeros alone."
+    page = plain(found).splitlines()
+    assert told in page
+    assert "nan:input   -!       -!     none" in page
+    assert "half:input  -!       31.0!  none" in page
+    done = CliRunner().invoke(report_command, [str(tmp_path), "-o", str(tmp_path / "page.html")])
+    assert told in done.output
+    assert told in " ".join((tmp_path / "page.html").read_text().split())
+
+
 def test_a_run_has_no_folder_of_recipes_that_saw_nothing(tmp_path):
     follow(tmp_path, watch={"steps": [[100, None]]}, **SELDOM)
     assert not (tmp_path / "out" / "what_if").exists()

@@ -15,15 +15,16 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from narrowgauge.errors import RunError
+from narrowgauge.metrics.site import OPERAND_ROLES
 from narrowgauge.observe.report.together import LeftOut, left_out, together
-from narrowgauge.observe.store import Run, open_run
+from narrowgauge.observe.store import Run, open_run, role_of
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.inside import written
 from narrowgauge.observe.verdict.choice import simplest
@@ -39,7 +40,8 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class Tensor:
-    """One site under every recipe: `sqnr_db` and `trouble` (why; "" without) by recipe, and the recipe to take."""
+    """One site under every recipe: `sqnr_db`, where there is one, and `trouble` (why; "" without) by recipe, and the
+    recipe to take ("none" where all are in trouble, "-" where nothing says which)."""
 
     site: str
     sqnr_db: Mapping[str, float]
@@ -103,9 +105,11 @@ def readiness(run: Run) -> Readiness | None:
     for site in order:
         db = {name: sqnr[name][site] for name in runs if site in sqnr[name]}
         trouble = {name: why[name].get(site, "") for name in runs}
-        if db:
+        if db or any(trouble.values()):  # of what is NaN there is no SQNR
             tensors.append(Tensor(site, db, trouble, _best(db, trouble)))
-    without = left_out(run, beside, steps, lambda site: not others(site))
+    told = {tensor.site for tensor in tensors}
+    empty = sorted(site for site in steps if site not in told and role_of(site) in OPERAND_ROLES)
+    without = replace(left_out(run, beside, steps, lambda site: not others(site)), empty=tuple(empty))
     ungraded = tuple(map(str, run.meta.get("gradients_not_seen") or ()))
     return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without, ungraded)
 
@@ -138,10 +142,7 @@ def plain(found: Readiness, top: int = 20, width: int = 160) -> str:
 
 def cells(tensor: Tensor, names: list[str]) -> list[str]:
     """A tensor's SQNR under each recipe, "!" behind those that it is in trouble under."""
-    return [
-        f"{db(tensor.sqnr_db[name])}{'!' if tensor.trouble[name] else ''}" if name in tensor.sqnr_db else "-"
-        for name in names
-    ]
+    return [f"{db(tensor.sqnr_db.get(name, math.nan))}{'!' if tensor.trouble[name] else ''}" for name in names]
 
 
 def in_short(found: Readiness) -> str:
@@ -226,4 +227,6 @@ def _asked(name: str, ranked: tuple[WorstTensor, ...], sqnr: dict[str, float]) -
 
 def _best(sqnr: Mapping[str, float], trouble: Mapping[str, str]) -> str:
     healthy = {name: value for name, value in sqnr.items() if not trouble[name]}
-    return simplest(healthy) if healthy else "none"
+    if healthy:
+        return simplest(healthy)
+    return "none" if all(trouble[name] for name in sqnr or trouble) else "-"

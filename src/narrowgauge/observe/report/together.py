@@ -4,6 +4,7 @@ site s    asked_by(s) = the steps in which every recipe that was asked of s has 
           taken: their second half; of a layer that came late, or runs in few steps, those are others than of the rest
 left out  absent    in no step in which any recipe was asked
           unasked   in such a step, and not asked of
+          empty     asked of, and zeros: nothing that could be lost
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class LeftOut:
 
     absent: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
     @property
     def said(self) -> str:
@@ -37,6 +39,9 @@ class LeftOut:
                 "converted layers, or experts in one parameter on a GPU, are asked about only where what_if names "
                 "recipes."
             )
+        if self.empty:
+            them = "it" if len(self.empty) == 1 else "them"
+            told.append(f"{_are_not(self.empty)} in the table: what was compared of {them} was zeros alone.")
         return " ".join(told)
 
 
