@@ -1,8 +1,10 @@
 """The five worst tensors: the right site, for the right reason, in the right order."""
 
+import numpy as np
 import pytest
 from tests.observe.verdict.fakes import FakeRun
 
+from narrowgauge.observe.store import RunWriter, open_run
 from narrowgauge.observe.verdict.worst import worst_tensors
 
 HEALTHY = {"sqnr_db": 31.5, "gain": 1.0, "saturation_pct": 0.0, "lost_energy_pct": 0.0, "p5_col_sqnr_db": 30.0}
@@ -31,6 +33,14 @@ def test_each_sign_is_found_and_said(row, metric, says):
     assert (first.site, first.metric) == ("sick:input", metric)
     assert says in first.why
     assert first.remedy
+
+
+def test_a_number_of_nans_is_one_that_a_step_had(tmp_path):
+    """A weight is NaN as a whole or not at all: the mean of the last two steps said half of it."""
+    with RunWriter(tmp_path) as writer:
+        for step, nan_count in enumerate((0, 0, 0, 512), 1):
+            writer.add_tensors(step, ["a:weight"], {"sqnr_db": np.full(1, 30.0), "nan_count": np.array([nan_count])})
+    assert worst_tensors(open_run(tmp_path))[0].why == "512 elements are NaN."
 
 
 def test_healthy_sites_are_ordered_by_sqnr_and_say_so():

@@ -52,6 +52,7 @@ OPERANDS = {  # of each result
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+COUNTS = ("nan_count", "inf_count")
 FIND = ("find the first step and layer that made them",)
 SIGNS = (
     Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", FIND),
@@ -139,7 +140,7 @@ def worst_tensors(
         chosen = sites == site
         chosen &= recent if steps is None else np.isin(made, steps.get(site, ()))
         if chosen.any():
-            found[site] = {m: _median(table[m][chosen]) for m in metrics}
+            found[site] = {m: _median(table[m][chosen], whole=m in COUNTS) for m in metrics}
     judged = {site: _judge(site, values, recipe) for site, values in found.items()}
     rows = [_by_operand(site, judged, found) for site in judged]
     rows = [row for row in rows if np.isfinite(row[0])]
@@ -199,10 +200,13 @@ def _lost_much(values: Mapping[str, float]) -> bool:
     )
 
 
-def _median(values: np.ndarray) -> float:
+def _median(values: np.ndarray, *, whole: bool = False) -> float:
+    """Of what is defined; `whole`: of an even number the higher of the middle two, which some step had."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: the metric was never defined there
         found = np.asarray(values, dtype=np.float64)
+        if whole:
+            return float(np.nanquantile(found, 0.5, method="higher"))
         middle = float(np.nanmedian(found))
         # Exact in some steps is not exact.
         return (
