@@ -34,6 +34,18 @@ def test_a_row_for_each_scalar_that_a_run_has():
     assert (told[1]["loss"], told[1]["eval_loss"], told[1]["lr"]) == ("7.0000", "—", "—")
 
 
+def test_what_ended_not_finite_is_said_to_have():
+    nan = np.nan
+    steps, lr = list(range(1, 9)), [1e-3] * 8
+    gone = Recorded(step=steps, loss=[4, 3, 2, 2, 2, 2, 2, nan], grad_norm=[1, 1] + [nan] * 6, lr=lr,
+                    nonfinite=[0, 0, 1, 1, 1, 1, 1, 1])  # fmt: skip
+    back = Recorded(step=steps, loss=[4, 3, 2, 2, 2, 2, nan, 1], grad_norm=[1] * 8, lr=lr,
+                    nonfinite=[0, 0, 0, 0, 0, 0, 1, 0])  # fmt: skip
+    first, second = single({"gone": gone, "back": back})
+    assert (first["loss"], first["grad_norm"], first["lr"], first["nan"]) == ("not finite", "not finite", "0.001", 6)
+    assert (second["loss"], second["grad_norm"], second["nan"]) == ("1.0000", "1", 1)
+
+
 @pytest.mark.parametrize(("meta", "steps"), [({}, "11"), ({"steps": 14}, "14"), ({"steps": 1200}, "1,200")])
 def test_steps_that_were_left_alone_count(meta, steps):
     (told,) = single(

@@ -32,6 +32,11 @@ def _last(values: Array) -> float | None:
     return float(found[-1]) if len(found) else None
 
 
+def _diverged(values: Array, broken: Array) -> bool:
+    """Whether it ended with a number that is not finite: the mean of those before would say that all is well."""
+    return bool(len(values)) and not np.isfinite(values[-1]) and broken[-1] == 1
+
+
 def _of(measure: Callable[[Array], Any]) -> Callable[[Array], float | None]:
     def of(values: Array) -> float | None:
         found = values[np.isfinite(values)]
@@ -53,6 +58,7 @@ SCALARS: tuple[tuple[str, str, str, Callable[[Array], float | None], Callable[[f
     ("Peak memory", "peak_memory_bytes", "", _of(np.max), words.memory),
 )
 OF_EACH_TURN = ("loss", "grad_norm", "update_ratio", "lr", "tokens", "tokens_per_second")
+DIVERGING, NOT_FINITE = ("loss", "grad_norm"), words.number(np.nan)
 ALWAYS = ("loss", "step_seconds", "peak_memory_bytes")  # the others have a row where a run has them
 
 
@@ -79,11 +85,18 @@ def single(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
             return np.asarray(scalars[key], dtype=np.float64) if key in scalars else np.zeros(0)
 
         trained, parts = made(scalars), [part for _, part in turns(scalars)]
+        broken = column("nonfinite") if "nonfinite" in scalars else np.zeros(len(trained))
         told = {}
         for _, key, _, of, written in SCALARS:
             if key in scalars:  # an evaluation before the first step has a row, and no loss
-                values = [column(key)[part & trained] for part in parts] if key in OF_EACH_TURN else [column(key)]
-                told[key] = words.listing([written(of(each)) for each in values])
+                steps = [part & trained for part in parts] if key in OF_EACH_TURN else [np.ones(len(trained), bool)]
+                values = [column(key)[each] for each in steps]
+                told[key] = words.listing(
+                    [
+                        NOT_FINITE if key in DIVERGING and _diverged(each, broken[some]) else written(of(each))
+                        for each, some in zip(values, steps, strict=True)
+                    ]
+                )
         if "eval_loss" in told and (sums := run.meta.get("eval_sums")):
             told["eval_loss"] += " (a sum over a batch)" if len(set(sums)) == 1 else " (of sums over batches, in part)"
         rows.append(
