@@ -308,7 +308,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What the run's metadata says of how it went."""
         probe, steps, conversions = self._probe, self.steps, self.roots.conversions
-        pace = steps.ledger.rows.pace.note(self.plain.choice.why() or self.recorder.collector.why_slow())
+        pace = steps.ledger.rows.pace.note(self.plain.choice.why(), once=self.recorder.collector.why_slow())
         few = self.roots.taken and too_few(self.plan, self.recorder.selection, steps.ledger.steps, conversions.observed)
         return {
             **self.roots.facts(),

@@ -154,3 +154,14 @@ def test_the_first_step_begins_when_all_is_ready_for_it(older, tmp_path, clock, 
             model(torch.randn(4, 16)).square().mean().backward()
             optimizer.step()
     assert ng.open_run(tmp_path / "run").scalars("step_seconds")["step_seconds"].tolist() == [100.0, 100.0]
+
+
+def test_what_the_next_run_does_not_pay_is_no_reason_for_another_cadence():
+    pace = Pace()
+    for step in range(40):
+        pace.add(70.0 if step % 10 == 0 else 1.0, recorded=step % 10 == 0)
+    said = pace.note("", once="numba compiled the fast walk")
+    assert said.endswith("times as long as another (numba compiled the fast walk); the next run pays less.")
+    assert pace.note("it ran uncompiled", once="numba compiled").endswith(
+        "(it ran uncompiled); with every = 5000 it would be 1.4%."
+    )

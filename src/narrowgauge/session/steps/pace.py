@@ -66,8 +66,11 @@ class Pace:
             return (medians[0] - medians[1]) * self._steps[True]
         return 0.2 * self._all if not self._steps[False] else 0.0
 
-    def note(self, why: str) -> str:
-        """What watching took of the program's time, and what cadence would take little; "" where it was little."""
+    def note(self, why: str, *, once: str = "") -> str:
+        """What watching took of the program's time, and what cadence would take little; "" where it was little.
+
+        `why` is a reason that the next run has as well, `once` one that it has not: then no cadence mends anything.
+        """
         medians = self._medians()
         if medians is None:
             return ""
@@ -75,9 +78,11 @@ class Pace:
         share = (times - 1) * self._steps[True] / sum(self._steps.values())
         if share < DEAR or (medians[0] - medians[1]) * self._steps[True] < WORTH_TELLING:
             return ""
+        told = (
+            f"Watching made the program {share:.0%} slower: a recorded step took {times:.1f} times as long as another"
+        )
+        if once and not why:
+            return f"{told} ({once}); the next run pays less."
         every = next((every for every in CADENCES if (times - 1) / every <= CHEAP), CADENCES[-1])
         because = f" ({why})" if why else ""
-        return (
-            f"Watching made the program {share:.0%} slower: a recorded step took {times:.1f} times as long as another"
-            f"{because}; with every = {every} it would be {(times - 1) / every:.1%}."
-        )
+        return f"{told}{because}; with every = {every} it would be {(times - 1) / every:.1%}."
