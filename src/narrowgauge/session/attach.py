@@ -267,7 +267,9 @@ class Session:
             self._writer.add_event(self.ledger.steps if line is None else line.step, "watch_failed", what)
 
     def _model_taken(self, added: str) -> None:
-        self._writer.update_meta(**self.roots.facts())  # known from now on, should the run be killed
+        facts = self.roots.facts()
+        self._writer.update_meta(**facts)  # known from now on, should the run be killed
+        self.ranks.know(facts)
         if added:
             line = self.ledger.line
             step = self.ledger.steps + 1 if line is None or self.steps.made else line.step
@@ -283,6 +285,7 @@ class Session:
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: close the last step and write everything."""
         heard = not self.seams.telling or OURS in _global_optimizer_post_hooks
+        self.ranks.know(self.roots.facts())
         unseen_by_modes(self.steps.finish, failed=failed, heard=heard)
         self.abandon()
         self.steps.report(done=True)

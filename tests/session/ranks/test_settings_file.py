@@ -16,6 +16,8 @@ from tests.integrations.watched import RANKS
 from tests.ports import free_port
 from tests.session.test_watch import PLAIN, run
 
+from narrowgauge.observe.report.html import render
+from narrowgauge.observe.report.pictures import format_of
 from narrowgauge.observe.store import open_run
 
 PROGRAM = """
@@ -184,6 +186,19 @@ def test_each_rank_has_rows_of_its_own_tensors_beside_those_of_all(recorded):
             found = open_run(recorded.out / "ranks").scalars("loss", rank=rank)["loss"][step - 1]
             assert found == pytest.approx(loss, rel=1e-6)
     assert {open_run(recorded.out / name).status for name in ("", "ranks")} == {"complete"}
+
+
+@pytest.mark.parametrize("name", ["recorded", "converted"])
+def test_the_run_of_each_rank_s_rows_says_what_they_are_of(name, request):
+    out = request.getfixturevalue(name).out
+    own, merged = open_run(out / "ranks"), open_run(out)
+    said = ("recipe", "judged_by", "parameters", "baseline_dtype", "weights_hash", "conversion")
+    for rank in (0, 1):
+        assert {each: own.metas[rank].get(each) for each in said} == {each: merged.metas[rank][each] for each in said}
+    assert [format_of(own, role).name for role in TOLD] == ["E4M3FN", "E4M3FN", "E5M2"]
+    page = render(None, {"ranks": own})
+    assert ("What FP8 would do to the tensors" in page) == (name == "recorded")
+    assert "No conversion was recorded" not in page
 
 
 def test_each_rank_s_dumps_are_its_tensors_their_codes_and_scales_to_the_bit(recorded):

@@ -70,6 +70,7 @@ class Ranks:
         self._waiting = Waiting()
         self._together = Together(self._all, self._waiting, collector.account)
         self._own: RunWriter | None = None
+        self._known: dict[str, Any] = {}
         self._apart = Apart(self._keep, writer)
         self._collectors = {"": collector, **(further or {})}
         self._beside: list[Packed] = []  # of the step whose own rows are about to be offered
@@ -141,7 +142,8 @@ class Ranks:
                 self._together.landing = Landing(self._writer, self._keep, self._all.world)
                 self._writer.update_meta(merged_within=self._rows)  # readers wait so many steps for what all say
             if self._plan.watch.get("ranks"):
-                meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant}
+                meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant, **self._known}
+                meta |= {"recipe": self._plan.recipe, "judged_by": self._plan.judge}
                 # `beside`: the interpreter's end would close it before the session hands over the last steps.
                 folder, rank = self._plan.folder / "ranks", self._all.rank
                 self._own = RunWriter(folder, meta, rank=rank, beside=self._writer)
@@ -160,6 +162,12 @@ class Ranks:
                 self._writer.add_scalars(oldest[0], **oldest[1])
         if self._all.rank == 0 or not merging:  # rank 0's stand for all until they are superseded
             self._writer.add_scalars(step, **values)
+
+    def know(self, facts: Mapping[str, Any]) -> None:
+        """What the run says of its models: the run of the ranks' own rows is read by itself, and says so as well."""
+        self._known |= facts
+        if self._own is not None:
+            self._own.update_meta(**facts)
 
     def tick(self, step: int) -> None:
         """Step `step` is next: a place that every rank passes between the same two steps.
