@@ -14,6 +14,7 @@ import synthetic
 from narrowgauge.errors import RunError
 from narrowgauge.metrics.bins import EXPONENT_BINS
 from narrowgauge.observe.report import html
+from narrowgauge.observe.report.facts import common_facts
 from narrowgauge.observe.report.gather import histogram, layers, merge_columns
 from narrowgauge.observe.report.layout import script_json
 from narrowgauge.observe.store import RunWriter, open_run
@@ -151,6 +152,28 @@ def test_what_was_not_found_of_a_program_is_among_the_notes(tmp_path: Path, rank
     path = synthetic.write_run(tmp_path / "current", "current", **facts)
     shown = Page(html(None, {"current": open_run(path)}, tmp_path / "report.html").read_text())
     assert (missing in shown.text) == (not ranks)
+
+
+def test_what_runs_differ_in_is_told_of_each(tmp_path: Path):
+    """The first run's command stood for all: of two learning rates, only one was to be read."""
+    runs = {}
+    for name, command, started in (("a", "t.py --lr 1", "09"), ("b", "t.py --lr 2", "10"), ("c", "t.py --lr 2", "")):
+        writer = RunWriter(tmp_path / name, {"command": command, "hardware": "a GPU", "baseline_dtype": "float32"})
+        writer.close()
+        runs[name] = open_run(tmp_path / name)
+        runs[name].manifest["started"] = started and f"2026-05-04T{started}:30:00.000+00:00"
+    found = [pair for pair in common_facts(runs, None) if pair[0] != "Baseline"]
+    assert found == [
+        ("Command: a", "t.py --lr 1"),
+        ("Command: b, c", "t.py --lr 2"),
+        ("Hardware", "a GPU"),
+        ("Started: a", "2026-05-04 09:30 UTC"),
+        ("Started: b", "2026-05-04 10:30 UTC"),
+    ]
+    assert common_facts({"b": runs["b"]}, None)[0] == ("Command", "t.py --lr 2")
+    page = html(None, runs, tmp_path / "report.html").read_text()
+    assert page.count('<dd class="code">t.py --lr') == 2
+    assert "Command: b, c" in Page(page).text
 
 
 def test_json_in_a_script_cannot_end_it():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from narrowgauge.observe.report import words
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict import Verdict
 
 ENDS = {
     "complete": "at its end",
@@ -79,23 +80,35 @@ def how_it_ended(run: Run) -> str:
     return f"{told}; {words.scrub(ends.words)}" if ends.words else told
 
 
-def common_facts(runs: Mapping[str, Run], verdict_versions: Mapping[str, str], started: str) -> list[tuple[str, str]]:
-    """What all runs share: (label, text) pairs; what the first run that knows it says."""
+def common_facts(runs: Mapping[str, Run], verdict: Verdict | None) -> list[tuple[str, str]]:
+    """What the runs are of: (label, text) pairs; where runs differ in one, a pair for each that there is.
 
-    def first(key: str) -> Any:
-        return next((run.meta[key] for run in runs.values() if run.meta.get(key)), None)
+    What a verdict says itself goes for all of them.
+    """
+    metas = {name: {**run.meta, "started": run.manifest.get("started")} for name, run in runs.items()} or {"": {}}
+    if verdict is not None:
+        said = {"versions": dict(verdict.versions), "started": verdict.started}
+        metas = {name: meta | {key: value for key, value in said.items() if value} for name, meta in metas.items()}
+    asked: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "Command": lambda meta: words.command_line(meta.get("command")),
+        "Git revision": lambda meta: str(meta.get("git_revision") or ""),
+        "Hardware": lambda meta: words.scrub(str(meta.get("hardware") or "")),
+        "Baseline": lambda meta: str(meta.get("baseline_dtype") or ""),
+        "Versions": lambda meta: _versions(meta.get("versions")),
+        "Started": lambda meta: moment(str(meta.get("started") or "")),
+    }
+    facts = []
+    for label, of in asked.items():
+        named: dict[str, list[str]] = {}
+        for name, meta in metas.items():
+            if text := of(meta):
+                named.setdefault(text, []).append(name)
+        facts += [(label if len(named) == 1 else f"{label}: {', '.join(names)}", text) for text, names in named.items()]
+    return facts
 
-    versions = first("versions")
-    shown = dict(verdict_versions) or (dict(versions) if isinstance(versions, Mapping) else {})
-    facts = [
-        ("Command", words.command_line(first("command"))),
-        ("Git revision", str(first("git_revision") or "")),
-        ("Hardware", words.scrub(str(first("hardware") or ""))),
-        ("Baseline", str(first("baseline_dtype") or "")),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in shown.items())),
-        ("Started", moment(started)),
-    ]
-    return [(label, text) for label, text in facts if text]
+
+def _versions(found: Any) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items()) if isinstance(found, Mapping) else ""
 
 
 def moment(iso: str) -> str:

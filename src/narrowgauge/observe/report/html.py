@@ -125,9 +125,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             db=readiness.db,
             when=readiness.when,
             in_short=readiness.in_short,
-            facts=facts.common_facts(
-                runs, verdict.versions if verdict else {}, (verdict.started if verdict else "") or _started(runs)
-            ),
+            facts=facts.common_facts(runs, verdict),
             notes=facts.notes_of(runs, verdict.notes if verdict else ()) + _further(runs),
             events=_events(runs),
             pictures=drawn,
@@ -189,10 +187,6 @@ def _title(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
     if verdict:
         return "narrowgauge · " + "".join(text for text, _ in headline.headline(verdict))
     return f"narrowgauge · {words.listing(list(runs))}"
-
-
-def _started(runs: Mapping[str, Run]) -> str:
-    return str(next((run.manifest.get("started") for run in runs.values() if run.manifest.get("started")), ""))
 
 
 def _events(runs: Mapping[str, Run], most: int = 12) -> list[dict[str, Any]]:
