@@ -114,6 +114,24 @@ def test_summands_say_nothing(mesh):
     assert Parts([part(torch.ones(2, 2), mesh, Replicate(), Partial())]).squares() is None
 
 
+def test_gradients_of_which_a_rank_has_a_summand_are_told(mesh, tmp_path):
+    """As SequenceParallel leaves those of norms: without a word the norm was that of the others alone."""
+    whole = nn.Parameter(part(torch.ones(4), mesh, Replicate(), Replicate()))
+    summed = nn.Parameter(part(torch.ones(4), mesh, Replicate(), Replicate()))
+    for clips in (False, True):
+        with followed(tmp_path, every=1) as (session, writer):
+            optimizer = torch.optim.SGD([whole, summed], lr=0.5)
+            whole.grad = part(torch.full((4,), 3.0), mesh, Replicate(), Replicate())
+            summed.grad = part(torch.full((4,), 4.0), mesh, Replicate(), Partial())
+            if clips:
+                nn.utils.clip_grad_norm_([whole, summed], 100.0)
+            optimizer.step()
+        told = [note for note in session.facts()["notes"] if "summand" in note]
+        assert [note[:40] for note in told] == ([] if clips else ["Of 1 gradient each rank had a summand (P"])
+        if not clips:
+            assert writer.scalars[1]["grad_norm"] == pytest.approx(6.0)
+
+
 def test_a_flat_parameter_s_piece_is_a_part():
     x = nn.Parameter(torch.ones(4))
     x._fsdp_flattened = True  # as torch.distributed.fsdp marks the pieces that it gives to an optimizer

@@ -32,6 +32,7 @@ class Line:
     clips: Clips = field(default_factory=Clips)  # norms that are the program's own
     # Of the optimizers that stepped so far, as far as nobody had clipped them: by the ids of the parameters.
     unclipped: list[tuple[frozenset[int], Squares]] = field(default_factory=list)
+    summands: int = 0  # gradients that no rank has the sum of
     unheard: bool = False  # there are more, whose norm nobody took
     norm: Tensor | float | None = None  # of all gradients, by an engine that says so
     movement: Movement | None = None

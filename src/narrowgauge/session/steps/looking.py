@@ -51,7 +51,9 @@ def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts:
         line.unheard = True
         return
     with torch.no_grad():
-        found = Parts([p.grad for p in owners if p.grad is not None], owners, in_parts=in_parts).squares()
+        parts = Parts([p.grad for p in owners if p.grad is not None], owners, in_parts=in_parts)
+        line.summands += parts.summands
+        found = parts.squares()
         if found is None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales as it steps

@@ -78,6 +78,7 @@ class Updates:
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
         self.ended = 0  # steps that optimizers made
+        self._summands = 0  # gradients of a step whose norm is in none, at most
         self.losses = BackwardLosses(steps)
 
     @heard_if(lambda self, scaler, before, after: self.same.loss(before))
@@ -123,6 +124,12 @@ class Updates:
             notes.append(
                 f"Gradients of {thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero before a "
                 "step was made of them; their losses and tokens are in no step."
+            )
+        if many := self._summands:
+            notes.append(
+                f"Of {many} {'gradient' if many == 1 else 'gradients'} each rank had a summand (Partial) as the "
+                "optimizer stepped: grad_norm leaves them out. Clipping by torch's clip_grad_norm_ takes the norm of "
+                "all, which is then the run's."
             )
         return notes
 
@@ -376,6 +383,7 @@ class Updates:
                 line.look_again(id(optimizer))
             line.stepping.add(id(optimizer))
             look(line, optimizer, self._clips, self._in_parts, self._trained)
+            self._summands = max(self._summands, line.summands)
 
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:
