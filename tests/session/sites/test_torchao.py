@@ -154,3 +154,26 @@ def test_an_operand_that_stays_high_is_named():
     high = SimpleNamespace(**{**vars(config), **dict.fromkeys(casts, CastConfig(scaling_type=ScalingType.DISABLED))})
     said = _rule(high, "weight", torch.ones(2, 2))
     assert said == "torchao leaves the weight of a Float8Linear in high precision; it is not recorded."
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_adapters_beside_quantized_weights_are_seen_and_these_are_noted(kind, tmp_path):
+    import torchao.quantization as theirs
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"base": nn.Linear(64, 64, bias=False), "adapter": nn.Linear(64, 64, bias=False)})
+    model.to(torch.bfloat16)["base"].requires_grad_(False)
+    model.forward = lambda x: model["base"](x) + model["adapter"](x)
+    theirs.quantize_(model["base"], getattr(theirs, kind)())
+    optimizer = torch.optim.SGD(model["adapter"].parameters(), lr=0.1)
+    with ng.watch(model, out=tmp_path / "run", every=1) as watching:
+        model(torch.randn(32, 64, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+    run = ng.open_run(watching.folder)
+    of_adapter = {f"adapter:{role}" for role in ("input", "weight", "grad_output")}
+    assert of_adapter | {"base:input"} <= set(run.sites)
+    assert "base:weight" not in run.sites
+    assert run.meta["weights_hash"]
+    notes = " ".join(run.meta["notes"])
+    assert "no quantizer takes them: weight " in notes
+    assert "failed" not in notes

@@ -180,6 +180,36 @@ def test_weights_hash_sees_names_shapes_and_values():
     assert known != weights_hash([("a", x + 1e-7)])
 
 
+class Packed(torch.Tensor):
+    """A weight as torchao keeps it: codes and a scale that claim to be float32, and refuse whatever is asked."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], ()
+
+    @staticmethod
+    def __tensor_unflatten__(inner, _meta, _size, _stride):
+        return Packed(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"it is asked for {function}")
+
+
+def test_a_weight_that_wraps_others_is_hashed_by_what_it_wraps_and_not_asked():
+    codes, scale = torch.arange(12, dtype=torch.int8).view(3, 4), torch.ones(3)
+    known = weights_hash([("a", Packed(codes, scale))])
+    assert known == weights_hash([("a", Packed(codes.clone(), scale.clone()))])
+    assert known != weights_hash([("a", Packed(codes + 1, scale))])
+    assert known != weights_hash([("a", Packed(codes, scale * 2))])
+
+
 def test_the_weights_of_a_model_are_those_of_its_state_dict():
     norm = torch.nn.BatchNorm1d(4)
     norm.register_buffer("made_again", torch.ones(2), persistent=False)

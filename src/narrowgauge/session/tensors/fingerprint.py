@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.digest_keys import BLOCK, FOLD, GOLDEN, HALF, KEYS, LOW, mix
@@ -187,9 +188,18 @@ def weights_hash(named: Iterable[tuple[str, Any]]) -> str:
             continue
         seen.append(f"{name}{tuple(x.shape)}{x.dtype}")
         if x.device.type != "meta" and x.layout is torch.strided:
-            digests.append(digest(here(x)).to("cpu", non_blocking=False))
+            digests += [digest(part).to("cpu", non_blocking=False) for part in _parts_of(here(x))]
     values = [int(d) for d in digests]
     return hashlib.sha256(repr((seen, values)).encode()).hexdigest()[:16]
+
+
+def _parts_of(x: Any) -> Iterator[Tensor]:
+    """What holds x's bits: x, or the tensors that it wraps, for a quantized weight of torchao's has no bytes itself."""
+    if type(x) is Tensor or address_of(x) or not is_traceable_wrapper_subclass(x):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from _parts_of(here(getattr(x, name)))
 
 
 def stored(chained: Chained) -> Tensor | float:
