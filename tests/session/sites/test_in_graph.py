@@ -277,6 +277,45 @@ def test_what_cannot_be_compiled_runs_uncompiled(how, fullgraph, tmp_path):
     assert "no such operator here" in note
 
 
+class Left(Net):
+    """torch leaves its graphs in a loop, and so runs this forward, and the head in it, as Python."""
+
+    def __init__(self, leave):
+        super().__init__()
+        self.leave = leave
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.leave(block, x)
+        return self.head(x).relu().tanh()
+
+
+def broken(block, x):
+    torch._dynamo.graph_break()
+    return block(x)
+
+
+@torch.compiler.disable
+def disabled(block, x):
+    return block(x)
+
+
+@pytest.mark.parametrize("leave", [broken, disabled])
+def test_what_torch_runs_outside_of_graphs_is_seen_there_and_nothing_of_ours_becomes_one(leave, tmp_path):
+    plain, backend = Counting(), Counting()
+    net = Left(leave)
+    twin = copy.deepcopy(net)
+    alone = train(twin, compiled(twin, "module", plain))
+    _, uncompiled = watched(tmp_path / "a", net, "module", Counting(), "uncompiled")
+    found, graphs = watched(tmp_path / "b", net, "module", backend, "graphs")
+    assert found == pytest.approx(alone, rel=1e-5)
+    assert backend.graphs == 2 * plain.graphs
+    assert (plain.graphs > 0) == (leave is broken)
+    same_rows(uncompiled, graphs)
+    assert notes(graphs) == []
+
+
 def test_a_graph_that_leaves_a_layer_out_is_the_last(tmp_path, monkeypatch):
     called = in_graph.called
 

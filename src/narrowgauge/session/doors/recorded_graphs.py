@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.stance import stance
 from narrowgauge.session.doors.unseen import unseen
 
@@ -25,6 +26,7 @@ from narrowgauge.session.doors.unseen import unseen
 class Recorded(TorchFunctionMode):
     """Does nothing. torch tells it from others by its class."""
 
+    @passed_over  # outside of graphs it is called for each of torch's functions, and would be a graph for each
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
 

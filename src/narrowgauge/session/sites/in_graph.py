@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compute.nn.tracing.handle import layer_of, new_handle
-from narrowgauge.compute.nn.tracing.marks import exporting, not_compiled
+from narrowgauge.compute.nn.tracing.marks import exporting, not_compiled, passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.operator import LIBRARY
 from narrowgauge.errors import ConversionError
@@ -115,6 +115,7 @@ def prepare() -> None:
     torch._dynamo.allow_in_graph(_at_result)
 
 
+@functools.partial(passed_over, below=True)
 def called(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
     """The hook of every layer that has a seat; behind its first branch it is traced, and the same for all of them.
 
