@@ -5,8 +5,10 @@ import os
 import pickle
 import re
 import struct
+import sys
 import warnings
 import zipfile
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -396,6 +398,17 @@ def pickled(content, path, how):
         path.write_bytes(pickle.dumps(content, protocol=2))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=how == "zip")
+
+
+def test_a_state_dict_with_tensors_of_torchaos_is_refused_with_what_to_save_instead(tmp_path, monkeypatch):
+    theirs, path = ModuleType("torchao.quantization"), tmp_path / "a.pt"
+    theirs.Int8Tensor = type("Int8Tensor", (), {"__module__": "torchao.quantization"})
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", theirs)
+    torch.save({"w": theirs.Int8Tensor()}, path)
+    said = refused(path)
+    assert "(it names `torchao.quantization.Int8Tensor`)" in said
+    assert said.endswith("Save plain tensors: of each of torchao's what it stands for, its dequantize().")
 
 
 @pytest.mark.parametrize("how", ["zip", "old", "pickle"])

@@ -98,9 +98,12 @@ def _load(path: Path, mapped: bool) -> Any:
             ) from error
         if named or "TorchScript" in text:
             wanted = f"it names `{named[1]}`" if named else "it is a TorchScript archive"
+            plain = "tensors alone: torch.save(model.state_dict(), ...), or safetensors"
+            if named and named[1].startswith("torchao."):  # a state dict already
+                plain = "plain tensors: of each of torchao's what it stands for, its dequantize()"
             raise UsageError(
                 f"{path} can only be read by running code that comes with it ({wanted}), and nothing of a file is run "
-                "here. Save tensors alone: torch.save(model.state_dict(), ...), or safetensors."
+                f"here. Save {plain}."
             ) from error
         raise UsageError(
             f"{path} is no whole torch checkpoint: {_fault(path, error)}. If it was downloaded or copied, do that "
