@@ -121,6 +121,75 @@ def test_gradient_cachings_first_pass_is_the_steps(tmp_path, now):
     assert seconds_of(tmp_path, now, between) == (50.0, 1.0)
 
 
+class Returns(Ticks):
+    """Returns a loss beside what it made, as Hugging Face's models."""
+
+    def forward(self, x, labels=None):
+        y = super().forward(x)
+        return {"y": y, **({} if labels is None else {"loss": F.mse_loss(y, labels)})}
+
+
+def references(tmp_path, now, what, config=None):
+    """A run of steps in each of which the model is called once more without gradients, between forward and backward."""
+    model = Returns(now)
+    called = model
+    if "wrapped" in what:  # what is trained is called through it, the reference without
+        called = nn.DataParallel(model)
+        called.device_ids = []  # also where there are GPUs
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with ng.watch(out=tmp_path / "run", every=100, config=config):
+        for _ in range(4):
+            x, labels = torch.randn(8, 4), torch.randn(8, 4)
+            y = called(x=x, labels=labels)["y"]
+            loss = F.softplus(y).mean()
+            if what == "behind backward":
+                loss.backward()
+            with torch.no_grad():
+                called.train(what != "eval")
+                if what == "written":
+                    labels.add_(1.0)
+                again = x.clone() if "other" in what else x
+                reference = model(x=again, labels=labels)["y"]
+                called.train()
+            if what != "behind backward":
+                (loss + (y - reference).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return ng.open_run(tmp_path / "run")
+
+
+METRICS = "4 losses were computed without gradients of batches that train (a metric, say); eval_loss leaves them out."
+
+
+@pytest.mark.parametrize("what", ["itself", "wrapped"])
+def test_a_reference_beside_the_batch_that_trains_is_the_steps_and_no_evaluation(what, tmp_path, now):
+    """DPO with LoRA: the model without its adapters, which returns a loss of its labels that nobody asks for."""
+    run = references(tmp_path, now, what)
+    assert "eval_loss" not in run.scalar_names
+    table = run.scalars(["step_seconds", "clean"])
+    assert (set(table["step_seconds"].tolist()), set(table["clean"].tolist())) == ({20.0}, {1.0})
+    assert METRICS in run.meta["notes"]
+
+
+@pytest.mark.parametrize("what", ["behind backward", "eval", "other rows", "written", "wrapped, other rows"])
+def test_what_is_no_batch_that_waits_for_its_backward_is_evaluated(what, tmp_path, now):
+    run = references(tmp_path, now, what)
+    table = run.scalars(["step_seconds", "clean", "eval_loss"])
+    made = table["step"] > 0  # an evaluation in the first step is before it
+    assert (set(table["step_seconds"][made].tolist()), set(table["clean"][made].tolist())) == ({10.0}, {0.0})
+    assert METRICS not in run.meta["notes"]
+
+
+def test_a_program_with_a_reference_has_a_row_of_each_step(tmp_path, now):
+    """While it is left alone nobody knows which batch trains."""
+    settings = tmp_path / "recorded.toml"
+    settings.write_text('[watch]\nscalars = "recorded"\n')
+    run = references(tmp_path, now, "itself", settings)
+    assert run.scalars("loss")["step"].tolist() == [1, 2, 3, 4]
+    (note,) = (note for note in run.meta["notes"] if "watch.scalars" in note)
+    assert "calls its model without gradients on batches that it trains on: each step has a row" in note
+
+
 @pytest.mark.parametrize("what", ["a loss", "eval", "other rows", "written"])
 def test_an_evaluation_on_what_is_trained_on_is_none_of_the_step(what, tmp_path, now):
     """A graph is evaluated on all of its nodes, which the next step is given as well."""

@@ -3,6 +3,8 @@
     outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
     call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
     call without gradients    an evaluation: its time is not the step's, unless that learns of it (aside.py)
+    without, before backward  on a batch that was called with: a reference (the model without its adapters, say),
+                              that the step's loss is made of. Its time is the step's
     of a frozen model         with gradients, given what wants none: a teacher, that was trained before. Its tokens and
                               rows are none of the step's, its time is
     in a generator            that a model's call returned: a part of that call
@@ -139,9 +141,10 @@ class Calls:
         Its hook is there for this call alone: no graph is made anew for its sake.
         """
 
-        def after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        def after(_module: nn.Module, given: Any, kwargs: dict[str, Any], output: Any) -> None:
             hook.remove()
-            missed, root.half_seen = kwargs if root.half_seen else {}, False
+            whole = root.half_seen or not (given or self.learns())  # without gradients by these alone is it told
+            missed, root.half_seen = kwargs if whole else {}, False
             if self._running.inside is hook:
                 self.ended(root, output, missed)
 
@@ -202,6 +205,10 @@ class Calls:
         running.of(root)
         root.heard_in = self.hearing.turn
         if not self.learns():
+            if self._refers(root, args, kwargs):
+                running.refers = True
+                self._steps.evals.reference_begins()
+                return
             self._waited = self._loading.evaluated()
             self._again = known_by((args, kwargs)) if root.module.training else {}
             self._eval_began = time.perf_counter()
@@ -232,6 +239,14 @@ class Calls:
             self._loading.trained(line)
         if self._probe is not None:
             self._probe.module_call_begin(root.module, args, kwargs, root.model)
+
+    def _refers(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what trains is looked at once more before its backward: by the model without its adapters, say."""
+        steps = self._steps
+        if not (root.module.training and steps.evals.backward_waits and steps.batches.trains((args, kwargs))):
+            return False
+        steps.rest.give_up("the program calls its model without gradients on batches that it trains on")
+        return True
 
     @partial(passed_over, below=True)
     def known(self, module: nn.Module) -> bool:
@@ -268,10 +283,13 @@ class Calls:
         if (output is None and running.raised()) or (left and self._unlearned()):
             self._take_back()
             missed = None
-        teaches = running.teaches
+        teaches, refers = running.teaches, running.refers
         running.over()
         if teaches:
             root.exit_autocast()
+            return
+        if refers:
+            self._steps.evals.reference_ended(output)
             return
         if missed and self.learns() and not (self._steps.paused or self._in_generator or self.hearing.stage):
             late = self._steps.batches.see(missed, more=True, model=id(root))
@@ -283,6 +301,10 @@ class Calls:
             self._generators.add(output)
             self._generates = True
         if not self.learns():
+            if missed and self._refers(root, (), missed):
+                self._steps.evals.take_back()
+                self._steps.evals.reference_ended(output)
+                return
             self._steps.evals.model_ended(output)
             self._steps.ledger.aside.called(time.perf_counter() - self._eval_began, self._waited, self._again)
             return

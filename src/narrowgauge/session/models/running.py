@@ -27,6 +27,7 @@ class Running:
         root: what the outermost is of.
         training: it is a step's forward with gradients.
         teaches: it is of what is frozen.
+        refers: it is without gradients, on a batch that trains.
         alone: it is of a step that is left alone.
         inside: hears its end, where what is called is inside of what `root` tells of.
         rerouted: takes back what `first_call.reroute` did.
@@ -36,7 +37,7 @@ class Running:
         self._deaf = deaf
         self.depth = 0
         self.root: Root | None = None
-        self.training = self.teaches = self.alone = False
+        self.training = self.teaches = self.refers = self.alone = False
         self.inside: RemovableHandle | None = None
         self.rerouted: Callable[[], None] | None = None
         self._call: FrameType | None = None  # torch's; None where a compiled function is called
@@ -63,7 +64,7 @@ class Running:
         """It has ended."""
         self._call = self.root = None
         self._deaf(False)
-        self.training = self.teaches = self.alone = False
+        self.training = self.teaches = self.refers = self.alone = False
         if self.rerouted is not None:
             self.rerouted()
         if self.inside is not None:

@@ -5,6 +5,8 @@
     y = teacher(x); F.mse_loss(model(x), y)          no loss without gradients came of it: the step's
     model(x); ...; model(x) with gradients           the same batch once more: gradient caching's first pass, the
                                                      probabilities before the update. It is the step's
+    loss = model(x); model(x) without, before backward     what a reference says of the batch. It is the step's as well,
+                                                     and nobody tells of it here
 
 An evaluation may be on the batch that the next step has (all nodes of a graph): it is told by its loss, or by a model
 in evaluation mode. Of a model that does not train the batch alone tells: a teacher's own loss may be looked at, too.

@@ -110,6 +110,7 @@ class EvalLosses:
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = False  # the model's call that was heard last had gradients
         self.fed, self.idle = False, False
+        self._metrics = 0  # as a reference's call began
         self._before = 0, 0  # several and unreduced ones, as the model's call began: what is inside is a part
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
@@ -260,6 +261,28 @@ class EvalLosses:
             self._add(loss, returned=self._own, unsure=unsure, beside=beside)
             self._told, self._beside, self._row = True, beside, row and unsure
         self._mark = None
+
+    @property
+    def backward_waits(self) -> bool:
+        """Whether a model was called with gradients since the step, and backward not since."""
+        return self.fed and self.trains_by.waits
+
+    def reference_begins(self) -> None:
+        """A model's call without gradients begins, on a batch that trains: it is none of an evaluation."""
+        self._metrics = self._counts.metrics
+
+    def take_back(self) -> None:
+        """The call that began last is a reference's."""
+        del self._losses[self._mark :]
+        self._counts.several, self._counts.unreduced = self._before
+        self._called_since.clear()
+        self._trains, self._mark = True, None
+        self.reference_begins()
+
+    def reference_ended(self, output: Any) -> None:
+        """Such a call ended with `output`; a loss of it that was heard inside is counted already."""
+        if scalar_loss(output) is not None and self._counts.metrics == self._metrics:
+            self._counts.metrics += 1
 
     def _count_out(self, beside: bool) -> None:
         if beside:

@@ -33,6 +33,11 @@ class TrainsBy:
         self._since[id(found)] = found
         return found
 
+    @property
+    def waits(self) -> bool:
+        """Whether a model was called with gradients, and backward not since."""
+        return bool(self._since)
+
     def training_changed(self) -> None:
         """Other parameters are trained now."""
         for each in self._of.values():

@@ -149,6 +149,10 @@ class Batches:
         addresses = [_address(given.x) or 0 for given in _tensors(inputs)]
         return any((kept := self._last.get(address)) and not kept.expired() for address in addresses)
 
+    def trains(self, inputs: Any) -> bool:
+        """Whether the open step was given all of these, as they are now."""
+        return self._before.has(known_by(inputs))
+
     def made(self, output: Any) -> None:
         """A model's call returned this. What it only passed through stays data."""
         for given in _tensors(output):

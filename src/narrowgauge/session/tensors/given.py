@@ -11,7 +11,7 @@ hide it. What a copy holds (`torch.cat`) is not asked. Nothing here keeps a tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,6 +44,13 @@ class GivenBefore:
         found = GivenBefore()
         found._by = {key: whose for key, whose in self._by.items() if key not in self._latest}
         return found
+
+    def has(self, known: Collection[tuple[int, int, int, int | None]]) -> bool:
+        """Whether all of these, by memory, what of it and how often it was written, were given; False of none."""
+        return bool(known) and all(
+            (before := self._by.get((memory, offset, numel))) is not None and before[1] == version
+            for memory, offset, numel, version in known
+        )
 
     def to_another(self, data: Sequence[Given], held: Mapping[int, StorageWeakRef], model: int) -> bool:
         """Whether the first of these was given to another model before; all of them are this one's now, if not.
