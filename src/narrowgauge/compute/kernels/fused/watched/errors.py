@@ -80,7 +80,7 @@ def look_at_errors(
     MAX: tl.constexpr, GOAL: tl.constexpr, POW2: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr,
     TAKE: tl.constexpr, C: tl.constexpr, TW: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr = 0,
 ):  # fmt: skip
-    """Errors of TAKE taken rows and of 2 TW columns, under one inv_scale, or a scale per grain.
+    """Errors of TAKE taken rows, or of those left, and of 2 TW columns, under one inv_scale, or a scale per grain.
 
     Args:
         record: where this program's ERRORS numbers go, E apart.
@@ -105,7 +105,10 @@ def look_at_errors(
     if AHEAD:
         begin = ((line0 + tl.arange(0, C)) * share + phase).to(tl.int64)
         next_c, next_d = load(x_ptr, begin, every, M, K, W, stride_m, stride_w, KIND)
-    for first in range(0, TAKE, C):
+    first, ours = tl.zeros_like(lines), tl.zeros_like(lines) + TAKE
+    if GRAIN != HELD:  # which takes few, for whom a loop of known length needs fewer registers
+        ours = tl.minimum(ours, lines - line0)  # the last band has what is left
+    while first < ours:
         line = line0 + first + tl.arange(0, C)
         m = line * share + phase
         a, b = load(x_ptr, m.to(tl.int64), w, M, K, W, stride_m, stride_w, KIND)
@@ -118,7 +121,7 @@ def look_at_errors(
             elif GRAIN == HELD:
                 if AHEAD:
                     c, d = next_c, next_d  # the next row is on its way while this one is worked on
-                    more = tl.where(first + 1 < TAKE, M, 0)
+                    more = tl.where(first + 1 < ours, M, 0)
                     next_c, next_d = load(x_ptr, m.to(tl.int64) + share, every, more, K, W, stride_m, stride_w, KIND)
                 else:
                     c, d = load(x_ptr, m.to(tl.int64), every, M, K, W, stride_m, stride_w, KIND)
@@ -148,6 +151,7 @@ def look_at_errors(
         store_where_it_lies(rows_ptr + line, row_signal, line < lines, INTERPRET)
         store_where_it_lies(rows_ptr + lines + line, row_error, line < lines, INTERPRET)
         xx, ee, taken = xx + row_signal, ee + row_error, taken + seen.to(tl.int32)
+        first += C
     at = columns_ptr + 2 * w
     tl.store(at, tl.sum(signal_a, 0), mask=2 * w < K)
     tl.store(at + 1, tl.sum(signal_b, 0), mask=2 * w + 1 < K)

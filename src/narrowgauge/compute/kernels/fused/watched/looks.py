@@ -161,7 +161,11 @@ class Looks:
         count = len(self._open)
         out = self._neutral.expand(count, MOMENTS.width).clone()
         if count:
-            packing.heads[(count,)](self._headers, out, MOMENTS.width, packing.WORDS, 1024, 16, num_warps=8)
+            parts = torch.empty(count, packing.PARTS, packing.FIELDS, dtype=torch.float64, device=self.device)
+            packing.parts[(count, packing.PARTS)](self._headers, parts, packing.WORDS, 1024, num_warps=8)
+            packing.heads[(count,)](
+                self._headers, parts, out, MOMENTS.width, packing.WORDS, packing.PARTS, 1024, 16, num_warps=8
+            )
             packing.lines[(count, packing.LINE_PROGRAMS)](
                 self._headers, out, MOMENTS.width, packing.WORDS, 512, num_warps=4
             )

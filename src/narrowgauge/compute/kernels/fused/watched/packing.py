@@ -1,6 +1,7 @@
-"""From what watched kernels left to packed moments, all looks of a step in two launches.
+"""From what watched kernels left to packed moments, all looks of a step in three launches.
 
-    heads     one program per look: records added up in float64, errors, the sample's moments, its histograms
+    parts     a few programs per look: the records of a part of its programs as one, in float64
+    heads     one program per look: those added up, errors, the sample's moments, its histograms
     lines     a few programs per look: 10 log10(sum v^2 / sum e^2) of rows and columns, into bins
 
     mean = S / n        M2 = Q - S^2 / n
@@ -25,8 +26,11 @@ from narrowgauge.metrics.bins import EXPONENT_BINS, RANGE_BINS, SQNR_BINS, SQNR_
 WORDS = 16
 PROGRAMS, ERRORS, SAMPLES, LINES, SEGMENTS, BANDS, K, WHOLE, HEALTHY = (Constant(i) for i in range(9))
 ROOM, ROWS, COLUMNS, COUNTS = (Constant(i) for i in range(9, 13))
+PARTS = 8  # of a look: seven thousand records are more than one program reads in the time of the other launches
 LINE_PROGRAMS = 8
+AHEAD = Constant(16)  # pieces of a line that are on their way together
 
+FIELDS = own.FIELDS
 _FIELDS, _ERRORS, _GROUP = (Constant(n) for n in (own.FIELDS, compared.ERRORS, sampling.GROUP))
 _N, _SUM, _SQUARES, _AMIN, _AMAX, _FLUSHED, _SATURATED, _NANS, _INFS = (
     own.N, own.SUM, own.SQUARES, own.AMIN, own.AMAX, own.FLUSHED, own.SATURATED, own.NANS, own.INFS,
@@ -55,15 +59,14 @@ _S_ROWS, _S_COLUMNS, _S_EXPONENTS, _S_RANGES = map(_at, ("row_sqnr", "col_sqnr",
 
 
 @triton.jit
-def _own(record, P, CHUNK: tl.constexpr):
-    """What all records hold of numbers: n, sum, squares, amin, amax, flushed, saturated, NaNs, Infs, scaled."""
+def _own(record, first, end, CHUNK: tl.constexpr):
+    """What records hold of numbers: n, sum, squares, amin, amax, flushed, saturated, NaNs, Infs, scaled."""
     zero = tl.zeros((CHUNK,), tl.float64)
     n, total, squares, flushed, saturated = zero, zero, zero, zero, zero
     nans, infs, scaled, amin, amax = zero, zero, zero, zero + float("inf"), zero - float("inf")
-    first = tl.zeros_like(P)
-    while first < P:  # all fields at once: one after the other, each would wait for its loads
+    while first < end:  # all fields at once: one after the other, each would wait for its loads
         i = first + tl.arange(0, CHUNK)
-        at, inside = record + _FIELDS * i, i < P
+        at, inside = record + _FIELDS * i, i < end
         n += tl.load(at + _N, mask=inside, other=0.0)
         total += tl.load(at + _SUM, mask=inside, other=0.0)
         squares += tl.load(at + _SQUARES, mask=inside, other=0.0)
@@ -82,14 +85,13 @@ def _own(record, P, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _scales(record, count, CHUNK: tl.constexpr):
-    """What the first `count` records hold of scales: how many, sum, squares, least and largest."""
+def _scales(record, first, end, CHUNK: tl.constexpr):
+    """What records hold of scales: how many, sum, squares, least and largest."""
     zero = tl.zeros((CHUNK,), tl.float64)
     n, total, squares, least, largest = zero, zero, zero, zero + float("inf"), zero - float("inf")
-    first = tl.zeros_like(count)
-    while first < count:
+    while first < end:
         i = first + tl.arange(0, CHUNK)
-        at, inside = record + _FIELDS * i, i < count
+        at, inside = record + _FIELDS * i, i < end
         n += tl.load(at + _SCALE_N, mask=inside, other=0.0)
         total += tl.load(at + _SCALE_SUM, mask=inside, other=0.0)
         squares += tl.load(at + _SCALE_SQUARES, mask=inside, other=0.0)
@@ -97,6 +99,35 @@ def _scales(record, count, CHUNK: tl.constexpr):
         largest = tl.maximum(largest, tl.load(at + _SCALE_MAX, mask=inside, other=-float("inf")))
         first += CHUNK
     return tl.sum(n, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.min(least, 0), tl.max(largest, 0)
+
+
+@triton.jit
+def parts(headers_ptr, parts_ptr, WORDS: tl.constexpr, CHUNK: tl.constexpr):
+    """The records of a part of a look's programs as one: [looks, parts, FIELDS] float64."""
+    header = headers_ptr + tl.program_id(0) * WORDS
+    P, record = tl.load(header + PROGRAMS), tl.load(header + ROOM).to(tl.pointer_type(tl.float64))
+    each = tl.cdiv(P, tl.num_programs(1))
+    first = tl.program_id(1) * each
+    end = tl.minimum(first + each, P)
+    n, total, squares, amin, amax, flushed, saturated, nans, infs, scaled = _own(record, first, end, CHUNK)
+    part = parts_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * _FIELDS
+    tl.store(part + _N, n)
+    tl.store(part + _SUM, total)
+    tl.store(part + _SQUARES, squares)
+    tl.store(part + _AMIN, amin)
+    tl.store(part + _AMAX, amax)
+    tl.store(part + _FLUSHED, flushed)
+    tl.store(part + _SATURATED, saturated)
+    tl.store(part + _NANS, nans)
+    tl.store(part + _INFS, infs)
+    tl.store(part + _SCALED, scaled)
+    end = tl.where(tl.load(header + WHOLE) != 0, tl.minimum(end, 1), end)  # program 0 has the scale of them all
+    scale_n, total, squares, least, largest = _scales(record, first, end, CHUNK)
+    tl.store(part + _SCALE_N, scale_n)
+    tl.store(part + _SCALE_SUM, total)
+    tl.store(part + _SCALE_SQUARES, squares)
+    tl.store(part + _SCALE_MIN, least)
+    tl.store(part + _SCALE_MAX, largest)
 
 
 @triton.jit
@@ -162,16 +193,19 @@ def _put_sample(out, groups, samples, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def heads(headers_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr):
+def heads(
+    headers_ptr, parts_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
     """All but the SQNR histograms of one look, into its row of `out`, which was neutral."""
     header = headers_ptr + tl.program_id(0) * WORDS
     out = out_ptr + tl.program_id(0) * WIDTH
     P, E, samples = tl.load(header + PROGRAMS), tl.load(header + ERRORS), tl.load(header + SAMPLES)
     whole = tl.load(header + WHOLE) != 0
-    record = tl.load(header + ROOM).to(tl.pointer_type(tl.float64))
-    errors = record + _FIELDS * P
+    errors = tl.load(header + ROOM).to(tl.pointer_type(tl.float64)) + _FIELDS * P
     groups = errors + _ERRORS * E
-    n, total, squares, amin, amax, flushed, saturated, nans, infs, scaled = _own(record, P, CHUNK)
+    part, none = parts_ptr + tl.program_id(0) * PARTS * _FIELDS, tl.zeros_like(P)
+    n, total, squares, amin, amax, flushed, saturated, nans, infs, scaled = _own(part, none, none + PARTS, PARTS)
     tl.store(out + _S_NUMEL, n + nans + infs)
     tl.store(out + _S_NAN, nans)
     tl.store(out + _S_INF, infs)
@@ -180,7 +214,7 @@ def heads(headers_ptr, out_ptr, WIDTH, WORDS: tl.constexpr, CHUNK: tl.constexpr,
     _put_group(out + _S_N, n, total, squares)
 
     # One scale for all: it was finite, and is still if everything under it is.
-    scale_n, total, squares, least, largest = _scales(record, tl.where(whole, 1, P), CHUNK)
+    scale_n, total, squares, least, largest = _scales(part, none, none + PARTS, PARTS)
     healthy = (scale_n > 0) & ((nans + infs == 0) | (whole == 0))
     tl.store(header + HEALTHY, healthy.to(tl.int64))
     if healthy:
@@ -239,10 +273,12 @@ def _count_lines(out, ptr, lines, parts, CHUNK: tl.constexpr):
         signal, error = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
         part = tl.zeros_like(parts)
         while part < parts:
-            at = ptr + part * 2 * lines + i
-            signal += tl.load(at, mask=i < lines, other=0.0)
-            error += tl.load(at + lines, mask=i < lines, other=0.0)
-            part += 1
+            for ahead in tl.static_range(AHEAD):
+                inside = (i < lines) & (part + ahead < parts)
+                at = ptr + (part + ahead) * 2 * lines + i
+                signal += tl.load(at, mask=inside, other=0.0)
+                error += tl.load(at + lines, mask=inside, other=0.0)
+            part += AHEAD
         found += tl.histogram(_sqnr_bins(signal, error), 256)
         first += tl.num_programs(1) * CHUNK
     bins = tl.arange(0, 256)
