@@ -87,6 +87,15 @@ def worded(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
+def in_one_line(error: BaseException) -> str:
+    """The same words without line breaks, for a message that says something behind them.
+
+    >>> in_one_line(ValueError("no such device:\\n  cuda:7"))
+    'ValueError: no such device: cuda:7'
+    """
+    return " ".join(worded(error).split())
+
+
 def let_pass(error: BaseException) -> None:
     """Raise it again if a signal handler of the program's raised it: a time limit, say, that ended while we worked."""
     trace = error.__traceback__

@@ -27,6 +27,7 @@ from narrowgauge.bench.shapes import sized
 from narrowgauge.bench.timing import Timing, interleave
 from narrowgauge.bench.variants import Stepper, Variant, choose_variants, many_graphs
 from narrowgauge.bench.watched import Watched
+from narrowgauge.errors import in_one_line
 
 BLOCK = 10
 EVERY = (1, 10)
@@ -66,7 +67,7 @@ def bench_overhead(
         except Exception as error:
             if variant.peer is None:
                 raise
-            rows.append({"recipe": variant.name, "error": " ".join(f"{type(error).__name__}: {error}".split())})
+            rows.append({"recipe": variant.name, "error": in_one_line(error)})
         keep(Result("overhead", settings, list(rows)).so_far())
     return Result("overhead", settings, rows)
 

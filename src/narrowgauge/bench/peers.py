@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.errors import UsageError, nearest
+from narrowgauge.errors import UsageError, in_one_line, nearest
 
 # peer -> its recipes
 PEERS = {"torchao": ("tensorwise", "rowwise"), "transformerengine": ("current",)}
@@ -36,7 +36,7 @@ def check_peer(name: str) -> None:
     try:
         importlib.import_module(_MODULES[name])
     except Exception as error:  # a build for another torch fails in ways of its own
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = in_one_line(error)
         raise UsageError(f"--peer {name}: {_MODULES[name]} cannot be imported ({cause}).") from error
 
 

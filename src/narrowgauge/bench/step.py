@@ -29,6 +29,7 @@ from narrowgauge.bench.result import Result, Row
 from narrowgauge.bench.shapes import sized, step_flops
 from narrowgauge.bench.timing import Timing, interleave
 from narrowgauge.bench.variants import Stepper, Variant, choose_variants, many_graphs
+from narrowgauge.errors import in_one_line
 
 GIB = 2**30
 LEAD = 1  # the first step of a turn pays for the one before
@@ -124,7 +125,7 @@ def _all(
         except Exception as error:
             if not alive:  # without BF16 there is nothing to compare with
                 raise
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = in_one_line(error)
             rows[variant.name] = {"variant": variant.name, "error": cause}
             forget(device)
         if len(alive) > 2 and not _fits([built.need for built in alive], device):  # it took more than was guessed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.recipes import ROLES, by_name
-from narrowgauge.errors import NarrowgaugeError, RunError, let_pass, worded
+from narrowgauge.errors import NarrowgaugeError, RunError, in_one_line, let_pass
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.judge import Judge
@@ -166,7 +166,7 @@ class WhatIf:
     def _failed(self, error: Exception) -> None:
         self._step, self._open = None, False
         let_pass(error)
-        cause = " ".join(worded(error).split())
+        cause = in_one_line(error)
         self.problem = self.problem or f"watch.what_if: it ended early, and rows of it are missing: {cause}"
 
 

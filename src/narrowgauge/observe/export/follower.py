@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.errors import in_one_line
 from narrowgauge.observe.export.exporter import Event, Exporter
 from narrowgauge.observe.export.tail import Tail
 from narrowgauge.observe.store import manifest as manifests
@@ -46,7 +47,7 @@ class Follower(threading.Thread):
             if self._run_appears():
                 self._follow()
         except Exception as error:
-            self.problem = " ".join(f"{type(error).__name__}: {error}".split())
+            self.problem = in_one_line(error)
 
     def report(self) -> dict[str, Any]:
         """How far it came, for the one who started it."""

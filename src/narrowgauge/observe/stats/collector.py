@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
-from narrowgauge.errors import let_pass, worded
+from narrowgauge.errors import in_one_line, let_pass
 from narrowgauge.metrics import Site
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.stats.again import OPEN, Again, Gate, Watched, here, there
@@ -355,7 +355,7 @@ class Collector:
         if self.failures > 1:
             return
         where = site or f"the end of step {self._step}"
-        cause = " ".join(worded(error).split())
+        cause = in_one_line(error)
         message = f"watching {where} failed at step {self._step}: {cause}"
         _log.warning(
             "narrowgauge: %s. Training goes on; the numbers of what fails are missing, and further failures are only"

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
-from narrowgauge.errors import let_pass, worded
+from narrowgauge.errors import in_one_line, let_pass
 from narrowgauge.observe.stats.arriving import Writer
 from narrowgauge.session.dumps.choice import Choice
 from narrowgauge.session.dumps.file import StepFile, nbytes_of
@@ -161,7 +161,7 @@ class Dumper:
 
     def _failed(self, step: int, error: Exception) -> None:
         let_pass(error)
-        cause = " ".join(worded(error).split())
+        cause = in_one_line(error)
         if not self.failure:
             self.failure = f"dump: step {step} could not be written, and nothing after it was: {cause}."
             self._writer.add_event(step, "dump_failed", self.failure)

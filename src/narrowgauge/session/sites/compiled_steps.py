@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
-from narrowgauge.errors import worded
+from narrowgauge.errors import in_one_line
 from narrowgauge.session.doors.compilations import Compilations, Whose
 from narrowgauge.session.doors.compiled_graphs import launched
 from narrowgauge.session.sites.choice import Choice
@@ -113,7 +113,7 @@ class CompiledSteps:
 
     def _failed(self, error: Exception) -> None:
         """The compiler could not make a graph for a recorded step."""
-        cause = " ".join(worded(error).split())[:200]
+        cause = in_one_line(error)[:200]
         self._choice.refuse(f"torch could not compile them ({cause})")
 
     def notes(self, lacks: Callable[[], bool]) -> list[str]:

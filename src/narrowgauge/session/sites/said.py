@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.errors import let_pass, worded
+from narrowgauge.errors import in_one_line, let_pass
 
 NO_FLOAT64 = "Training in BF16 or FP8 holds no float64"
 CLOSED = (
@@ -70,7 +70,7 @@ class Said:
     def failed(self, what: str, error: Exception) -> None:
         """Leave a note of an error; of several, the first says enough."""
         let_pass(error)
-        cause = " ".join(worded(error).split())
+        cause = in_one_line(error)
         self._told(f"watching {what} failed: {cause}")
         if not any(note.startswith("Watching ") for note in self._notes):
             self.say(f"Watching {what} failed, and its numbers are missing: {cause}. Training goes on.")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.errors import in_one_line
 from narrowgauge.session.sites.transformer_engine import KEPT_HIGH
 
 PYTORCH = "transformer_engine.pytorch"
@@ -41,7 +42,7 @@ class Hook(ABC):
         try:
             self.before(module, args, kwargs)
         except Exception as error:
-            self.problem = self.problem or " ".join(f"{type(error).__name__}: {error}".split())
+            self.problem = self.problem or in_one_line(error)
             self.end(module)
 
     def begin(self, module: nn.Module, *, now: bool) -> None:
