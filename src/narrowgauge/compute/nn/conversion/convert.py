@@ -198,9 +198,9 @@ def _adopt_one(plan: Plan, table: ScaleTable, clock: StepClock) -> LayerState | 
 
 
 def _check_resumed(table: ScaleTable, optimizer: Optimizer) -> None:
-    steps = steps_taken(optimizer)
-    if table.steps == 0 and steps > 1:
-        warn_fresh_after(steps)
+    before = steps_taken(optimizer) - 1  # it has just made the first one with these scales
+    if table.steps == 0 and before > 0:
+        warn_fresh_after(before)
 
 
 def _row(plan: Plan, state: LayerState | None) -> Row:
