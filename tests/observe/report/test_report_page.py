@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
+import synthetic_verdict
 
 from narrowgauge.errors import RunError
 from narrowgauge.metrics.bins import EXPONENT_BINS
@@ -171,6 +172,8 @@ def test_what_runs_differ_in_is_told_of_each(tmp_path: Path):
         ("Started: b", "2026-05-04 10:30 UTC"),
     ]
     assert common_facts({"b": runs["b"]}, None)[0] == ("Command", "t.py --lr 2")
+    together = common_facts(runs, replace(synthetic_verdict.verdict(), started=""))
+    assert [pair for pair in together if "Started" in pair[0]] == [("Started", "2026-05-04 09:30 UTC")]
     page = html(None, runs, tmp_path / "report.html").read_text()
     assert page.count('<dd class="code">t.py --lr') == 2
     assert "Command: b, c" in Page(page).text

@@ -83,11 +83,12 @@ def how_it_ended(run: Run) -> str:
 def common_facts(runs: Mapping[str, Run], verdict: Verdict | None) -> list[tuple[str, str]]:
     """What the runs are of: (label, text) pairs; where runs differ in one, a pair for each that there is.
 
-    What a verdict says itself goes for all of them.
+    What a verdict says itself goes for all of them, and they were started together: when the first was.
     """
     metas = {name: {**run.meta, "started": run.manifest.get("started")} for name, run in runs.items()} or {"": {}}
     if verdict is not None:
-        said = {"versions": dict(verdict.versions), "started": verdict.started}
+        began = min((str(meta["started"]) for meta in metas.values() if meta.get("started")), default="")
+        said = {"versions": dict(verdict.versions), "started": verdict.started or began}
         metas = {name: meta | {key: value for key, value in said.items() if value} for name, meta in metas.items()}
     asked: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "Command": lambda meta: words.command_line(meta.get("command")),
