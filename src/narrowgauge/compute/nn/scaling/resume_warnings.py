@@ -29,8 +29,8 @@ def warn_lost(name: str) -> None:
 def warn_fresh_after(steps: int) -> None:
     """Say that an optimizer came with a past and the scales did not."""
     warnings.warn(
-        f"the optimizer has already taken {steps} step{'s' * (steps > 1)}, but the model's scales are new. If this resumes an "
-        "FP8 run, its scaling state was not loaded: convert the model before load_state_dict, or call "
+        f"the optimizer has already taken {steps} step{'s' * (steps > 1)}, but the model's scales are new. If this "
+        "resumes an FP8 run, its scaling state was not loaded: convert the model before load_state_dict, or call "
         "narrowgauge.load_scaling_state(model, checkpoint). If training switches to FP8 here, all is well.",
         NarrowgaugeWarning,
         stacklevel=2,
