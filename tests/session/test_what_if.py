@@ -1,6 +1,7 @@
 """What other recipes would make of a program's tensors: counted as by hand, in runs of their own, changing nothing."""
 
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -84,6 +85,65 @@ def test_a_delayed_scale_is_of_the_steps_before(asked):
         fmt = by_name("delayed").uses(site.partition(":")[2])[0].fmt
         assert row["scale_max"] == pytest.approx(assumed / fmt.max, rel=1e-6), site
         assert row["amax_ratio"] == pytest.approx(amax[3][site] / assumed, rel=1e-6), site
+
+
+def looked_at(folder, recipe, *steps):
+    """The rows by step of one weight, that came as these tensors: of each step a list."""
+    with RunWriter(folder / "out", {}) as writer:
+        asked = WhatIf((recipe,), writer, Selection({}, 1))
+        for step, tensors in enumerate(steps, 1):
+            asked.begin_step(step, recorded=True)
+            for x in tensors:
+                asked.operand("a", "input", x)
+        asked.close()
+    run = open_run(folder / "out" / "what_if" / recipe)
+    return {step: rows(run, step)["a:input"] for step in run.steps.tolist()}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+@pytest.mark.parametrize("first", [0.0, math.nan, math.inf])
+def test_what_says_nothing_of_a_scale_is_not_assumed(tmp_path, recipe, first):
+    # LoRA's B and the gradient of its A begin as zeros; the first steps under a gradient scaler overflow.
+    x = torch.full((16, 16), 1e-4)
+    found = looked_at(tmp_path, recipe, [torch.full((16, 16), first)], [x], [4 * x])
+    assert math.isnan(found[1]["amax_ratio"])
+    assert (found[2]["amax_ratio"], found[2]["underflow_pct"], found[2]["gain"]) == (1, 0, pytest.approx(1))
+    assert found[3]["scale_max"] == pytest.approx(1e-4 / 448, rel=1e-6)
+    assert (found[3]["amax_ratio"], found[3]["saturation_pct"]) == (pytest.approx(4), 100)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_assumed_scale_hides_no_inf_and_no_nan(tmp_path, recipe, bad):
+    x = torch.randn(16, 16)
+    spoiled = x.clone()
+    spoiled[3, 4] = bad
+    found = looked_at(tmp_path, recipe, [x], [spoiled], [spoiled, x / 2])
+    assert math.isnan(found[2]["sqnr_db"])
+    assert math.isnan(found[2]["scale_max"])
+    assert math.isnan(found[2]["amax_ratio"])
+    assert found[3]["amax_ratio"] == pytest.approx(0.5)
+    assert found[3]["sqnr_db"] > 25
+
+
+def test_the_first_tensor_s_scale_is_that_of_all_of_its_step_as_where_the_recipe_trains(tmp_path):
+    x = torch.full((16, 16), 1.0)
+    found = looked_at(tmp_path, "delayed", [0 * x, x, 4 * x], [x])
+    assert (found[1]["amax_ratio"], found[1]["scale_max"]) == (4, pytest.approx(1 / 448))
+    assert (found[2]["amax_ratio"], found[2]["scale_max"]) == (0.25, pytest.approx(4 / 448))
+
+
+def test_amaxes_of_a_step_that_was_none_are_no_history(tmp_path):
+    x = torch.full((16, 16), 1.0)
+    with RunWriter(tmp_path / "out", {}) as writer:
+        asked = WhatIf(("delayed",), writer, Selection({}, 1))
+        for step, size in enumerate((1, 9, 1, 1)):
+            asked.begin_step(step, recorded=True)
+            asked.operand("a", "input", size * x)
+            if size == 9:
+                asked.drop_step()
+        asked.close()
+    assert rows(open_run(tmp_path / "out" / "what_if" / "delayed"), 3)["a:input"]["amax_ratio"] == 1
 
 
 EXPERTS = """

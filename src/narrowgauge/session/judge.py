@@ -4,7 +4,9 @@
     experts [E, N, K] ->  each expert by itself
 
 Delayed and static recipes assume an amax: of the recorded steps before (delayed: the largest of the last `history`
-of them; static: the first). So they are as good as recording is often: `every = 1` shows what they would do.
+of them; static: the first tensor's). So they are as good as recording is often: `every = 1` shows what they would do.
+As where such a recipe trains (compute/nn/scaling/scale_table.py), zeros and what is not finite assume nothing: until
+something else was seen, a tensor's own amax is taken, and of the first one it is kept for the rest of the step.
 
 Legend: M = rows, K = columns, E = experts, N = rows of each.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor, quantize
+from narrowgauge.compute.quant.quantize import scales_for
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.observe.stats import Collector
 from narrowgauge.session.sites.experts import of_stack, quantize_experts
@@ -31,14 +34,27 @@ class Judge:
     collector: Collector
     seen: dict[str, deque[Tensor]] = field(default_factory=dict)  # amaxes of the steps before, by site
     now: dict[str, Tensor] = field(default_factory=dict)  # of the open step
+    assumed: dict[str, Tensor] = field(default_factory=dict)  # what scales are made for; 0: nothing yet
 
     def end_step(self) -> None:
         """What the step showed is history."""
         self.collector.end_step()
-        for site, amax in self.now.items():
-            history = self.seen.setdefault(site, deque(maxlen=self.recipe.history))
-            if self.recipe.state == "delayed" or not history:
+        if self.recipe.state == "delayed":
+            for site, amax in self.now.items():
+                history = self.seen.setdefault(site, deque(maxlen=self.recipe.history))
                 history.append(amax)
+                largest = torch.stack(list(history)).amax(0)
+                self.assumed[site] = torch.where(largest > 0, largest, self.assumed[site])
+        self.now.clear()
+
+    def drop_step(self) -> None:
+        """The open step is none."""
+        self.collector.drop_step()
+        self.now.clear()
+
+    def begin_anew(self) -> None:
+        """What was seen in the open step so far was none of it."""
+        self.collector.begin_anew()
         self.now.clear()
 
     def counted(self, module: str, role: str, x: Tensor) -> bool:
@@ -48,7 +64,10 @@ class Judge:
         return self.collector.judge(module, role, x, self.recipe.uses(role)[0])  # type: ignore[arg-type]
 
     def quantized(self, site: str, role: str, x: Tensor) -> tuple[QTensor, Tensor | None]:
-        """The codes of x [M, K] or [E, N, K], and its amax over the one that the recipe assumed (experts: the most)."""
+        """The codes of x [M, K] or [E, N, K], and its amax over the one that the recipe assumed.
+
+        Of experts it is the most of theirs; -inf if there is none.
+        """
         rule = self.recipe.uses(role)[0]  # type: ignore[arg-type]
         stacked = x.dim() == 3
         if self.recipe.state == "none":
@@ -57,10 +76,12 @@ class Judge:
             return quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling, margin=rule.margin), None
         grain = of_stack(rule.granularity, x) if stacked else rule.granularity
         amax = grain.amax(x.reshape(-1, x.shape[-1]))
-        usable = torch.where(amax < torch.inf, amax, 0.0)
+        finite = amax < torch.inf
+        usable = torch.where(finite, amax, 0.0)
         self.now[site] = torch.maximum(self.now[site], usable) if site in self.now else usable
-        before = self.seen.get(site)
-        window = list(before)[-self.recipe.history :] if before else []
-        assumed = torch.stack(window).amax(0) if window else amax
-        q = quantize(x, rule.fmt, grain, scaling=rule.scaling, margin=rule.margin, amax=assumed)
-        return q, (amax / assumed).amax()
+        before = self.assumed.get(site, torch.zeros_like(amax))
+        self.assumed[site] = torch.where(before > 0, before, usable)
+        assumed = torch.where(before > 0, before, amax)
+        scale, inv_scale = scales_for(assumed, rule.fmt, rule.scaling, rule.margin)
+        q = quantize(x, rule.fmt, grain, scale=scale, inv_scale=inv_scale, amax=amax)
+        return q, torch.where(finite & (assumed > 0), amax / assumed, -torch.inf).amax()

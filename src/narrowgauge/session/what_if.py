@@ -138,14 +138,14 @@ class WhatIf:
         self._weights.clear()
         self._now.clear()
         for judge in self._judges:
-            judge.collector.drop_step()
+            judge.drop_step()
 
     def begin_anew(self) -> None:
         """What was seen in the open step so far was none of it."""
         self._weights.clear()
         self._now.clear()
         for judge in self._judges:
-            judge.collector.begin_anew()
+            judge.begin_anew()
 
     def close(self) -> None:
         """The program ended: write everything."""
