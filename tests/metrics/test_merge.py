@@ -89,3 +89,13 @@ def test_zeros_merged_with_zeros_have_no_scale():
     merged = finalize(merge(np.stack([packed(np.zeros((4, 3)), scale=1.0)] * 2))[None])
     assert np.isnan([merged[name][0] for name in ("scale_min", "scale_max", "scale_std")]).all()
     assert merged["amax"][0] == merged["underflow_pct"][0] == 0
+
+
+@pytest.mark.parametrize(("bad", "count"), [(np.nan, "nan_count"), (np.inf, "inf_count")])
+def test_a_part_that_is_not_finite_hides_no_ratio_of_amaxes(bad, count):
+    spoiled, fine = packed(np.ones((4, 3))), packed(np.ones((4, 3)))
+    spoiled[[MOMENTS[count], MOMENTS["amax_ratio"]]] = 1, bad
+    fine[MOMENTS["amax_ratio"]] = 1.5
+    assert finalize(merge(np.stack([spoiled, fine, spoiled]))[None])["amax_ratio"][0] == 1.5
+    for alone in (spoiled, merge(np.stack([spoiled, spoiled]))):
+        assert np.isnan(finalize(alone[None])["amax_ratio"][0])

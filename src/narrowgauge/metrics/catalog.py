@@ -239,7 +239,7 @@ _METRICS = (
     Metric(
         "amax_ratio",
         "",
-        "How far the tensor left the range that its delayed scale assumed.",
+        "How far the tensor left the range that its delayed scale assumed; what holds Inf or NaN has no say in it.",
         "amax now / amax that the delayed scale assumed",
         "max",
         OPERAND_ROLES,

@@ -73,7 +73,8 @@ def finalize(moments: Array, layout: Layout = MOMENTS, columns: Sequence[str] = 
         "scale_min": lambda: np.where(zeros, np.nan, _extreme(slot("scale_min"))),
         "scale_max": lambda: np.where(zeros, np.nan, _extreme(slot("scale_max"))),
         "scale_std": lambda: np.where(zeros, np.nan, np.sqrt(_ratio(slot("scale_m2"), slot("scale_n")))),
-        "amax_ratio": lambda: _extreme(slot("amax_ratio"), keep_inf=np.inf),
+        # Of what holds an Inf it is that one over what was assumed.
+        "amax_ratio": lambda: _extreme(slot("amax_ratio"), keep_inf=np.where(slot("inf_count") > 0, np.nan, np.inf)),
         "gemm_gain": lambda: _ratio(slot("gemm_wg"), ww),
         "gemm_cosine": lambda: _cosine(slot("gemm_wg"), ww, slot("gemm_gg")),
         "gemm_sqnr_db": lambda: _decibel(ww, slot("gemm_ee")),
@@ -85,7 +86,7 @@ def _count(x: Array) -> Array:
     return np.rint(x).astype(np.int64)
 
 
-def _extreme(x: Array, keep_inf: float = np.nan) -> Array:
+def _extreme(x: Array, keep_inf: Array | float = np.nan) -> Array:
     """An extreme, or NaN where it is still neutral; an infinite amax_ratio (assumed amax 0) is a fact."""
     return np.where(np.isfinite(x) | (x == keep_inf), x, np.nan)
 

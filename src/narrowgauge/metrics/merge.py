@@ -8,7 +8,7 @@ Groups of central moments, k parts at once: n = sum n_i, mean = sum n_i mean_i /
 
 which for k = 2 is the pairwise law of Chan, Golub and LeVeque (1979), extended to higher powers by Pébay
 (SAND2008-6212).
-A part of zeros alone brings no scale.
+A part of zeros alone brings no scale, and one that holds Inf or NaN no ratio of amaxes: its own is no number.
 Every term that squares delta is added, never subtracted: a wrong sign there makes a variance negative.
 """
 
@@ -34,6 +34,8 @@ def merge(parts: Vector, layout: Layout = MOMENTS) -> Vector:
     """
     parts = np.array(parts, dtype=np.float64)
     parts[parts[..., layout["amax"]] == 0, layout.scales] = layout.neutral[layout.scales]
+    ratio = parts[..., layout["amax_ratio"]]
+    ratio[_spoiled(parts, layout) & ~(ratio < np.inf)] = -np.inf
     out = parts.sum(0)
     for law, reduce in (("min", np.min), ("max", np.max)):
         columns = list(layout.columns(law))
@@ -41,6 +43,10 @@ def merge(parts: Vector, layout: Layout = MOMENTS) -> Vector:
     for names in layout.groups:
         out[..., [layout[name] for name in names]] = _group(*(parts[..., layout[name]] for name in names))
     return np.asarray(out)
+
+
+def _spoiled(parts: Vector, layout: Layout) -> npt.NDArray[np.bool_]:
+    return np.asarray(parts[..., layout["nan_count"]] + parts[..., layout["inf_count"]] > 0)
 
 
 def _group(n: Vector, mean: Vector, m2: Vector, m3: Vector | None = None, m4: Vector | None = None) -> Vector:

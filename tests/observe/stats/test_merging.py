@@ -98,6 +98,9 @@ def test_the_device_merges_as_the_oracle_does(parts, sites, seed):
             if rng.random() < 0.8:
                 x = torch.from_numpy(rng.normal(rng.normal() * 5, 1, (3, 4)).astype(np.float32))
                 table[i, j] = moments(x, quantize(x, E4M3FN)).numpy()
+            if rng.random() < 0.3:
+                table[i, j, MOMENTS["amax_ratio"]] = rng.choice([1.5, np.inf, np.nan])
+                table[i, j, MOMENTS[("nan_count", "inf_count")[rng.integers(2)]]] = 1
     for width in (MOMENTS.width, MOMENTS.head_width):
         wanted = oracle(table)[..., :width]
         found = merge(torch.from_numpy(table[..., :width])).numpy()

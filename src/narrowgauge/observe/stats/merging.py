@@ -2,7 +2,7 @@
 
 sum, min, max, and for central moments  M2 = sum M2_i + n_i delta_i^2, ...      (see metrics.merge)
 
-A part of zeros alone brings no scale.
+A part of zeros alone brings no scale, and one that holds Inf or NaN no ratio of amaxes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ def merge(parts: Tensor, layout: Layout = MOMENTS) -> Tensor:
     zeros, neutral = parts[..., layout["amax"], None] == 0, _neutral(parts.device, parts.shape[-1])
     parts = parts.clone()
     parts[..., layout.scales] = torch.where(zeros, neutral[layout.scales], parts[..., layout.scales])
+    ratio = parts[..., layout["amax_ratio"]]
+    spoiled = parts[..., layout["nan_count"]] + parts[..., layout["inf_count"]] > 0
+    ratio.masked_fill_(spoiled & ~(ratio < torch.inf), -torch.inf)
     out = parts.sum(0)
     for law, reduce in (("min", torch.amin), ("max", torch.amax)):
         for column in layout.columns(law):
