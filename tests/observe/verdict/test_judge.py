@@ -25,8 +25,8 @@ def judge_one(variant, noise=None, baseline=None, same=()):
     return verdict, verdict.variants[0]
 
 
-def same_weights(loss_gap=0.01, cosine=0.999):
-    return (SameWeights(step=10, loss=2.0, loss_gap_pct=loss_gap, grad_cosine=cosine, grad_norm_ratio=1.0),)
+def same_weights(loss_gap=0.01, cosine=0.999, length=1.0):
+    return (SameWeights(step=10, loss=2.0, loss_gap_pct=loss_gap, grad_cosine=cosine, grad_norm_ratio=length),)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,21 @@ def test_a_lower_loss_is_undecided_where_one_batch_shows_no_fault_and_to_be_watc
 @pytest.mark.parametrize("same", [same_weights(loss_gap=1.5), same_weights(loss_gap=-1.5), same_weights(cosine=0.5)])
 def test_the_same_weights_can_withdraw_a_pass(same):
     _, variant = judge_one(evidence("current", FLAT), noise=evidence("noise", FLAT), same=same)
+    assert variant.outcome == "watch"
+
+
+@pytest.mark.parametrize(("length", "outcome"), [(2.0, "watch"), (0.5, "watch"), (1.1, "pass"), (0.978, "pass")])
+def test_a_gradient_of_another_length_is_not_safe_though_its_direction_and_the_loss_are_right(length, outcome):
+    # Its scale is wrong, as Adam's updates do not show.
+    same = same_weights() + same_weights(length=length)
+    _, variant = judge_one(evidence("current", FLAT), noise=evidence("noise", FLAT), same=same)
+    assert variant.outcome == outcome
+    said = f"its length is {length:.3g} times the baseline's"
+    assert (said in variant.sentence) == (abs(length - 1) > 0.05)
+
+
+def test_a_lower_loss_of_gradients_of_another_length_is_to_be_watched():
+    _, variant = judge_one(evidence("current", shifted(-3.0)), same=same_weights(length=1.1))
     assert variant.outcome == "watch"
 
 

@@ -25,6 +25,7 @@ PASS_PCT = 0.25
 WATCH_PCT = 1.0
 QUARTER = 4
 FEWEST_STEPS = 20  # fewer can show that a recipe is broken, never that it is safe
+CLEAN_LENGTH = 0.05  # how far a gradient's length may be off the baseline's at the same weights and show no fault
 STUDENT_T = 3.18  # 95%, three degrees of freedom
 
 Floats = NDArray[np.float64]

@@ -19,6 +19,7 @@ from narrowgauge.observe.verdict import words
 from narrowgauge.observe.verdict.converted import label
 from narrowgauge.observe.verdict.evidence import Evidence, first_difference
 from narrowgauge.observe.verdict.gap import (
+    CLEAN_LENGTH,
     FEWEST_STEPS,
     PASS_PCT,
     QUARTER,
@@ -43,6 +44,8 @@ SAFE: dict[Outcome, Answer] = {"pass": "yes", "fail": "no"}
 NOT_WORTH, WORTH = 1.02, 1.05
 # At the same weights: a forward loss off by more than this is a bug; gradients less alike than this are not the same.
 SAME_LOSS_PCT, SAME_COSINE, CLEAN_COSINE = 1.0, 0.9, 0.98
+# A cosine sees no wrong scale, the gradient's length does. Noise that these cosines allow adds 11% and 2% to it.
+SAME_LENGTH = 0.15
 # A loss below this share of its first value has all but vanished.
 NEAR_ZERO = 1e-3
 
@@ -197,11 +200,15 @@ def _lower(gap_pct: float, eval_gap: float | None) -> bool:
 
 
 def _plausible(same: tuple[SameWeights, ...]) -> bool:
-    return all(abs(s.loss_gap_pct) <= SAME_LOSS_PCT and s.grad_cosine >= SAME_COSINE for s in same)
+    return all(_within(s, SAME_LOSS_PCT, SAME_COSINE, SAME_LENGTH) for s in same)
 
 
 def _clean(same: tuple[SameWeights, ...]) -> bool:
-    return all(abs(s.loss_gap_pct) <= PASS_PCT and s.grad_cosine >= CLEAN_COSINE for s in same)
+    return all(_within(s, PASS_PCT, CLEAN_COSINE, CLEAN_LENGTH) for s in same)
+
+
+def _within(s: SameWeights, loss_pct: float, cosine: float, length: float) -> bool:
+    return abs(s.loss_gap_pct) <= loss_pct and s.grad_cosine >= cosine and abs(s.grad_norm_ratio - 1.0) <= length
 
 
 def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tuple[float | None, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.observe.verdict.gap import FEWEST_STEPS
+from narrowgauge.observe.verdict.gap import CLEAN_LENGTH, FEWEST_STEPS
 from narrowgauge.observe.verdict.keeping import keep_high
 from narrowgauge.observe.verdict.types import VariantVerdict
 from narrowgauge.observe.verdict.worst import NOTHING
@@ -92,9 +92,11 @@ def _same(v: VariantVerdict) -> str:
         return ""
     loss = max((s.loss_gap_pct for s in v.same_weights), key=abs)
     cosine = min(s.grad_cosine for s in v.same_weights)
+    length = max((s.grad_norm_ratio for s in v.same_weights), key=lambda ratio: abs(ratio - 1.0))
+    scaled = f", and its length is {length:.3g} times the baseline's: a wrong or stale scale"
     return (
         f" At the same weights and batch the loss differs by {percent(loss)} at most, "
-        f"gradient cosine {cosine:.4f} or more."
+        f"gradient cosine {cosine:.4f} or more{scaled if abs(length - 1.0) > CLEAN_LENGTH else ''}."
     )
 
 
