@@ -91,6 +91,18 @@ def test_other_data_is_not_judged_and_names_the_step():
     assert not verdict.judged
 
 
+def test_another_number_of_microbatches_is_not_judged_unless_the_run_went_wrong():
+    baseline = evidence("baseline", FLAT, microbatches=[4.0] * 40)
+    fewer = [4.0] * 6 + [3.0] * 34
+    verdict, variant = judge_one(evidence("current", shifted(-25), microbatches=fewer), baseline=baseline)
+    assert variant.outcome == "unjudged"
+    assert variant.sentence.startswith("Not judged: in step 7 the current run called backward another number of times")
+    assert not verdict.judged
+    for wrong in ({"exit_code": 1}, {"meta": {"nan_steps": 2}}):
+        _, variant = judge_one(evidence("current", shifted(-25), microbatches=fewer, **wrong), baseline=baseline)
+        assert variant.outcome == "fail"
+
+
 def test_other_weights_are_not_judged():
     _, variant = judge_one(evidence("current", FLAT, meta={"weights_hash": "other"}))
     assert variant.outcome == "unjudged"

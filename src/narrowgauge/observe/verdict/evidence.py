@@ -97,9 +97,12 @@ class Evidence:
         )
 
 
-def first_difference(a: Evidence, b: Evidence) -> int | None:
-    """The first common step at which two runs had seen different data; None if they agree (or nothing was recorded)."""
-    left, right = a.series("data_digest"), b.series("data_digest")
+def first_difference(a: Evidence, b: Evidence, name: str = "data_digest") -> int | None:
+    """The first common step at which two runs had seen different data; None if they agree (or nothing was recorded).
+
+    `name`: the scalar to compare, if it is another one.
+    """
+    left, right = a.series(name), b.series(name)
     steps = np.intersect1d(left.steps, right.steps)
     differs = left.at(steps) != right.at(steps)
     return int(steps[differs][0]) if differs.any() else None

@@ -90,8 +90,12 @@ def _comparable(baseline: Evidence, other: Evidence | None) -> str:
     if ours and theirs and ours != theirs:  # a run that was killed early may have left none
         return words.other_weights(other.name)
     step = first_difference(baseline, other)
-    models = int(baseline.meta.get("models", 1))
-    return words.other_data(other.name, step, models) if step is not None else ""
+    if step is not None:
+        return words.other_data(other.name, step, int(baseline.meta.get("models", 1)))
+    step = first_difference(baseline, other, "microbatches")
+    # A run that went wrong may have left some out for that: then how it went wrong is what there is to say.
+    broken = other.exit_code or int(other.meta.get("nan_steps", 0))
+    return words.other_microbatches(other.name, step) if step is not None and not broken else ""
 
 
 def _baseline_broken(baseline: Evidence) -> str:

@@ -26,6 +26,14 @@ def other_data(name: str, step: int, models: int = 1) -> str:
     )
 
 
+def other_microbatches(name: str, step: int) -> str:
+    """The runs cannot be compared: a step's loss is of more microbatches in one than in the other."""
+    return (
+        f"Not judged: in step {step} the {name} run called backward another number of times than the baseline, so "
+        "their losses are sums of different things. Have it called as often, whatever layers and losses are."
+    )
+
+
 def not_finite(nan_steps: int, steps: int) -> str:
     """The baseline itself went wrong, so nothing can be held against FP8."""
     return (
