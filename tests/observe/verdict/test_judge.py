@@ -179,6 +179,22 @@ def test_an_evaluation_far_off_fails_though_the_loss_matches():
     assert "The evaluation loss is +5%" in variant.sentence
 
 
+@pytest.mark.parametrize(("same", "outcome"), [((), "watch"), (same_weights(), "pass"), (same_weights(0.6), "watch")])
+def test_a_lower_evaluation_is_no_failure(same, outcome):
+    baseline, noise = (evidence(name, FLAT, eval_loss={40: 2.0}) for name in ("baseline", "noise"))
+    variant_run = evidence("current", shifted(0.05), eval_loss={40: 1.9})
+    _, variant = judge_one(variant_run, noise=noise, baseline=baseline, same=same)
+    assert (variant.eval_gap_pct, variant.outcome) == (pytest.approx(-5.0), outcome)
+
+
+def test_an_evaluation_below_zero_is_worse_where_it_is_higher():
+    # As the negative log-likelihood of a density is.
+    baseline, noise = (evidence(name, FLAT, eval_loss={40: -2.0}) for name in ("baseline", "noise"))
+    variant_run = evidence("current", shifted(-0.3), eval_loss={40: -1.9})
+    _, variant = judge_one(variant_run, noise=noise, baseline=baseline, same=same_weights())
+    assert (variant.eval_gap_pct, variant.outcome) == (pytest.approx(5.0), "fail")
+
+
 def test_never_evaluated_is_said_by_an_empty_name():
     _, variant = judge_one(evidence("current", FLAT))
     assert variant.eval_name == ""

@@ -1,6 +1,6 @@
 """The paired loss gap, and the band of chance that it must leave to count.
 
-    gap(v, b)  = 100 * mean_t(v_t - b_t) / mean_t(b_t)         t over the last quarter of the common steps, in %
+    gap(v, b)  = 100 * mean_t(v_t - b_t) / mean_t |b_t|        t over the last quarter of the common steps, in %
     band(n, b) = 3.18 * rms over windows of a quarter's length that end in the last half of gap(n, b) in that window
 
 v is a variant's loss, b the baseline's, n the noise twin's (the baseline again, initial weights perturbed by 1e-6).

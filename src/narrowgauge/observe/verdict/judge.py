@@ -184,12 +184,13 @@ def _outcome(
     outcome = outcome_of(gap.pct, band)
     if eval_gap is not None:
         on_eval = outcome_of(eval_gap, eval_band)
+        if on_eval in ("watch", "fail") and eval_gap < 0:
+            on_eval = _of_lower(same)
         # An inconclusive evaluation is no reason to doubt a conclusive training loss.
         if on_eval != "inconclusive" and SEVERITY[on_eval] > SEVERITY[outcome]:
             outcome = on_eval
     if outcome in ("watch", "fail") and _lower(gap.pct, eval_gap):
-        # A lower loss does no harm, but chance or a wrong scale made it: the same weights tell which.
-        outcome = "inconclusive" if same and _clean(same) else "watch"
+        outcome = _of_lower(same)
     if run.steps < FEWEST_STEPS and outcome in ("pass", "watch"):
         outcome = "inconclusive"
     if same and outcome in ("pass", "inconclusive") and not _plausible(same):
@@ -197,6 +198,11 @@ def _outcome(
     if outcome != "fail" and _idle(run):
         return "unjudged"
     return outcome
+
+
+def _of_lower(same: tuple[SameWeights, ...]) -> Outcome:
+    """A lower loss does no harm, but chance or a wrong scale made it: the same weights tell which."""
+    return "inconclusive" if same and _clean(same) else "watch"
 
 
 def _lower(gap_pct: float, eval_gap: float | None) -> bool:
@@ -222,7 +228,7 @@ def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tu
     if steps.size == 0:
         return None, None
     last = steps[-1:]
-    gap = 100.0 * float((run.series("eval_loss").at(last) - base.at(last))[0] / base.at(last)[0])
+    gap = 100.0 * float((run.series("eval_loss").at(last) - base.at(last))[0] / abs(base.at(last)[0]))
     if noise is None:
         return gap, None
     twin = noise.series("eval_loss")
