@@ -218,7 +218,7 @@ _METRICS = (
         "block_range_histogram",
         "elements",
         "Binades below the own block's amax, over the sampled rows: answers `what if blockwise`.",
-        "bin i: floor(log2(amax of the 1x128 block / abs(x))) = i; last open; zeros are left out",
+        "bin i: floor(log2(amax of the 1x128 block / abs(x))) = i; last open; without zeros and what lies 2^128 below",
         "sum",
         OPERAND_ROLES,
         "few beyond 15 for E4M3",

@@ -8,7 +8,7 @@ import torch
 from narrowgauge.compute.quant import PerColumn, PerRow, PerTensor, QTensor, quantize
 from narrowgauge.errors import ShapeError
 from narrowgauge.formats import E4M3FN, E4M3FNUZ, E5M2
-from narrowgauge.metrics import CATALOG, HISTOGRAMS, OPERAND_COLUMNS, finalize
+from narrowgauge.metrics import CATALOG, HISTOGRAMS, OPERAND_COLUMNS, by_name, finalize
 from narrowgauge.observe.stats import measure, moments
 
 
@@ -161,3 +161,12 @@ def test_another_tensors_codes_are_refused(metrics):
     q = quantize(torch.randn(8, 32), E4M3FN, PerTensor())
     with pytest.raises(ShapeError, match=r"the tensor is \[4, 2, 16\], as rows \[8, 16\], but its codes are \[8, 32\]"):
         metrics(torch.randn(4, 2, 16), q)
+
+
+def test_what_no_float32_tells_from_zero_beside_its_block_is_in_no_bin_of_ranges_as_its_formula_says():
+    x = torch.full((2, 8), 1e-39)  # 2^129 below
+    x[:, 0], x[:, 1] = 1.0, 1e-38
+    row = measure(x, quantize(x, E4M3FN))
+    assert (row["block_range_histogram"][0], row["block_range_histogram"][-1]) == (2, 2)
+    assert sum(row["block_range_histogram"]) == 4
+    assert "without zeros and what lies 2^128 below" in by_name("block_range_histogram").formula
