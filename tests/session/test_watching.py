@@ -248,6 +248,29 @@ def test_a_cell_that_makes_the_watched_model_anew_is_told_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (False, "No optimizer of the watched model was found: those that there are hold none of its parameters"),
+        (True, "No step was seen: no torch.optim optimizer of the watched model stepped."),
+    ],
+)
+def test_an_optimizer_that_steps_another_model_than_the_watched_one_is_not_told_to_be_missing(
+    tmp_path, caplog, own, said
+):
+    _, optimizer = trained()  # a notebook's, of the model that it had before
+    model, unused = trained()
+    if not own:
+        del unused
+        gc.collect()
+    with ng.watch(model, out=tmp_path / "run", every=1) as watching:
+        model(X).square().mean().backward()
+        optimizer.step()
+    [told] = ng.open_run(watching.folder).meta["not_found"]
+    assert told.startswith(said)
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize(
     ("error", "status", "kept"),
     [
         (ValueError("no data"), "failed", "ValueError: no data"),

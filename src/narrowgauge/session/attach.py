@@ -334,6 +334,7 @@ class Session:
             **steps.batches.facts(),
             "not_found": not_found(
                 *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
+                others=self._others_train,
                 converting=bool(self.plan.recipe),
                 elsewhere=self.ranks.others_have("loss"),
                 estimates=self._estimates,

@@ -14,6 +14,7 @@ def not_found(
     calls: Calls,
     updates: Updates,
     *,
+    others: bool,
     converting: bool,
     elsewhere: bool,
     estimates: bool,
@@ -25,6 +26,7 @@ def not_found(
     Args:
         optimizers, steps: how many were made.
         roots, calls, updates: the session's.
+        others: whether an optimizer holds parameters of other models alone than the one that was to be watched.
         converting: whether something was to be converted.
         elsewhere: whether another rank has a loss.
         estimates: whether an optimizer was made on the meta device.
@@ -32,11 +34,18 @@ def not_found(
         gone: steps made when the model that was to be watched was gone and others trained; None if it never was.
     """
     found: list[str] = []
-    if not optimizers:
+    if others and not optimizers:
+        found.append(
+            "No optimizer of the watched model was found: those that there are hold none of its parameters (was one of "
+            "the two made anew, by a cell that ran again?). Make the optimizer of this model's parameters, or call "
+            "ng.watch with the model that they train. No step was seen."
+        )
+    elif not optimizers:
         found.append("No optimizer was found: none that derives from torch.optim.Optimizer was made. No step was seen.")
     elif not steps:
         beside = " One was made on the meta device, where nothing is trained." if estimates else ""
-        found.append(f"No step was seen: no torch.optim optimizer stepped.{beside}")
+        whose = " of the watched model" if others else ""
+        found.append(f"No step was seen: no torch.optim optimizer{whose} stepped.{beside}")
     if steps and not roots.taken:
         why = (
             "no module that owns what the optimizers train was called with gradients on (a forward(...) that is called "
