@@ -1,6 +1,9 @@
 """`narrowgauge report` on what is damaged or newer: one message and exit code 2, or a page without the lost rows."""
 
 import json
+import os
+import subprocess
+import sys
 from html import unescape
 
 import numpy as np
@@ -103,6 +106,16 @@ def test_the_worst_tensors_of_a_run_are_named_on_the_terminal(tmp_path, capsys):
     assert [line.partition(": ")[2].partition(": ")[0] for line in worst] == ["1:input", "4:input", "3:input"]
     assert "12.0 dB" in worst[0]
     assert page == f"The report: {tmp_path / 'a' / 'report.html'}"
+
+
+def test_the_page_is_written_although_nobody_reads_the_terminal_to_its_end(folder):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` leaves
+    command = [sys.executable, "-m", "narrowgauge", "report", str(folder / "baseline")]
+    told = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert "Traceback" not in told.stderr
+    assert (folder / "baseline" / "report.html").is_file()
 
 
 def test_of_a_run_without_tensors_it_is_said_how_far_it_came(folder, tmp_path, capsys):

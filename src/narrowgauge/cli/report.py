@@ -66,6 +66,8 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
             click.echo(f"# {name}" if len(opened) > 1 else "", nl=len(opened) > 1)
             click.echo(as_text(run))
         return
+    target = out or runs[0] / "report.html"
+    write_report(verdict, opened, target)  # first: a reader of what follows may leave, as `head` does
     for name, run in opened.items():
         if verdict is None and (ended := _ended(run)):
             click.echo(f"{name}: {ended}")
@@ -82,8 +84,6 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
                     click.echo(f"{name}: {why}")
         if inside := further(run.path, shlex.quote(str(run.path))):
             click.echo(f"{name}: {inside}")
-    target = out or runs[0] / "report.html"
-    write_report(verdict, opened, target)
     click.echo(f"The report: {target}")
 
 
