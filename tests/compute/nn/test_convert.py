@@ -264,6 +264,15 @@ def test_refusals_say_what_was_found_and_leave_the_model_alone(gpt, how, message
     assert names(model) == []
 
 
+def test_what_is_no_argument_of_its_kind_is_said(gpt):
+    with pytest.raises(ConversionError, match=r"convert got a type as the model; expected a torch\.nn\.Module\."):
+        convert(nn.Linear, "current")
+    with pytest.raises(ConversionError, match=r"high is a dict; expected a list of mappings: high=\[\{\.\.\.\}\]\."):
+        convert(gpt(), "current", high={"gemms": ["wgrad"]})
+    with pytest.raises(RecipeError, match=r"recipes' from .* is no recipe; expected one of narrowgauge\.recipes"):
+        convert(gpt(), recipes)
+
+
 def test_no_rule_is_advised_where_none_would_help():
     with pytest.raises(ConversionError, match=r"K=20 is not a multiple of 16, which FP8 gemms need\)\.$"):
         convert(nn.Sequential(nn.Linear(20, 32), nn.ReLU()), "current")

@@ -261,6 +261,15 @@ def test_what_does_not_fit_is_said():
     x = torch.ones(2, 64)
     with pytest.raises(FormatError, match=r"tensors cannot be quantized to E2M1; expected one of E4M3FN"):
         quantize(x, E2M1)
+    for dtype in ("e4m3", torch.float8_e4m3fn):
+        with pytest.raises(FormatError, match=r"e4m3(fn)?'? is no format; expected one of narrowgauge\.formats: "):
+            quantize(x, dtype)
+    for granularity in (PerRow, "row"):
+        with pytest.raises(UsageError, match=r"is no granularity; expected PerTensor\(\), PerRow\(\),"):
+            quantize(x, E4M3FN, granularity)
+    for other in (x.numpy(), [1.0, 2.0]):
+        with pytest.raises(UsageError, match=r"quantize takes a torch tensor, found a (ndarray|list); "):
+            quantize(other, E4M3FN)
     with pytest.raises(FormatError, match=r"takes float16, bfloat16, float32 or float64, found torch\.int64\."):
         quantize(torch.ones(2, 2, dtype=torch.int64), E4M3FN)
     with pytest.raises(FormatError, match=r"found torch\.float8_e5m2\."):

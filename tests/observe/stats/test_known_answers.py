@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.compute.quant import PerColumn, PerRow, PerTensor, QTensor, quantize
-from narrowgauge.errors import ShapeError
+from narrowgauge.errors import ShapeError, UsageError
 from narrowgauge.formats import E4M3FN, E4M3FNUZ, E5M2
 from narrowgauge.metrics import CATALOG, HISTOGRAMS, OPERAND_COLUMNS, by_name, finalize
 from narrowgauge.observe.stats import measure, moments
@@ -170,3 +170,11 @@ def test_what_no_float32_tells_from_zero_beside_its_block_is_in_no_bin_of_ranges
     assert (row["block_range_histogram"][0], row["block_range_histogram"][-1]) == (2, 2)
     assert sum(row["block_range_histogram"]) == 4
     assert "without zeros and what lies 2^128 below" in by_name("block_range_histogram").formula
+
+
+def test_a_tensor_in_place_of_its_codes_is_refused():
+    x = torch.randn(8, 32)
+    with pytest.raises(UsageError, match=r"what quantize made of it \(a QTensor\), found a Tensor and a Tensor\."):
+        measure(x, x)
+    with pytest.raises(UsageError, match=r"found a ndarray and a QTensor\."):
+        measure(x.numpy(), quantize(x, E4M3FN))

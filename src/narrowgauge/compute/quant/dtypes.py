@@ -27,6 +27,8 @@ def torch_dtype(fmt: Format) -> torch.dtype:
     dtype = TORCH_DTYPES.get(fmt)
     if dtype is None:
         known = ", ".join(f.name for f in TORCH_DTYPES)
+        if not isinstance(fmt, Format):
+            raise FormatError(f"{fmt!r} is no format; expected one of narrowgauge.formats: {known}.")
         raise FormatError(f"tensors cannot be quantized to {fmt.name}; expected one of {known}.")
     return dtype
 

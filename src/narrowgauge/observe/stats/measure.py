@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from narrowgauge.compute.quant import QTensor
-from narrowgauge.errors import ShapeError
+from narrowgauge.errors import ShapeError, UsageError
 from narrowgauge.metrics import OPERAND_COLUMNS, finalize
 from narrowgauge.metrics.oracle import moments as oracle_moments
 
@@ -30,11 +30,17 @@ def measure(x: Tensor, q: QTensor, *, amax_ratio: float | None = None) -> dict[s
 
     Raises:
         ShapeError: x and q have different shapes.
+        UsageError: x is no tensor, or q is not what `quantize` returns.
 
     >>> row = measure(x, quantize(x, E4M3FN))  # doctest: +SKIP
     >>> row["sqnr_db"]  # doctest: +SKIP
     31.5
     """
+    if not isinstance(x, Tensor) or not isinstance(q, QTensor):
+        raise UsageError(
+            f"measure takes a tensor and what quantize made of it (a QTensor), found a {type(x).__name__} and a "
+            f"{type(q).__name__}."
+        )
     width = x.shape[-1] if x.dim() else 1
     rows = x.numel() // width if width else 0
     if (rows, width) != tuple(q.shape) and x.numel() + q.codes.numel():

@@ -65,7 +65,7 @@ def convert(
     `tokens` rows of input, 8192 unless said otherwise; give a `SpeedMap` to use another one. Where no map holds, the
     report has a line that says so, and nothing is kept high for its speed.
 
-    `save_codes` lets a compiled forward save FP8 codes of every input, one byte per element: 2 to 5% faster than
+    `save_codes` lets a compiled forward save FP8 codes of every input, one byte per element: 1 to 2% faster than
     leaving to the compiler what it saves (the default), which takes less memory. Not compiled, codes are always saved.
 
     `high` keeps single products or operands of converted layers high: mappings with `sites` (globs), `gemms` ("fprop",
@@ -83,9 +83,13 @@ def convert(
 
     Raises ConversionError when a rule, `skip`, `only` or `high` matches nothing, when no layer is eligible, and when
     the model is already converted (call `revert` first: converting over it would drop its scaling state; or see
-    `beside`), for `tokens` below 1 or without `skip_slow`, and for a `reduce_amax` that is no group; RecipeError for an
-    unknown recipe. After an error the model is as it was.
+    `beside`), for `tokens` below 1 or without `skip_slow`, and for a `model`, `high` or `reduce_amax` that is no such
+    thing; RecipeError for an unknown recipe. After an error the model is as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert got a {type(model).__name__} as the model; expected a torch.nn.Module.")
+    if isinstance(high, Mapping | str):
+        raise ConversionError(f"high is a {type(high).__name__}; expected a list of mappings: high=[{{...}}].")
     request = Request(
         recipe=resolve(recipe),
         rules=tuple(O2 if rules is None else rules),

@@ -24,7 +24,7 @@ from narrowgauge.compute.nn.conversion.speed_map import SlowLayers
 from narrowgauge.compute.nn.conversion.structure import Layer
 from narrowgauge.compute.nn.conversion.switches import Switch, apply, check_switches
 from narrowgauge.compute.recipes import Recipe, by_name
-from narrowgauge.errors import ConversionError
+from narrowgauge.errors import ConversionError, RecipeError
 
 FILTERED = ("skip=", "first=", "last=", "not in only=")  # what reasons of filters begin with
 
@@ -124,6 +124,8 @@ def make_plans(request: Request, layers: Sequence[Layer], slow: SlowLayers | Non
 
 def resolve(recipe: Recipe | str) -> Recipe:
     """A recipe given by value or by name; RecipeError names the nearest."""
+    if not isinstance(recipe, str | Recipe):
+        raise RecipeError(f"{recipe!r} is no recipe; expected one of narrowgauge.recipes, or its name.")
     return by_name(recipe) if isinstance(recipe, str) else recipe
 
 
