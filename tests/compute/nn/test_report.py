@@ -47,6 +47,9 @@ def test_calls_are_live_and_name_what_never_ran():
 
 def test_the_table_is_aligned_and_folds_equal_blocks():
     assert str(report()) == report().table() == TABLE
+    shown = []
+    report()._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)  # as IPython asks
+    assert shown == [TABLE]
     assert len(report().table(full=True).splitlines()) == len(TABLE.splitlines()) + 3
 
 

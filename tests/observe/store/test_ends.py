@@ -71,6 +71,7 @@ def test_a_run_is_what_its_ranks_say(tmp_path, ranks, world, status, words):
     assert (run.status, run.ends.words) == (status, words)
     assert next(lines(run)).startswith(f"status {status}" + (f": {words}" if words else ""))
     assert words in facts.how_it_ended(run)
+    assert repr(run.ends) == f"<ends of a run: {words or status}>"
 
 
 def test_a_watch_that_stopped_says_why_wherever_its_run_is_told(tmp_path):

@@ -57,6 +57,9 @@ class Ends:
         self.missing = tuple(sorted(set(range(max(world, 1))) - set(by_rank)))
         self.world = max(world, *(rank + 1 for rank in by_rank), 1)
 
+    def __repr__(self) -> str:
+        return f"<ends of a run: {self.words or self.status}>"
+
     @property
     def status(self) -> str:
         """The run's: "running" while any rank is known to write, else the worst."""

@@ -162,6 +162,9 @@ class ConversionReport:
     def __str__(self) -> str:
         return self.table()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.table())  # IPython asks it of what a cell ends with
+
     def __rich__(self) -> Text:
         from rich.text import Text  # only a terminal needs it
 
