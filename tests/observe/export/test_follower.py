@@ -83,9 +83,11 @@ def test_a_run_is_followed_while_it_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("trouble", ["begin", "scalars", "look", "event", "flush", "close"])
-def test_a_tracker_that_fails_is_dropped_and_told(run, trouble):
+def test_a_tracker_that_fails_is_dropped_and_told(run, trouble, capsys):
     kept = Kept(trouble)
     follower = export(kept, run)
+    said = capsys.readouterr().err
+    assert said == f"{follower.name} stopped after step {follower.step}: {follower.problem}\n"
     assert follower.report()["problem"] == "ConnectionError: the tracker is gone"
     assert kept.calls.count(trouble) == 1
     assert kept.calls[-1] == trouble  # nothing was asked of it afterwards
@@ -135,7 +137,7 @@ def test_what_is_unknown_or_not_installed_is_told_before_anything_starts(monkeyp
     with pytest.raises(UsageError) as raised:
         check({"mlflow": {"uri": None}, "sites": ["lm_head"], "tensorboard": False})
     assert str(raised.value) == (
-        "[export] mlflow: the package mlflow is not installed; install it by `pip install narrowgauge[mlflow]`, "
+        "[export] mlflow: the package mlflow is not installed; install it by `pip install 'narrowgauge[mlflow]'`, "
         "or take mlflow out of the settings."
     )
     check({"tensorboard": False, "wandb": None, "sites": ["lm_head"]})

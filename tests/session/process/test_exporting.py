@@ -125,7 +125,7 @@ def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch,
     monkeypatch.setattr("narrowgauge.observe.export.names.find_spec", lambda package: None)
     done = CliRunner().invoke(cli, [verb, "--config", "narrowgauge.toml", "--out", "out", "--", "train.py"])
     assert isinstance(done.exception, UsageError)  # which `main` prints, and ends with 2
-    assert "pip install narrowgauge[prometheus]" in str(done.exception)
+    assert "pip install 'narrowgauge[prometheus]'" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 

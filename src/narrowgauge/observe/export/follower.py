@@ -7,6 +7,7 @@ Each follower has its own place in the run. So a tracker that hangs holds up nob
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,8 @@ class Follower(threading.Thread):
                 self._follow()
         except Exception as error:
             self.problem = in_one_line(error)
+            # Into export.log at once: the end of the program, where the command tells it, may be days away.
+            print(f"{self.name} stopped after step {self.step}: {self.problem}", file=sys.stderr, flush=True)
 
     def report(self) -> dict[str, Any]:
         """How far it came, for the one who started it."""

@@ -82,7 +82,7 @@ def check(settings: Mapping[str, Any]) -> None:
         if missing:
             raise UsageError(
                 f"[export] {name}: the package {missing[0]} is not installed; install it by "
-                f"`pip install narrowgauge[{name}]`, or take {name} out of the settings."
+                f"`pip install 'narrowgauge[{name}]'`, or take {name} out of the settings."
             )
 
 
