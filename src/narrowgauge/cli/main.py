@@ -1,7 +1,7 @@
 """The command `narrowgauge`: one file per verb, loaded when it is called.
 
-Exit codes: 0 done; 1 the thing looked at is not healthy; 2 used wrongly, or impossible (with one message that says
-why); a script that fails by itself ends the command with its own code.
+Exit codes: 0 done; 2 used wrongly, or impossible (with one message that says why); a script that fails by itself ends
+the command with its own code.
 """
 
 from __future__ import annotations

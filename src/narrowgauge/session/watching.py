@@ -53,7 +53,7 @@ class Watching:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, for `ng.open_run`."""
+        """The run's folder, for `ng.open_run`: some 10 seconds late while it is watched, whole when that has ended."""
         return self._live.folder
 
     def close(self) -> None:
@@ -95,8 +95,8 @@ def watch(
         config: a `narrowgauge.toml`.
 
     Returns:
-        What is watched, with its `folder` and `close()`; a context manager. An error that leaves the block is kept
-        in the run, and goes on.
+        What is watched, with its `folder` and `close()`; a context manager. Outside of a `with`, keep it: nothing
+        else can end the watch before the process does. An error that leaves the block is kept in the run, and goes on.
 
     Raises:
         UsageError: this process is watched already; the folder is not empty or cannot be written; `every` is no

@@ -300,6 +300,7 @@ class Run:
     def sql(self, query: str, parameters: Iterable[Any] | Mapping[str, Any] | None = None) -> Table:
         """Any DuckDB query over the views `tensors`, `scalars` and `events`.
 
+        A row of `scalars` is one number: `step`, `rank`, `name`, `value`.
         `parameters`: values for each `?` of it, or a dict for its `$names`.
         """
         if not isinstance(query, str):
