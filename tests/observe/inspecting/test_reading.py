@@ -265,6 +265,8 @@ def test_a_folder_names_what_is_in_it(shards):
     assert "is a folder; name a file in it: model.safetensors.index.json, 1.safetensors" in refused(shards.parent)
     (shards.parent / "empty").mkdir()
     assert "is a folder; nothing in it is known here; expected safetensors" in refused(shards.parent / "empty")
+    (shards.parent / "empty" / "run.json").write_text("{}")
+    assert f"of which `narrowgauge report {shards.parent / 'empty'}` makes a page" in refused(shards.parent / "empty")
 
 
 def test_a_checkpoint_in_parts_is_told_how_to_make_one_file_of_it(tmp_path):

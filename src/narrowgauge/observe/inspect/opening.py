@@ -9,6 +9,7 @@ length, then "{"          safetensors
 from __future__ import annotations
 
 import json
+import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def _start(path: Path) -> bytes:
         # Of a model in several files the index names all of them.
         inside.sort(key=lambda name: not name.endswith(".json"))
         hint = f"name a file in it: {', '.join(inside[:5])}" if inside else f"nothing in it is known here; {EXPECTED}"
+        if not inside and (path / "run.json").is_file():
+            hint = f"it holds a run, of which `narrowgauge report {shlex.quote(str(path))}` makes a page"
         raise UsageError(f"{path} is a folder; {hint}.")
     try:
         if not path.exists():
