@@ -467,6 +467,8 @@ def test_a_rank_that_an_error_ends_hardly_waits_for_one_that_waits_for_its_end(t
     monkeypatch.setattr(ranks, "HURRY", 1.0)
     program = made(tmp_path)
     train(program, 8, lambda rank, step: {"a:input": batch(rank, step)})
+    while any(rank.ranks._together._flights.group.meeting for rank in program):  # which takes threads of theirs
+        time.sleep(0.01)
     program[ends].ranks.finish(failed=failed)  # the other is in a collective of the program, and comes by no more
     assert clock.now < 4.0 if failed else clock.now > 20.0
     for rank in program:
