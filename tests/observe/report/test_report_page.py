@@ -403,3 +403,28 @@ def test_no_heading_stands_above_pictures_that_are_not_there(columns, shown, tmp
     assert "inv_scale" not in text
     assert text.count("No histogram") == ("sqnr_db" in columns and "exponent_histogram" not in columns)
     assert ("No tensor was recorded with a number" in text) == ("sqnr_db" not in columns)
+
+
+@pytest.mark.parametrize(
+    ("told", "apart"),
+    [
+        ({}, True),  # of `watch.ranks`
+        ({"ranks": {"world": 2}}, True),  # each trains by itself
+        ({"ranks": {"world": 2}, "merged_within": 256}, False),  # killed
+        ({"ranks": {"world": 2, "merged_steps": 2, "apart_steps": 0}}, False),
+    ],
+)
+def test_of_ranks_side_by_side_a_page_says_whose_loss_it_shows(tmp_path: Path, told: dict[str, object], apart: bool):
+    """Rank 0's loss and tokens per step stood on the page of `ranks/` as if they were of all."""
+    for rank in (0, 1):
+        writer = RunWriter(tmp_path / "ranks", told, rank=rank)
+        for step in (1, 2):
+            writer.add_scalars(step, loss=1.0 + rank, tokens=64 + rank)
+        writer.close()
+    shown = Page(html(None, {"ranks": open_run(tmp_path / "ranks")}, tmp_path / "report.html").read_text())
+    said = (
+        "Each of 2 ranks wrote its own rows here, and none is of all of them: the loss, tokens per step and all else "
+        "that a step has one number of are rank 0's alone; of tensors the page shows the most extreme of the ranks' "
+        "own rows, and ranks them by all."
+    )
+    assert (said in shown.text) == apart

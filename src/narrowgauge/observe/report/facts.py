@@ -127,7 +127,7 @@ def notes_of(runs: Mapping[str, Run], said: tuple[str, ...]) -> list[str]:
     """The verdict's notes, and those of runs that it does not already repeat; no paths."""
     notes = list(said)
     for name, run in runs.items():
-        for note in (*_not_found(run), *(run.meta.get("notes") or ()), *_apart(run)):
+        for note in (*_not_found(run), *(run.meta.get("notes") or ()), *_apart(run), *_side_by_side(run)):
             if str(note) not in notes and f"{name}: {note}" not in notes:
                 notes.append(f"{name}: {note}" if len(runs) > 1 else str(note))
     return [words.scrub(note) for note in notes]
@@ -148,6 +148,21 @@ def _apart(run: Run) -> list[str]:
     return [
         f"{apart} of {of} recorded steps are not merged over the ranks: of these the page shows the most extreme of "
         "the ranks' own rows, and tensors are ranked by all of them."
+    ]
+
+
+def _side_by_side(run: Run) -> list[str]:
+    """Whose numbers a page shows where each rank wrote its own: by `watch.ranks`, or as they share no process group."""
+    counted = run.meta.get("ranks")
+    # Rank 0 tells first that it merges; a run that was killed has not counted what was.
+    merged = "merged_within" in run.meta or (isinstance(counted, Mapping) and "merged_steps" in counted)
+    ranks = () if merged else run.ranks
+    if len(ranks) < 2:
+        return []
+    return [
+        f"Each of {len(ranks)} ranks wrote its own rows here, and none is of all of them: the loss, tokens per step "
+        f"and all else that a step has one number of are rank {run.rank}'s alone; of tensors the page shows the most "
+        "extreme of the ranks' own rows, and ranks them by all."
     ]
 
 
