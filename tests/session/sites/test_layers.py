@@ -4,6 +4,8 @@ import pytest
 import torch
 from tests.session.sites.recorded import check, counted, recorded, same
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from narrowgauge.compute.quant import Block, BLOCK_128x128, quantize
@@ -184,6 +186,17 @@ def test_what_is_not_seen_is_named_with_its_share():
         "multiplied); Bilinear (1 of them, 42.1% of all parameters, a product of three tensors); Linear (1 of them, "
         "5.3% of all parameters: 'n')."
     )
+
+
+def test_what_fsdp2_wraps_by_itself_is_what_it_was(alone):
+    """It is an FSDPEmbedding then, of which nothing seemed to be known."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 3, bias=False))
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    _, notes = recorded(model, lambda: model(torch.arange(3)).sum())
+    assert "Embedding (1 of them, 57.1% of all parameters, looked up, not multiplied)" in notes
+    assert "FSDP" not in notes
 
 
 class Unheard(nn.Module):

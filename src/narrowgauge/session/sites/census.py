@@ -20,7 +20,7 @@ from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.parallel.placements import some_are_distributed
 from narrowgauge.session.sites.part import Part
-from narrowgauge.session.tensors.sharded import shape_of
+from narrowgauge.session.tensors.sharded import class_name, shape_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WHY = {
@@ -96,7 +96,7 @@ class Census:
                 if p is None:
                     continue
                 self._late |= is_lazy(p)
-                at, shape, kind = (id(module), name), shape_of(p), type(module).__name__
+                at, shape, kind = (id(module), name), shape_of(p), class_name(module)
                 whose = at, id(p), _site(path, name), observer
                 converted = isinstance(module, Fp8Linear)
                 self._noted[at] = Noted(*whose, kind, math.prod(shape), len(shape) >= 2, converted)
