@@ -103,7 +103,14 @@ def by_two(model):
 
 @pytest.mark.parametrize(
     ("loss", "told"),
-    [(by_two, True), (lambda model: 2 * model(X)[1], True), (penalized, False), (lambda model: model(X)[1], False)],
+    [
+        (by_two, True),
+        (lambda model: 2 * model(X)[1], True),
+        (lambda model: torch.amp.GradScaler("cpu").scale(2 * model(X)[1]), True),
+        (lambda model: torch.amp.GradScaler("cpu", init_scale=2.0).scale(model(X)[1]), False),
+        (penalized, False),
+        (lambda model: model(X)[1], False),
+    ],
 )
 def test_one_that_each_of_two_ranks_multiplies_by_two_is_told(tmp_path, monkeypatch, loss, told):
     monkeypatch.setattr(returned, "_ranks", lambda: 2)

@@ -52,12 +52,15 @@ class BackwardLosses:
                 self._waiting[at] = weakly(after), before.detach(), scale
             self._scaled = {}
 
-    def add(self, loss: Any, *, staged: bool) -> None:
-        """A microbatch has this loss, or several; if `staged`, what is no number is the gradient of a later stage."""
+    def add(self, loss: Any, *, staged: bool) -> Tensor | None:
+        """A microbatch has this loss, or several; if `staged`, what is no number is the gradient of a later stage.
+
+        Returns its number, without a scaler's scale.
+        """
         if type(loss) is Tensor and not (self._scaled or self._waiting) and loss.numel() == 1:  # as it mostly is
             self.numbers += 1
             self._steps.ledger.add_microbatch(loss)
-            return
+            return loss
         losses = [self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))]
         tensors = [each for each in losses if isinstance(each, Tensor)]
         if tensors and len(tensors) == len(losses) and all(each.numel() == 1 for each in tensors):
@@ -68,9 +71,11 @@ class BackwardLosses:
             for other in others:
                 first = first + other.detach().to(first).reshape(())
             self._steps.ledger.add_microbatch(first)
-        elif tensors and not staged:
+            return first
+        if tensors and not staged:
             self._vectors += 1
             self._steps.ledger.add_microbatch(None)
+        return None
 
     def notes(self, backwards: int) -> list[str]:
         """Of how many of all backward passes there is none, if there is of others."""

@@ -53,7 +53,7 @@ class ReturnedLosses:
         self._passes = self._outside = self._parts = self._apart = self.evaluated = 0
         self.whole = False
         self._ranks = 1
-        self._factor: Tensor | None = None  # backward's loss over it, where it is the whole
+        self._factor: Tensor | None = None  # what backward is called on, unscaled, over it, where it is the whole
 
     @property
     def by_ranks(self) -> int:
@@ -106,8 +106,8 @@ class ReturnedLosses:
             value = loss.detach().clone() if type(loss) is Tensor and _ranks() > 1 else None
             self._made.append(_Made(_name(node), loss.output_nr, _get_sequence_nr(), get_ident(), value))
 
-    def backward(self, losses: Any) -> None:
-        """Backward is called on this, or these."""
+    def backward(self, losses: Any, number: Tensor | None = None) -> None:
+        """Backward is called on this, or these; `number`: what that is without a scaler's scale, if there is one."""
         self._passes += 1
         if not self._made:
             return
@@ -130,7 +130,7 @@ class ReturnedLosses:
                 self._parts += found
                 self.whole = found and alone
                 if self.whole and wanted.value is not None and len(given) == 1:
-                    self._compare(given[0], wanted.value)
+                    self._compare(given[0] if number is None else number, wanted.value)
                 return
             node, output = edges.pop()
             if _name(node) == wanted.node and output == wanted.output:

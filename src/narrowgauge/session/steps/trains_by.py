@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
+from torch import Tensor
+
 from narrowgauge.session.steps.returned import ReturnedLosses
 
 
@@ -43,12 +45,12 @@ class TrainsBy:
         for each in self._of.values():
             each.training_changed()
 
-    def backward(self, losses: Any) -> None:
-        """Backward is called on this, or these."""
+    def backward(self, losses: Any, number: Tensor | None = None) -> None:
+        """Backward is called on this, or these; `number`: what that is without a scaler's scale, if there is one."""
         since, self._since = list(self._since.values()), {}
         for each in since:
             if len(since) == 1:
-                each.backward(losses)
+                each.backward(losses, number)
             else:
                 each.passed()
 

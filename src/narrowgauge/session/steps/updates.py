@@ -111,8 +111,8 @@ class Updates:
         self._steps.backward_begins()
         self._clips.grown()
         if not self._closure_again:
-            self.losses.add(loss, staged=self.staged > 0)
-            self._steps.evals.trains_by.backward(loss)
+            number = self.losses.add(loss, staged=self.staged > 0)
+            self._steps.evals.trains_by.backward(loss, number)
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
 
