@@ -53,7 +53,7 @@ DELAYED = Recipe(
     description=(
         "One scale per tensor, from the largest amax of the last steps, so that quantizing needs no "
         "reduction first. Cheap and good while amaxes are steady; a jump saturates until the history has "
-        "seen it (a jump by four leaves 10.7 dB of SQNR for that step)."
+        "seen it (normal numbers that jump by four have some 10 dB of SQNR in that step)."
     ),
 )
 STATIC = Recipe(

@@ -18,7 +18,7 @@ seed = 1234
 [watch]
 every = 20                       # record tensors every 20 steps ...
 steps = ["0-100", 250, "1000-"]  # ... in these ranges, and in step 250
-sites = ["blocks.*", "!*.norm"]
+sites = ["blocks.*", "!blocks.0.*"]
 skip = ["*:weight"]
 metrics = ["amax", "*sqnr_db", "underflow_pct"]
 
