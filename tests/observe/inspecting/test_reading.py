@@ -403,13 +403,13 @@ def pickled(content, path, how):
 
 
 def test_a_state_dict_with_tensors_of_torchaos_is_refused_with_what_to_save_instead(tmp_path, monkeypatch):
-    theirs, path = ModuleType("torchao.quantization"), tmp_path / "a.pt"
-    theirs.Int8Tensor = type("Int8Tensor", (), {"__module__": "torchao.quantization"})
+    theirs, path = ModuleType("torchao.theirs"), tmp_path / "a.pt"  # no class that torchao has torch take for safe
+    theirs.Int8Tensor = type("Int8Tensor", (), {"__module__": "torchao.theirs"})
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.quantization", theirs)
+    monkeypatch.setitem(sys.modules, "torchao.theirs", theirs)
     torch.save({"w": theirs.Int8Tensor()}, path)
     said = refused(path)
-    assert "(it names `torchao.quantization.Int8Tensor`)" in said
+    assert "(it names `torchao.theirs.Int8Tensor`)" in said
     assert said.endswith("Save plain tensors: of each of torchao's what it stands for, its dequantize().")
 
 
