@@ -11,6 +11,7 @@ Three roles are quantized operands, three are results of the gemms that multiply
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from narrowgauge.errors import UsageError, nearest
@@ -64,3 +65,8 @@ class Site:
                 f"{text!r} is not a site; write module:role, for example layers.0.w2:input (roles: {', '.join(ROLES)})"
             )
         return cls(module, role)
+
+
+def natural(name: str) -> list[tuple[int, str | int]]:
+    """Sort key under which layers.2 comes before layers.10."""
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.metrics import OPERAND_ROLES, Site, exponent_of_bin
+from narrowgauge.metrics.site import natural
 from narrowgauge.observe.figures import METRICS, Trace
 from narrowgauge.observe.report.steps import turns
-from narrowgauge.observe.report.words import natural
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict.high import stays_high
 

@@ -128,11 +128,6 @@ def listing(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1] if names else ""
 
 
-def natural(name: str) -> list[tuple[int, str | int]]:
-    """Sort key under which layers.2 comes before layers.10."""
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
-
-
 def _three(value: float) -> str:
     """Three significant digits, without an exponent."""
     if value == 0:

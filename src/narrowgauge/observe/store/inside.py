@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from narrowgauge.metrics.site import natural
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.schema import KINDS
 
@@ -13,16 +13,14 @@ INSIDE = ("process", "restart")  # what their names begin with
 
 def folders_inside(folder: Path) -> list[Path]:
     """Those that may hold one, by kind and number."""
-    return sorted((path for kind in INSIDE for path in folder.glob(f"{kind}-*") if path.is_dir()), key=_natural)
+    return sorted(
+        (path for kind in INSIDE for path in folder.glob(f"{kind}-*") if path.is_dir()), key=lambda p: natural(p.name)
+    )
 
 
 def runs_inside(folder: Path) -> list[str]:
     """The names of those in which something was recorded."""
     return [path.name for path in folders_inside(folder) if manifests.ranks(path)]
-
-
-def _natural(path: Path) -> list[tuple[int, str | int]]:
-    return [(1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def written(folder: Path) -> list[Path]:
