@@ -108,6 +108,23 @@ def test_the_worst_tensors_of_a_run_are_named_on_the_terminal(tmp_path, capsys):
     assert page == f"The report: {tmp_path / 'a' / 'report.html'}"
 
 
+def test_where_nan_began_is_told_on_the_terminal_and_on_the_page(tmp_path, capsys):
+    with RunWriter(tmp_path / "a", {"judged_by": "current"}) as writer:
+        for step in range(1, 6):
+            counted = {"sqnr_db": np.full(2, 31.0), "nan_count": np.array([step == 2, 0])}
+            writer.add_scalars(step, loss=1.0, nonfinite=float(step == 2))
+            writer.add_tensors(step, ["0:input", "1:input"], counted)
+    main(["report", str(tmp_path / "a")])
+    told = (
+        "Step 2 is the first recorded one with NaN: in 0:input. Loss or gradient norm was first not finite there, too."
+    )
+    assert capsys.readouterr().out.splitlines()[0] == f"a: {told}"
+    page = unescape((tmp_path / "a" / "report.html").read_text())
+    assert f'<strong class="warn">Not finite.</strong> {told}</p>' in page
+    main(["report", "--text", str(tmp_path / "a")])
+    assert f"\nnot finite: {told}\n" in capsys.readouterr().out
+
+
 def test_the_page_is_written_although_nobody_reads_the_terminal_to_its_end(folder):
     reader, writer = os.pipe()
     os.close(reader)  # as `| head` leaves

@@ -42,6 +42,7 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report.readiness import plain, readiness
     from narrowgauge.observe.store import open_run
     from narrowgauge.observe.store.shape import FACTS, fault
+    from narrowgauge.observe.verdict.began import began
     from narrowgauge.observe.verdict.worst import worst_tensors
 
     verdict = None
@@ -71,6 +72,8 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     for name, run in opened.items():
         if verdict is None and (ended := _ended(run)):
             click.echo(f"{name}: {ended}")
+        if broke := began(run):
+            click.echo(f"{name}: {broke}")
         ready = readiness(run)
         if ready is not None:
             click.echo(f"{name}: {plain(ready)}")

@@ -33,6 +33,7 @@ from narrowgauge.observe.report import (
 from narrowgauge.observe.report.further import further
 from narrowgauge.observe.report.layout import Pictures, bokeh_js
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.began import began
 from narrowgauge.observe.verdict.converted import converted
 from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import VariantVerdict, Verdict, WorstTensor
@@ -119,6 +120,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             colors={name: f"var(--c{color[1:]})" for name, color in colors.items()},
             hues=[(f"--c{color[1:]}", color, DARK[color]) for color in sorted(set(colors.values()))],
             runs=[facts.run_facts(name, run) for name, run in runs.items()],
+            began=[] if verdict else [(name, began(run)) for name, run in runs.items()],
             single=alone,
             single_lines=single.lines(alone or []),
             readiness=[(n, found) for n, run in runs.items() if (found := readiness.readiness(run)) is not None],

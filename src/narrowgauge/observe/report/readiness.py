@@ -30,7 +30,7 @@ from narrowgauge.observe.store.inside import written
 from narrowgauge.observe.verdict.choice import simplest
 from narrowgauge.observe.verdict.high import stays_high
 from narrowgauge.observe.verdict.types import WorstTensor
-from narrowgauge.observe.verdict.worst import NOTHING, every_step, worst_tensors
+from narrowgauge.observe.verdict.worst import COUNTS, NOTHING, every_step, worst_tensors
 
 FOLDER = "what_if"
 EVERYTHING = 1 << 30
@@ -82,6 +82,7 @@ class Readiness:
     steps: tuple[int, ...]
     without: LeftOut = field(default_factory=LeftOut)
     ungraded: tuple[str, ...] = ()
+    broken: int = 0  # of `tensors`, those with NaN or Inf
 
 
 def readiness(run: Run) -> Readiness | None:
@@ -111,7 +112,8 @@ def readiness(run: Run) -> Readiness | None:
     empty = sorted(site for site in steps if site not in told and role_of(site) in OPERAND_ROLES)
     without = replace(left_out(run, beside, steps, lambda site: not others(site)), empty=tuple(empty))
     ungraded = tuple(map(str, run.meta.get("gradients_not_seen") or ()))
-    return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without, ungraded)
+    broken = {tensor.site for of in ranked.values() for tensor in of if tensor.metric in COUNTS}
+    return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without, ungraded, len(broken))
 
 
 def table(found: Readiness, top: int = 20) -> RenderableType:
@@ -152,6 +154,8 @@ def in_short(found: Readiness) -> str:
     said = [f"No tensor is in trouble under {_listed(fine)}."] if fine else []
     if rest:
         said.append(f"In trouble: {_listed(rest)}.")
+    if found.broken:
+        said.append(f"{found.broken} of these are so whatever the recipe: the run itself has NaN or Inf there.")
     if found.ungraded:
         more = len(found.ungraded) - MOST_NAMES
         named = [*found.ungraded[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])]

@@ -21,6 +21,7 @@ from narrowgauge.metrics import CATALOG
 from narrowgauge.observe.report import words
 from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.began import began
 
 # Read in pieces, so that a long run's text can be streamed without holding its tensors in memory.
 STEPS_AT_ONCE = 256
@@ -44,6 +45,8 @@ def lines(run: Run) -> Iterator[str]:
     versions = meta.get("versions")
     if isinstance(versions, Mapping):
         yield "versions " + ", ".join(f"{name} {version}" for name, version in versions.items())
+    if broke := began(run):
+        yield f"not finite: {broke}"
     scalars = run.scalars()
     scalar_rows = {int(step): index for index, step in enumerate(scalars["step"])}
     trained = made(scalars)

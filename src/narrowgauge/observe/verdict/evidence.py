@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.observe.store import Run
+from narrowgauge.observe.verdict.began import began
 from narrowgauge.observe.verdict.converted import converted
 from narrowgauge.observe.verdict.gap import QUARTER, Series
 from narrowgauge.observe.verdict.types import TwinFacts
@@ -44,6 +45,10 @@ class Evidence:
     def steps(self) -> int:
         """Optimizer steps made."""
         return int(self.meta.get("steps", 0)) or int(self.series("loss").steps.size)
+
+    def began(self) -> str:
+        """Where its numbers stopped being finite, in words; "" where they did not."""
+        return began(self.run) if self.run is not None else ""
 
     def final_loss(self) -> float | None:
         """Mean loss over the last quarter."""

@@ -104,7 +104,8 @@ def _baseline_broken(baseline: Evidence) -> str:
     tail = values[-max(1, values.size // QUARTER) :]
     if np.isfinite(tail).all():
         return ""
-    return words.not_finite(int(baseline.meta.get("nan_steps", 0)) or int((~np.isfinite(values)).sum()), values.size)
+    broken = int(baseline.meta.get("nan_steps", 0)) or int((~np.isfinite(values)).sum())
+    return words.not_finite(broken, values.size, baseline.began())
 
 
 def _near_zero(baseline: Evidence) -> list[str]:
@@ -166,7 +167,8 @@ def _judge_variant(
         conversion=run.conversion(),
     )
     next_step = words.next_step(facts, why_not, int(meta.get("models", 1)), nothing)
-    return replace(facts, sentence=why_not or nothing or words.sentence(facts), next_step=next_step)
+    sentence = why_not or nothing or " ".join(filter(None, (words.sentence(facts), run.began())))
+    return replace(facts, sentence=sentence, next_step=next_step)
 
 
 def _outcome(

@@ -34,11 +34,11 @@ def other_microbatches(name: str, step: int) -> str:
     )
 
 
-def not_finite(nan_steps: int, steps: int) -> str:
+def not_finite(nan_steps: int, steps: int, began: str = "") -> str:
     """The baseline itself went wrong, so nothing can be held against FP8."""
     return (
         f"Not judged: {nan_steps} of {steps} steps of the baseline itself had a loss or gradient that is not finite. "
-        "Make it train as written first."
+        f"{began}{' ' if began else ''}Make it train as written first."
     )
 
 

@@ -53,7 +53,7 @@ OPERANDS = {  # of each result
     "grad_weight": ("grad_output", "input"),
 }
 COUNTS = ("nan_count", "inf_count")
-FIND = ("find the first step and layer that made them",)
+FIND = ("mend what had them first",)  # which `began` says
 SIGNS = (
     Sign("nan_count", _above(0.5), "{value:.0f} elements are NaN.", FIND),
     Sign("inf_count", _above(0.5), "{value:.0f} elements are infinite.", FIND),
