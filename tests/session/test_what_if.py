@@ -6,7 +6,9 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from tests.session.test_watch import PLAIN
 
 import narrowgauge as ng
 from narrowgauge.cli.report import report_command
-from narrowgauge.compute.recipes import CATALOG, by_name
+from narrowgauge.compute.nn.scaling.scale_table import ScaleTable
+from narrowgauge.compute.recipes import CATALOG, DELAYED, STATIC, by_name
 from narrowgauge.observe.report.readiness import Asked, Readiness, in_short, plain, readiness
 from narrowgauge.observe.report.together import LeftOut, together
 from narrowgauge.observe.stats import Collector
@@ -131,6 +134,37 @@ def test_the_first_tensor_s_scale_is_that_of_all_of_its_step_as_where_the_recipe
     found = looked_at(tmp_path, "delayed", [0 * x, x, 4 * x], [x])
     assert (found[1]["amax_ratio"], found[1]["scale_max"]) == (4, pytest.approx(1 / 448))
     assert (found[2]["amax_ratio"], found[2]["scale_max"]) == (0.25, pytest.approx(4 / 448))
+
+
+@pytest.mark.parametrize("recipe", [replace(DELAYED, history=2), DELAYED, STATIC], ids=["short", "delayed", "static"])
+def test_the_scale_that_is_assumed_is_the_one_that_training_has(recipe):
+    """Also behind steps that were zeros, or not finite: these took a place in what is remembered."""
+    judge = Judge(recipe, SimpleNamespace(end_step=lambda: None))
+    table = ScaleTable()
+    row, operand = table.add("a", recipe), recipe.uses("input")[0]
+    nan, inf = math.nan, math.inf
+    for step in (
+        (0, nan),
+        (2, 8),
+        (inf,),
+        (4, nan),
+        (nan, inf),
+        (1,),
+        (0,),
+        (nan,),
+        (0.5, 1),
+        (0.5,),
+        (nan, 0.25),
+        (1,),
+    ):
+        for amax in step:
+            x = torch.full((2, 16), float(amax))
+            scale, _ = table.scale_of(row, operand, x.amax(), write=True)
+            table.record(row, x.amax())
+            q, _ = judge.quantized("a:input", "input", x)
+            assert q.scale == scale or not math.isfinite(amax), step
+        table.roll()
+        judge.end_step()
 
 
 def test_amaxes_of_a_step_that_was_none_are_no_history(tmp_path):

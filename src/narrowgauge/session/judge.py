@@ -13,12 +13,12 @@ Legend: M = rows, K = columns, E = experts, N = rows of each.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from narrowgauge.compute.nn.scaling.rolling import NO_DATA
 from narrowgauge.compute.quant import QTensor, quantize
 from narrowgauge.compute.quant.quantize import scales_for
 from narrowgauge.compute.recipes import Recipe
@@ -32,8 +32,8 @@ class Judge:
 
     recipe: Recipe
     collector: Collector
-    seen: dict[str, deque[Tensor]] = field(default_factory=dict)  # amaxes of the steps before, by site
-    now: dict[str, Tensor] = field(default_factory=dict)  # of the open step
+    seen: dict[str, Tensor] = field(default_factory=dict)  # [steps, ...] amaxes of those before, by site
+    now: dict[str, Tensor] = field(default_factory=dict)  # of the open step; NO_DATA: none that is finite
     assumed: dict[str, Tensor] = field(default_factory=dict)  # what scales are made for; 0: nothing yet
 
     def end_step(self) -> None:
@@ -41,9 +41,11 @@ class Judge:
         self.collector.end_step()
         if self.recipe.state == "delayed":
             for site, amax in self.now.items():
-                history = self.seen.setdefault(site, deque(maxlen=self.recipe.history))
-                history.append(amax)
-                largest = torch.stack(list(history)).amax(0)
+                history, none = self.seen.get(site, amax.new_zeros(0, *amax.shape)), torch.zeros_like(amax)[None]
+                # All at once, as a GPU is not asked: a step without data takes no place, and zeros behind are neutral.
+                rolled, kept = torch.cat([amax[None], history]), torch.cat([history, none])
+                self.seen[site] = torch.where(amax >= 0, rolled, kept)[: self.recipe.history]
+                largest = self.seen[site].amax(0)
                 self.assumed[site] = torch.where(largest > 0, largest, self.assumed[site])
         self.now.clear()
 
@@ -77,10 +79,10 @@ class Judge:
         grain = of_stack(rule.granularity, x) if stacked else rule.granularity
         amax = grain.amax(x.reshape(-1, x.shape[-1]))
         finite = amax < torch.inf
-        usable = torch.where(finite, amax, 0.0)
-        self.now[site] = torch.maximum(self.now[site], usable) if site in self.now else usable
+        stored = torch.where(finite, amax, NO_DATA)
+        self.now[site] = torch.maximum(self.now[site], stored) if site in self.now else stored
         before = self.assumed.get(site, torch.zeros_like(amax))
-        self.assumed[site] = torch.where(before > 0, before, usable)
+        self.assumed[site] = torch.where(before > 0, before, torch.where(finite, amax, 0.0))
         assumed = torch.where(before > 0, before, amax)
         scale, inv_scale = scales_for(assumed, rule.fmt, rule.scaling, rule.margin)
         q = quantize(x, rule.fmt, grain, scale=scale, inv_scale=inv_scale, amax=amax)
