@@ -187,6 +187,30 @@ def test_a_lower_evaluation_is_no_failure(same, outcome):
     assert (variant.eval_gap_pct, variant.outcome) == (pytest.approx(-5.0), outcome)
 
 
+@pytest.mark.parametrize(
+    ("loss", "evaluation", "outcome", "said"),
+    [
+        (-3.0, 0.6, "watch", "-3% against the baseline, chance alone makes ±0%; a loss lower than the baseline's"),
+        (-3.0, 0.6, "watch", "as a higher one. The evaluation loss is +0.6%."),
+        (-3.0, 2.0, "fail", "as a higher one. The evaluation loss is +2%."),
+        (-0.05, 0.6, "watch", "-0.05% against the baseline, chance alone makes ±0%. The evaluation loss is +0.6%."),
+    ],
+)
+def test_a_lower_loss_makes_a_worse_evaluation_no_worse_and_hides_none(loss, evaluation, outcome, said):
+    """Each by itself: -3% beside +0.6% failed, as if it were 3% higher, and beside +2% nobody was told why."""
+    baseline, noise = (evidence(name, FLAT, eval_loss={40: 2.0}) for name in ("baseline", "noise"))
+    run = evidence("current", shifted(loss), eval_loss={40: 2.0 * (1 + evaluation / 100)})
+    _, variant = judge_one(run, noise=noise, baseline=baseline, same=same_weights())
+    assert variant.outcome == outcome
+    assert said in variant.sentence
+
+
+def test_a_loss_that_is_as_low_as_chance_makes_it_is_not_told_to_be_suspicious():
+    _, variant = judge_one(evidence("current", shifted(-0.05)), noise=evidence("noise", FLAT), same=same_weights(1.5))
+    assert variant.outcome == "watch"
+    assert "suspicious" not in variant.sentence
+
+
 def test_an_evaluation_below_zero_is_worse_where_it_is_higher():
     # As the negative log-likelihood of a density is.
     baseline, noise = (evidence(name, FLAT, eval_loss={40: -2.0}) for name in ("baseline", "noise"))

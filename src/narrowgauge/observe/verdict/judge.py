@@ -183,16 +183,12 @@ def _outcome(
         return "unjudged"
     if run.exit_code or gap is None or int(run.meta.get("nan_steps", 0)):
         return "fail"
-    outcome = outcome_of(gap.pct, band)
+    outcome = _of_gap(gap.pct, band, same)
     if eval_gap is not None:
-        on_eval = outcome_of(eval_gap, eval_band)
-        if on_eval in ("watch", "fail") and eval_gap < 0:
-            on_eval = _of_lower(same)
+        on_eval = _of_gap(eval_gap, eval_band, same)
         # An inconclusive evaluation is no reason to doubt a conclusive training loss.
         if on_eval != "inconclusive" and SEVERITY[on_eval] > SEVERITY[outcome]:
             outcome = on_eval
-    if outcome in ("watch", "fail") and _lower(gap.pct, eval_gap):
-        outcome = _of_lower(same)
     if run.steps < FEWEST_STEPS and outcome in ("pass", "watch"):
         outcome = "inconclusive"
     if same and outcome in ("pass", "inconclusive") and not _plausible(same):
@@ -202,13 +198,12 @@ def _outcome(
     return outcome
 
 
-def _of_lower(same: tuple[SameWeights, ...]) -> Outcome:
-    """A lower loss does no harm, but chance or a wrong scale made it: the same weights tell which."""
-    return "inconclusive" if same and _clean(same) else "watch"
-
-
-def _lower(gap_pct: float, eval_gap: float | None) -> bool:
-    return gap_pct < 0 and (eval_gap is None or eval_gap < PASS_PCT)
+def _of_gap(pct: float, band: float | None, same: tuple[SameWeights, ...]) -> Outcome:
+    outcome = outcome_of(pct, band)
+    if outcome in ("watch", "fail") and pct < 0:
+        # A lower loss does no harm, but chance or a wrong scale made it: the same weights tell which.
+        return "inconclusive" if same and _clean(same) else "watch"
+    return outcome
 
 
 def _plausible(same: tuple[SameWeights, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowgauge.observe.verdict.gap import CLEAN_LENGTH, FEWEST_STEPS
+from narrowgauge.observe.verdict.gap import CLEAN_LENGTH, FEWEST_STEPS, PASS_PCT
 from narrowgauge.observe.verdict.keeping import keep_high
 from narrowgauge.observe.verdict.types import VariantVerdict
 from narrowgauge.observe.verdict.worst import NOTHING
@@ -76,21 +76,22 @@ def _safe(v: VariantVerdict) -> str:
         return f"Safe over these {v.steps} steps: {gap}{band}.{_same(v)}"
     if v.outcome == "inconclusive":
         few = " So few steps decide nothing." if v.steps < FEWEST_STEPS else ""
-        lower = " A lower loss is no harm, and one batch shows no fault." if _outside(v) and not few else ""
+        lower = " A lower loss is no harm, and one batch shows no fault." if _lower(v) and not few else ""
         return f"Not known yet, inconclusive at {v.steps} steps: {gap}{band}.{few}{lower}{_same(v)}"
     grade = "Watch it" if v.outcome == "watch" else "Not safe"
-    if v.outcome == "watch" and v.gap_pct < 0:
-        return f"{grade}: {gap}{band}; a loss lower than the baseline's is as suspicious as a higher one.{_same(v)}"
-    reason = _evaluation_reason(v)
-    return f"{grade}: {gap}{band}.{reason}{_same(v)}"
+    lower = "; a loss lower than the baseline's is as suspicious as a higher one" if _lower(v) else ""
+    return f"{grade}: {gap}{band}{lower}.{_evaluation_reason(v)}{_same(v)}"
 
 
-def _outside(v: VariantVerdict) -> bool:
-    return v.gap_pct is not None and v.band_pct is not None and abs(v.gap_pct) > v.band_pct
+def _lower(v: VariantVerdict) -> bool:
+    """Whether the loss is lower than chance and the limit explain."""
+    return v.gap_pct is not None and v.gap_pct < -max(PASS_PCT, v.band_pct or 0.0)
 
 
 def _evaluation_reason(v: VariantVerdict) -> str:
-    if v.eval_gap_pct is None or abs(v.eval_gap_pct) <= abs(v.gap_pct or 0.0):
+    gap = v.gap_pct or 0.0
+    worse = gap < 0 and (v.eval_gap_pct or 0.0) > PASS_PCT  # however low the loss is
+    if v.eval_gap_pct is None or not (worse or abs(v.eval_gap_pct) > abs(gap)):
         return ""
     return f" The evaluation loss is {percent(v.eval_gap_pct)}."
 
