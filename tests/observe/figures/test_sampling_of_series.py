@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from narrowgauge.observe.figures.sampling import keep_extrema, paired_gap_pct, running_mean, smoothing_window
+from narrowgauge.observe.verdict.gap import Series, paired_gap
 
 SERIES = arrays.arrays(np.float64, st.integers(1, 400), elements=st.floats(-1e6, 1e6))
 
@@ -64,3 +65,10 @@ def test_the_gap_pairs_by_step_and_is_in_percent_of_the_baseline():
     assert steps.tolist() == [2, 3, 4]
     assert gap[:2] == pytest.approx([1.0, -1.0])
     assert np.isnan(gap[2])
+
+
+def test_the_gap_of_a_loss_around_zero_is_the_verdict_s():
+    """A window's mean may be next to nothing where its numbers are not."""
+    steps, base = np.arange(1.0, 13.0), np.array([1.0, -1.0, 1.001] * 4)
+    _, gap = paired_gap_pct(steps, base, steps, base + 0.01, 3)
+    assert gap[1:-1] == pytest.approx([paired_gap(Series(steps, base + 0.01), Series(steps, base)).pct] * 10)

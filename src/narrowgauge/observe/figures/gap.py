@@ -1,6 +1,6 @@
 """The paired loss gap to the baseline over steps: is it there, and is it more than chance?
 
-    gap_t = 100 * mean_w(loss_variant - loss_baseline) / mean_w(loss_baseline)          %, see sampling.paired_gap_pct
+    gap_t = 100 * mean_w(loss_variant - loss_baseline) / mean_w |loss_baseline|          %, see sampling.paired_gap_pct
 
 What lies inside the noise twin's band is not evidence. The thick level over the judged steps is the verdict's own
 number (observe.verdict.gap); the curve shows how it came about.

@@ -69,14 +69,14 @@ def paired_gap_pct(
 ) -> tuple[Floats, Floats]:
     """Running mean of the loss gap of run b against baseline a, % of the baseline's running mean, at common steps.
 
-        gap_t = 100 * mean_w(b - a) / |mean_w(a)|
+        gap_t = 100 * mean_w(b - a) / mean_w |a|
 
     Both means cover the same steps, those where both losses are finite; a step where one is not is a gap (NaN).
     """
     common, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
     a, b = loss_a[at_a], loss_b[at_b]
     both = np.isfinite(a) & np.isfinite(b)
-    base = np.abs(running_mean(np.where(both, a, np.nan), window))
+    base = running_mean(np.where(both, np.abs(a), np.nan), window)
     diff = running_mean(np.where(both, b - a, np.nan), window)
     with np.errstate(divide="ignore", invalid="ignore"):
         return common, np.where(base > 0, 100 * diff / base, np.nan)
