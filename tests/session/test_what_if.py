@@ -167,7 +167,8 @@ def test_the_scale_that_is_assumed_is_the_one_that_training_has(recipe):
         judge.end_step()
 
 
-def test_amaxes_of_a_step_that_was_none_are_no_history(tmp_path):
+@pytest.mark.parametrize("thrown_away", ["drop_step", "begin_anew"])
+def test_amaxes_of_a_step_that_was_none_are_no_history(tmp_path, thrown_away):
     x = torch.full((16, 16), 1.0)
     with RunWriter(tmp_path / "out", {}) as writer:
         asked = WhatIf(("delayed",), writer, Selection({}, 1))
@@ -175,7 +176,7 @@ def test_amaxes_of_a_step_that_was_none_are_no_history(tmp_path):
             asked.begin_step(step, recorded=True)
             asked.operand("a", "input", size * x)
             if size == 9:
-                asked.drop_step()
+                getattr(asked, thrown_away)()
         asked.close()
     assert rows(open_run(tmp_path / "out" / "what_if" / "delayed"), 3)["a:input"]["amax_ratio"] == 1
 

@@ -150,6 +150,8 @@ def references(tmp_path, now, what, config=None):
                     labels.add_(1.0)
                 again = x.clone() if "other" in what else x
                 reference = model(x=again, labels=labels)["y"]
+                if "measured" in what:
+                    F.l1_loss(reference, labels)
                 called.train()
             if what != "behind backward":
                 (loss + (y - reference).square().mean()).backward()
@@ -169,6 +171,13 @@ def test_a_reference_beside_the_batch_that_trains_is_the_steps_and_no_evaluation
     table = run.scalars(["step_seconds", "clean"])
     assert (set(table["step_seconds"].tolist()), set(table["clean"].tolist())) == ({20.0}, {1.0})
     assert METRICS in run.meta["notes"]
+
+
+@pytest.mark.parametrize("what", ["measured", "wrapped, measured"])
+def test_what_is_computed_of_a_reference_by_torchs_loss_functions_is_no_evaluation_either(what, tmp_path, now):
+    run = references(tmp_path, now, what)
+    assert "eval_loss" not in run.scalar_names
+    assert METRICS.replace("4", "8", 1) in run.meta["notes"]
 
 
 @pytest.mark.parametrize("what", ["behind backward", "eval", "other rows", "written", "wrapped, other rows"])
