@@ -654,7 +654,7 @@ def test_what_has_no_sqnr_is_in_the_table_if_something_is_wrong_with_it_and_name
     sites = ["fine:input", "nan:input", "half:input", "dead:grad_output"]
     for folder, sqnr in (("", [30, np.nan, np.nan, np.nan]), ("what_if/mxfp8", [31, np.nan, 31, np.nan])):
         with RunWriter(tmp_path / folder, {"judged_by": "current"}) as writer:
-            said = {"sqnr_db": np.array(sqnr, float), "nan_count": np.array([0, 512, 1, 0])}
+            said = {"sqnr_db": np.array(sqnr, float), "nan_count": np.array([0, 512, 1, 0]), "inf_count": np.zeros(4)}
             writer.add_tensors(1, sites, said)
     found = readiness(open_run(tmp_path))
     assert [(tensor.site, tensor.best) for tensor in found.tensors] == [
@@ -670,6 +670,21 @@ def test_what_has_no_sqnr_is_in_the_table_if_something_is_wrong_with_it_and_name
     done = CliRunner().invoke(report_command, [str(tmp_path), "-o", str(tmp_path / "page.html")])
     assert told in done.output
     assert told in " ".join((tmp_path / "page.html").read_text().split())
+
+
+@pytest.mark.parametrize("metrics", [["amax"], ["sqnr_db"]])
+def test_what_has_no_sqnr_where_metrics_are_few_is_not_taken_for_zeros(tmp_path, metrics):
+    for folder in ("", "what_if/mxfp8"):
+        with RunWriter(tmp_path / folder, {"judged_by": "current"}) as writer:
+            writer.add_tensors(1, ["a:input"], {name: np.array([np.nan]) for name in metrics})
+    found = readiness(open_run(tmp_path))
+    assert found.without == LeftOut(unmeasured=("a:input",))
+    page = plain(found).splitlines()
+    assert (
+        "a:input is not in the table: there is no sqnr_db of it, and nothing says why. Have sqnr_db, nan_count and "
+        "inf_count among watch.metrics."
+    ) in page
+    assert "Nothing that was recorded says what a recipe would do." in page
 
 
 def test_a_run_has_no_folder_of_recipes_that_saw_nothing(tmp_path):

@@ -109,8 +109,12 @@ def readiness(run: Run) -> Readiness | None:
         if db or any(trouble.values()):  # of what is NaN there is no SQNR
             tensors.append(Tensor(site, db, trouble, _best(db, trouble)))
     told = {tensor.site for tensor in tensors}
-    empty = sorted(site for site in steps if site not in told and role_of(site) in OPERAND_ROLES)
-    without = replace(left_out(run, beside, steps, lambda site: not others(site)), empty=tuple(empty))
+    silent = tuple(sorted(site for site in steps if site not in told and role_of(site) in OPERAND_ROLES))
+    without = left_out(run, beside, steps, lambda site: not others(site))
+    if all({"sqnr_db", *COUNTS} <= set(part.metrics) for part in runs.values()):  # or else they need not be zeros
+        without = replace(without, empty=silent)
+    else:
+        without = replace(without, unmeasured=silent)
     ungraded = tuple(map(str, run.meta.get("gradients_not_seen") or ()))
     broken = {tensor.site for of in ranked.values() for tensor in of if tensor.metric in COUNTS}
     return Readiness(recipes, tuple(tensors), tuple(every_step(steps)), without, ungraded, len(broken))
@@ -149,11 +153,13 @@ def cells(tensor: Tensor, names: list[str]) -> list[str]:
 
 def in_short(found: Readiness) -> str:
     """Which recipes leave no tensor in trouble, and how many the others do, in a sentence or two."""
-    fine = [asked.name for asked in found.recipes if not asked.trouble]
+    fine = [asked.name for asked in found.recipes if asked.sites and not asked.trouble]
     rest = [f"{asked.trouble} of {asked.sites} under {asked.name}" for asked in found.recipes if asked.trouble]
     said = [f"No tensor is in trouble under {_listed(fine)}."] if fine else []
     if rest:
         said.append(f"In trouble: {_listed(rest)}.")
+    if not said:
+        said.append("Nothing that was recorded says what a recipe would do.")
     if found.broken:
         said.append(f"{found.broken} of these are so whatever the recipe: the run itself has NaN or Inf there.")
     if found.ungraded:

@@ -5,6 +5,7 @@ site s    asked_by(s) = the steps in which every recipe that was asked of s has 
 left out  absent    in no step in which any recipe was asked
           unasked   in such a step, and not asked of
           empty     asked of, and zeros: nothing that could be lost
+          unmeasured  asked of, where `watch.metrics` leaves out what would tell
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class LeftOut:
     absent: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
 
     @property
     def said(self) -> str:
@@ -42,6 +44,12 @@ class LeftOut:
         if self.empty:
             them = "it" if len(self.empty) == 1 else "them"
             told.append(f"{_are_not(self.empty)} in the table: what was compared of {them} was zeros alone.")
+        if self.unmeasured:
+            them = "it" if len(self.unmeasured) == 1 else "them"
+            told.append(
+                f"{_are_not(self.unmeasured)} in the table: there is no sqnr_db of {them}, and nothing says why. Have "
+                "sqnr_db, nan_count and inf_count among watch.metrics."
+            )
         return " ".join(told)
 
 
