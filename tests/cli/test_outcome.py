@@ -137,6 +137,17 @@ def test_what_is_multiplied_beside_linear_layers_is_counted_and_named(tmp_path):
     assert converted(tmp_path)[1] == "in high precision, as only linear layers are converted: 1 convolution (conv1)"
 
 
+@pytest.mark.parametrize("attention", ["attention", ""])
+def test_attention_s_packed_weight_is_told_once(tmp_path, attention):
+    weight = f"{attention}.in_proj_weight".lstrip(".")
+    rows = [layer("fc"), layer(attention, None, "multiplies its packed in_proj_weight itself")]
+    facts = {"conversion": rows, "judged": [weight, "fc.in_proj_bias"]}
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    linear, others = converted(tmp_path)
+    assert linear.startswith("1 of 2 linear layers in FP8 (rowwise), 1 kept high: ")
+    assert others.endswith("1 other product (fc.in_proj_bias)")
+
+
 def test_layers_of_all_ranks_are_told_once(tmp_path):
     for name, rows in (("run.json", [layer("0"), HEAD]), ("run.rank1.json", [layer("0"), layer("1")])):
         (tmp_path / name).write_text(json.dumps({"meta": {"conversion": rows}}))

@@ -77,7 +77,9 @@ def _beside(ranks: dict[int, dict[str, Any]], rows: Sequence[dict[str, Any]]) ->
 
     name_of, linear = names(ranks), {str(row.get("name")) for row in rows}
     images = {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("convolutions") or ()}
-    judged = {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("judged") or ()} - linear
+    packed = {f"{name}.in_proj_weight".lstrip(".") for name in linear}  # counted as its attention's layer already
+    judged = {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("judged") or ()}
+    judged -= linear | packed
     kinds = (("convolution", sorted(judged & images)), ("other product", sorted(judged - images)))
     told = [f"{len(found)} {kind}{'s'[: len(found) > 1]} ({_some(found)})" for kind, found in kinds if found]
     return [f"in high precision, as only linear layers are converted: {' and '.join(told)}"] if told else []
