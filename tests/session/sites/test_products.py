@@ -284,6 +284,24 @@ def test_low_rank_adapters_are_layers_of_their_own():
     assert notes == ""
 
 
+@pytest.mark.parametrize("way", [lambda x, w: F.linear(x, w), lambda x, w: x @ w])
+def test_a_vector_that_is_multiplied_in_pieces_is_named_as_not_seen(way):
+    class Flat(nn.Module):  # what a hypernetwork or a meta-learner keeps its weights in
+        def __init__(self):
+            super().__init__()
+            self.flat, self.gate = nn.Parameter(torch.randn(2 * 8 * 8)), nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            for w in self.flat.view(2, 8, 8):
+                x = way(x, w) * self.gate
+            return x @ self.gate
+
+    model = Flat()
+    found, notes = recorded(model, lambda: model(torch.randn(5, 8)).cos().sum().backward())
+    assert not found
+    assert notes == "Not seen as a weight in any recorded step: Flat (1 of them, 94.1% of all parameters: 'flat')."
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_products_count_once(reentrant):
     torch.manual_seed(8)

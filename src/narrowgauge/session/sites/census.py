@@ -81,6 +81,7 @@ class Census:
         self._seen: set[tuple[int, str]] = set()  # by the ids of modules
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self._weights: set[int] = set()  # by their ids: vectors of which weights are pieces
         self.spread = False
         self._late = False  # there may be parameters that were not noted: a lazy module had still to make one, say
 
@@ -162,6 +163,10 @@ class Census:
         self.saw(module, *part.holds)
         return self.kept(module, name or "")
 
+    def vector(self, parameter: Tensor) -> None:
+        """A parameter of one dimension was multiplied as a matrix: it is a weight, and has no rows."""
+        self._weights.add(id(parameter))
+
     def lacks(self) -> bool:
         """Whether a weight was not seen that could have been, or no model is known."""
         self._note_late()
@@ -189,7 +194,8 @@ class Census:
     def _missing(self) -> list[Noted]:
         everything = list(self._noted.values())
         seen = {row.parameter for row in everything if row.at in self._seen or row.converted}
-        return [row for row in everything if row.matrix and row.parameter not in seen]
+        weights = (row for row in everything if row.matrix or row.parameter in self._weights)
+        return [row for row in weights if row.parameter not in seen]
 
     def _living(self) -> Iterator[tuple[nn.Module, Observer]]:
         for known, observer in self._models:

@@ -69,7 +69,7 @@ class PlainSites:
         self._census = Census()
         self._outside = Outside(self._census.lacks)
         self.calls = LayerCalls(self.shown, self._census, self.choice, self._outside, mine)
-        self._products = Products(self.calls.multiplied, self.shown.said.failed, self.calls.tells)
+        self._products = Products(self.calls.multiplied, self.shown.said.failed, self.calls.tells, self._census.vector)
         self._step = ExitStack()
         self.compiled = CompiledSteps(
             *(self._compilations, self.choice, self._products, self.shown, self._step), eager, unheard

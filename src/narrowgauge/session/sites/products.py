@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
@@ -66,6 +67,16 @@ class Candidate:
         elif p.shape != self.w.shape or source.turned:
             return None
         return Part(self.x, p, y, self.x_rows, turn, self.dy_rows)
+
+    def vector(self) -> Tensor | None:
+        """The vector of which `w` is a piece, laid as a matrix: what several weights share has no rows of its own."""
+        if not isinstance(self.w, Tensor) or self.w.dim() < 2 or min(self.w.shape[-2:]) < 2:
+            return None
+        source = origin(self.w)
+        if source is None or source.parameter.dim() != 1:
+            return None
+        # FSDP1's is of another class: the layers that it was made of tell of themselves.
+        return source.parameter if type(source.parameter) is Parameter else None
 
 
 def _turn(p: Tensor, w: Tensor, turned: bool, axis: int) -> Turn:
@@ -154,6 +165,7 @@ class Products:
             weight is made of several tensors.
         failed: told of an error of ours; none reaches the program.
         told: whether somebody tells of what this thread multiplies now; then nothing is looked into.
+        vector: told of a parameter that lies as a vector, and was multiplied as a matrix: it has no rows.
     """
 
     def __init__(
@@ -161,8 +173,9 @@ class Products:
         heard: Callable[[Part, bool], None],
         failed: Callable[[str, Exception], None],
         told: Callable[[], bool] = lambda: False,
+        vector: Callable[[Tensor], None] = lambda parameter: None,
     ) -> None:
-        self._heard, self._failed, self._told = heard, failed, told
+        self._heard, self._failed, self._told, self._vector = heard, failed, told, vector
         self._open = self._listening = False
         self._asides: list[int] = []  # the thread of each
         self._pieces, self._steps = Pieces(), 0
@@ -267,6 +280,8 @@ class Products:
                         part.x = None
                     self._heard(part, True)
                     return
+                if (parameter := candidate.vector()) is not None:
+                    self._vector(parameter)
                 if name.startswith(("linear", "conv")):
                     self._unknown(candidate, y)
         except Exception as error:
