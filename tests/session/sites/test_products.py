@@ -302,6 +302,13 @@ def test_a_vector_that_is_multiplied_in_pieces_is_named_as_not_seen(way):
     assert notes == "Not seen as a weight in any recorded step: Flat (1 of them, 94.1% of all parameters: 'flat')."
 
 
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_recurrent_cell_is_named_with_why(cell):
+    model = cell(8, 8)
+    _, notes = recorded(model, lambda: model(torch.randn(5, 8))[0].sum().backward())
+    assert notes.endswith(f" {cell.__name__} (1 of them, 88.9% of all parameters, multiplied inside one kernel).")
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_products_count_once(reentrant):
     torch.manual_seed(8)

@@ -31,6 +31,9 @@ _WHY = {
     "LSTM": "multiplied inside one kernel",
     "GRU": "multiplied inside one kernel",
     "RNN": "multiplied inside one kernel",
+    "LSTMCell": "multiplied inside one kernel",
+    "GRUCell": "multiplied inside one kernel",
+    "RNNCell": "multiplied inside one kernel",
 }
 MOST_NAMED = 3  # parameters of one kind of owner
 
