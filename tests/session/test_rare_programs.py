@@ -201,7 +201,7 @@ def test_a_mode_of_the_program_s_sees_its_own_operations(tmp_path, monkeypatch, 
     assert operands(writer, 3) == {f"{name}:{role}" for name in ("0", "2") for role in OPERANDS}
 
 
-@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("recipe", [None, "current", "rowwise", "blockwise"])
 def test_a_selective_checkpoint_keeps_what_the_program_computes(tmp_path, monkeypatch, recipe):
     monkeypatch.setattr(host, "ready", lambda: False)
     monkeypatch.setattr(host, "kernel", lambda: None)
@@ -217,7 +217,8 @@ def test_a_selective_checkpoint_keeps_what_the_program_computes(tmp_path, monkey
             return x + self.b(h) * 0.5
 
     def policy(context, function, *args, **kwargs):
-        kept = (torch.ops.aten.mul.Tensor, torch.ops.aten.sum.dim_IntList, torch.ops.aten.addmm.default)
+        kept = {torch.ops.aten.mul.Tensor, torch.ops.aten.sum.dim_IntList, torch.ops.aten.addmm.default}
+        kept |= {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}  # what a converted layer multiplies by
         return CheckpointPolicy.MUST_SAVE if function in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def trained(**how):

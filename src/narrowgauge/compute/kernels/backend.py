@@ -95,3 +95,16 @@ def not_multiple(n: int, k: int, of: int, why: str) -> str | None:
         if value % of:
             return f"{letter}={value} is not a multiple of {of}{why}"
     return None
+
+
+def plus(y_PQ: Tensor, bias: Tensor) -> Tensor:
+    """A product of ours plus a bias [Q], in the product's memory where nobody else can have it."""
+    return (y_PQ + bias).to(y_PQ.dtype) if kept_by_modes() else y_PQ.add_(bias)
+
+
+def kept_by_modes() -> bool:
+    """Whether a mode of the program may keep the results of single operations, as a selective checkpoint does.
+
+    It refuses to give out one that was written to since.
+    """
+    return bool(torch._C._len_torch_dispatch_stack())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, mm
 
-from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple
+from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, kept_by_modes, not_multiple, plus
 from narrowgauge.compute.kernels.both import quantize_both
 from narrowgauge.compute.quant import Granularity, PerRow, PerTensor, QTensor, decode
 from narrowgauge.compute.recipes import Recipe
@@ -59,11 +59,12 @@ class Reference:
         if isinstance(a.granularity, _FACTORED) and isinstance(b.granularity, _FACTORED):
             y_PQ = _product(a.codes, b.codes)
             # One scale after the other: the product of two tiny scales would be a subnormal.
-            y_PQ.mul_(a.scale).mul_(b.scale.T if b.scale.ndim else b.scale)
+            scale_b = b.scale.T if b.scale.ndim else b.scale
+            y_PQ = y_PQ * a.scale * scale_b if kept_by_modes() else y_PQ.mul_(a.scale).mul_(scale_b)
         else:
             y_PQ = mm(a.dequantize(torch.float32), b.dequantize(torch.float32).T)
         if bias is not None:
-            y_PQ.add_(bias)
+            y_PQ = plus(y_PQ, bias)
         return y_PQ.to(out_dtype)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple
+from narrowgauge.compute.kernels.backend import check_contraction, fake_gemm, not_multiple, plus
 from narrowgauge.compute.kernels.both import quantize_both
 from narrowgauge.compute.quant import BLOCK_1x128, BLOCK_128x128, Granularity, PerRow, PerTensor, QTensor
 from narrowgauge.compute.recipes import Gemm, Recipe
@@ -107,7 +107,7 @@ class ScaledMM:
             y_PQ = _block_scales(a, b, out_dtype)
         else:
             raise RecipeError(f"scaled_mm cannot multiply {kinds[0]} by {kinds[1]}; use backend='reference'.")
-        return y_PQ if bias is None else y_PQ.add_(bias)
+        return y_PQ if bias is None else plus(y_PQ, bias)
 
 
 def _one_scale(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
@@ -125,7 +125,7 @@ def _one_scale(a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | No
         use_fast_accum=fast_accum,
     )
     if bias is not None and epilogue is None:
-        y_PQ = y_PQ.add_(bias)
+        y_PQ = plus(y_PQ, bias)
     return y_PQ if native == out_dtype else y_PQ.to(out_dtype)
 
 
