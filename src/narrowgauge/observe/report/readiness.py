@@ -158,7 +158,7 @@ def in_short(found: Readiness) -> str:
     said = [f"No tensor is in trouble under {_listed(fine)}."] if fine else []
     if rest:
         said.append(f"In trouble: {_listed(rest)}.")
-    if not said:
+    if found.recipes and not said:
         said.append("Nothing that was recorded says what a recipe would do.")
     if found.broken:
         said.append(f"{found.broken} of these are so whatever the recipe: the run itself has NaN or Inf there.")
