@@ -23,6 +23,7 @@ from narrowgauge.session.ranks.apart import Keep
 from narrowgauge.session.ranks.group import Gather
 from narrowgauge.session.ranks.layout import Layout
 from narrowgauge.session.ranks.merging import Merger
+from narrowgauge.session.ranks.parts import Parts, PartsByStep
 from narrowgauge.session.ranks.scalars import Joined, Rows, disagreements, rows_of
 
 MOST_EVENTS = 16  # sites of one step that are named one by one
@@ -39,10 +40,7 @@ class Landing:
     def __init__(self, writer: RunWriter, keep: Keep, world: int) -> None:
         self._writer, self._keep = writer, keep
         self._mergers: dict[tuple[str, ...], Merger] = {}
-        self._kinds: Sequence[str] = [""] * world
-        self._families: Sequence[str] = [""] * world
-        self._meshes: Sequence[int | None] = [None] * world
-        self._began: Sequence[str] = [""] * world
+        self._parts = PartsByStep(world)
         self._stages = Stages()
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
@@ -68,9 +66,7 @@ class Landing:
         while self._looks and self._looks[0][1].arrived(wait):
             step, copy, merger = self._looks.popleft()
             copies, tables = merger.split(copy.host.numpy())
-            self._kinds, self._families = [one.sites for one in merger.layouts], merger.families
-            self._meshes = [one.mesh for one in merger.layouts]
-            self._began = [one.began for one in merger.layouts]
+            self._parts.add(step, Parts.of(merger.layouts, merger.families))
             self._forget_models([one.models for one in merger.layouts])
             self._compare(step, merger, copies)
             for rank, (one, table) in enumerate(zip(merger.layouts, tables, strict=True)):
@@ -96,12 +92,11 @@ class Landing:
             if len(rows) < 2:
                 self._write_alone(step, *rows.items())
                 continue
-            ranks = sorted(rows)
-            kinds, meshes = [self._kinds[rank] for rank in ranks], [self._meshes[rank] for rank in ranks]
-            began, families = [self._began[rank] for rank in ranks], [self._families[rank] for rank in ranks]
-            merged = laws.merged([rows[rank] for rank in ranks], kinds, meshes, began, families)
+            ranks, parts = sorted(rows), self._parts.at(step)
+            of = parts.of_ranks(ranks)
+            merged = laws.merged([rows[rank] for rank in ranks], of.kinds, of.meshes, of.began, of.families)
             self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
-            found = disagreements(rows, self._kinds)
+            found = disagreements(rows, parts.kinds)
             for name in filter(laws.compared, merged):
                 self._tell(step, name, None, found.get(name))
 
