@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,4 +31,4 @@ for number, tokens in enumerate(pieces(count=48)[dist.get_rank() :: 2].to(device
     optimizer.zero_grad()
 if dist.get_rank() == 0:
     Path("said.json").write_text(json.dumps(said))
-dist.destroy_process_group()
+leave()

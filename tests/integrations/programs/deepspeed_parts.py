@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_fp32_param
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 
 # Its own collectives for CPUs are C++, compiled for minutes as a program first starts. These are those of gloo.
@@ -141,4 +141,4 @@ engines = [stages(name) for name in os.environ.get("ENGINES", " ".join(ENGINES))
 models += [engine.module for engine in engines]
 if rank == 0:
     Path("said.json").write_text(json.dumps(said))
-dist.destroy_process_group()
+leave()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 
 # Its own collectives for CPUs are C++, compiled for minutes as a program first starts. These are those of gloo.
@@ -133,4 +133,4 @@ for name in os.environ.get("ENGINES", " ".join(STAGES)).split():
             total = 0.0
 if rank == 0:
     Path("said.json").write_text(json.dumps(said))
-torch.distributed.destroy_process_group()
+leave()

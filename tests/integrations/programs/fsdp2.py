@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -51,4 +51,4 @@ for batch in pieces(count=24 * microbatches)[dist.get_rank() :: 2].to(device).sp
 if dist.get_rank() == 0:
     Path("said.json").write_text(json.dumps(said))
     Path("hooks.json").write_text(json.dumps(hooks))
-dist.destroy_process_group()
+leave()

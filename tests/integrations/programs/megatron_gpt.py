@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from text import pieces, place
+from text import leave, pieces, place
 
 device = place()
 torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -45,4 +45,4 @@ for number, tokens in enumerate(pieces(count=24).to(device).split(4)):
         total = 0.0
 if torch.distributed.get_rank() == 0:
     Path("said.json").write_text(json.dumps(said))
-torch.distributed.destroy_process_group()
+leave()

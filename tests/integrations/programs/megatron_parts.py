@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 
 
@@ -110,4 +110,4 @@ said = []
 models = [stages(pieces(count=12).to(device).split(4)), experts()]
 if rank == 1:
     Path("said.json").write_text(json.dumps(said))
-dist.destroy_process_group()
+leave()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -68,4 +68,4 @@ for step, tokens in enumerate(pieces(length=33, count=32).to(device).split(8), 1
     said.append({"loss": losses[step], "learning_rate": rate, "grad_norm": norm.item()})
 if rank == 0:
     Path("said.json").write_text(json.dumps(said))
-dist.destroy_process_group()
+leave()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -65,4 +65,4 @@ for batch in pieces(length=33, count=24).to(device).split(6):
     said.append({"loss": total, "learning_rate": rate, "grad_norm": norm.full_tensor().item()})
 if dist.get_rank() == 0:
     Path("said.json").write_text(json.dumps(said))
-dist.destroy_process_group()
+leave()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text import pieces, place
+from text import leave, pieces, place
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -43,4 +43,4 @@ for tokens in pieces(count=24)[mine].to(device).split(4):
     said.append(loss.item())
 if dist.get_rank() == 0:
     Path("said.json").write_text(json.dumps(said))
-dist.destroy_process_group()
+leave()
