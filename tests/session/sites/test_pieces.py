@@ -168,3 +168,16 @@ def test_experts_in_one_parameter_have_each_their_own_tokens():
     model, x = Experts(), torch.randn(6, 16)
     found, _ = recorded(model, lambda: model(x).backward())
     same(found, "w", [x, x, x], "input")
+
+
+def test_a_picture_that_comes_with_each_piece_of_the_taps_is_shown_once():
+    torch.manual_seed(0)
+    model = nn.Conv1d(4, 6, 3)
+    x = torch.randn(2, 4, 9)
+
+    def step():
+        (F.conv1d(x, model.weight[:2]).cos().sum() + F.conv1d(x, model.weight[2:]).sin().sum()).backward()
+
+    found, _ = recorded(model, step)
+    same(found, "", x.mT.reshape(-1, 4), "input")
+    assert found[":grad_output"]["numel"] == 2 * 7 * 6

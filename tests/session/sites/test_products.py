@@ -92,6 +92,47 @@ def test_however_it_is_multiplied_rows_are_tokens_and_output_features(way):
     assert notes == ""
 
 
+CONVOLVED = {  # a parameter, what is convolved with it, and how the parameter lies then
+    "tied to its encoder": ((4, 6, 3), lambda x, w: F.conv1d(x, w.transpose(0, 1)), lambda w: w.transpose(0, 1)),
+    "tied and cast": (
+        (4, 6, 3),
+        lambda x, w: F.conv1d(x.bfloat16(), w.bfloat16().transpose(0, 1)).float(),
+        lambda w: w.transpose(0, 1),
+    ),
+    "a linear layer's": ((6, 4), lambda x, w: F.conv1d(x, w.unsqueeze(-1)), lambda w: w.unsqueeze(-1)),
+    "the first outputs": ((8, 4, 3), lambda x, w: F.conv1d(x, w[:6]), lambda w: w),
+    "the first inputs": ((6, 8, 3), lambda x, w: F.conv1d(x, w[:, :4]), lambda w: w),
+    "torch.conv1d": ((6, 4, 3), lambda x, w: torch.conv1d(x, w), lambda w: w),
+}
+
+
+@pytest.mark.parametrize("way", CONVOLVED)
+def test_a_parameter_is_convolved_with_however_it_was_laid_for_that(way):
+    torch.manual_seed(1)
+    shape, product, laid = CONVOLVED[way]
+    model = Ways(False, product)
+    model.w = nn.Parameter(torch.randn(shape))
+    x = torch.randn(2, 4, 9)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward())
+    assert sorted(found) == ["w:grad_output", "w:input", "w:weight"]
+    same(found, "w", rows(x.bfloat16().float().mT if "cast" in way else x.mT), "input")
+    same(found, "w", taps(laid(model.w)), "weight")
+    if "cast" not in way:
+        same(found, "w", rows(model.y.grad.mT), "grad_output")
+    assert notes == ""
+
+
+def test_an_equation_takes_a_weight_that_was_laid_by_heads():
+    torch.manual_seed(1)
+    model = Ways(False, lambda x, w: torch.einsum("bsk,hdk->bshd", x, w.view(4, 4, 24)))
+    x = torch.randn(2, 5, 24)
+    found, notes = recorded(model, lambda: model(x).cos().sum().backward(), "rowwise")
+    same(found, "w", rows(x), "input", "rowwise")
+    same(found, "w", model.w, "weight", "rowwise")
+    same(found, "w", model.y.grad.reshape(-1, 16), "grad_output", "rowwise")
+    assert notes == ""
+
+
 def test_a_weight_in_front_has_its_input_behind():
     torch.manual_seed(2)
     model = Ways(False, lambda x, w: w @ x.mT)

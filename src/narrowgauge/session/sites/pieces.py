@@ -44,7 +44,7 @@ class Pieces(threading.local):
 
     def again(self, x: Any, piece: Tensor, parameter: Tensor, step: int) -> bool:
         """Whether x came before, with other pieces of this parameter, in this step (any number for it)."""
-        if piece.numel() == parameter.numel() or parameter.dim() != 2 or type(x) is not Tensor or x.is_inference():
+        if piece.numel() == parameter.numel() or type(x) is not Tensor or x.is_inference():
             return False
         if x.is_nested or x.layout is not torch.strided:  # of no one shape, or of several memories
             return False

@@ -3,7 +3,7 @@
     F.linear(x, w)                  an attention's packed weight, a tied embedding, a layer's own forward
     x @ w, mm, bmm, addmm, einsum   weights that lie the other way, experts side by side
     torch._grouped_mm               experts by their tokens (F.grouped_mm calls it)
-    F.conv1d, 2d, 3d, transposed    see `convolution`
+    F.conv1d, 2d, 3d, transposed    see `convolution`; torch.conv1d, ... are the same
 
 While a recorded step runs, each of these names leads to a function that calls torch's own and then tells what was
 multiplied, if one of the two is made of a parameter. Afterwards torch is as it was found, and so it is meanwhile, as
@@ -29,8 +29,9 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.doors.hearing import unreal
 from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
-from narrowgauge.session.sites.convolution import image_turns
+from narrowgauge.session.sites.convolution import image_turns, of_images
 from narrowgauge.session.sites.einsum import turns_of
+from narrowgauge.session.sites.laid import laid_as
 from narrowgauge.session.sites.origin import origin
 from narrowgauge.session.sites.part import Part, Turn, rows
 from narrowgauge.session.sites.pieces import Pieces
@@ -43,7 +44,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Candidate:
     """Two tensors that were multiplied, one of them perhaps a weight.
 
-    `axis` is the axis of `w` that is contracted. Without one `w_rows` says how the parameter lies, which has w's shape.
+    `axis` is the axis of `w` that is contracted. Without one `w_rows` says how w lies.
     """
 
     x: Any
@@ -64,8 +65,11 @@ class Candidate:
         turn = self.w_rows
         if self.axis is not None:
             turn = _turn(p, self.w, source.turned, self.axis)
-        elif p.shape != self.w.shape or source.turned:
-            return None
+        else:
+            lay = laid_as(p, self.w, source.turned)
+            if lay is None:
+                return None
+            turn = partial(_laid, lay=lay, turn=turn)
         return Part(self.x, p, y, self.x_rows, turn, self.dy_rows)
 
     def vector(self) -> Tensor | None:
@@ -93,6 +97,10 @@ def _lay(p: Tensor, shape: torch.Size | None, axis: int) -> Tensor:
     w = p if shape is None else p.reshape(shape)
     w = w if axis == -1 else w.transpose(-1, -2)
     return w if w.dim() <= 3 else w.flatten(0, -3)
+
+
+def _laid(p: Tensor, lay: Turn, turn: Turn) -> Tensor:
+    return turn(lay(p))
 
 
 def _turned_rows(x: Tensor) -> Tensor:
@@ -148,8 +156,12 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[[Arguments], Iterable[Candidate]]], .
     *((owner, name, matmul) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm")),
     *((owner, name, partial(matmul, first=1)) for owner in (torch, Tensor) for name in ("addmm", "baddbmm")),
     (Tensor, "__matmul__", matmul),
-    *((F, f"conv{n}d", partial(convolution, dims=n, transposed=False)) for n in (1, 2, 3)),
-    *((F, f"conv_transpose{n}d", partial(convolution, dims=n, transposed=True)) for n in (1, 2, 3)),
+    *(
+        (owner, f"{name}{n}d", partial(convolution, dims=n, transposed=name == "conv_transpose"))
+        for owner in (F, torch)
+        for name in ("conv", "conv_transpose")
+        for n in (1, 2, 3)
+    ),
 )
 
 _CHANGING = threading.RLock()  # what stands in torch's places; nobody forks meanwhile, or it would be held for good
@@ -276,8 +288,10 @@ class Products:
             for candidate in read(call):
                 part = candidate.part(y)
                 if part is not None:
-                    if part.w is not None and self._pieces.again(part.x, candidate.w, part.w, self._steps):
-                        part.x = None
+                    w = part.w
+                    # Experts lie in one parameter as well, and each has its own tokens.
+                    if w is not None and (w.dim() == 2 or of_images(part)):
+                        part.x = None if self._pieces.again(part.x, candidate.w, w, self._steps) else part.x
                     self._heard(part, True)
                     return
                 if (parameter := candidate.vector()) is not None:
