@@ -288,6 +288,24 @@ def test_a_convolution_that_computes_its_weight_is_a_layer(norm, layer, monkeypa
     assert notes == ""
 
 
+def test_a_convolution_whose_inner_forward_was_replaced_shows_what_that_multiplies():
+    """As programs do it that have a model's pictures wrap around, after it was made."""
+    torch.manual_seed(7)
+    layer, seen = nn.Conv2d(4, 6, 3, padding=1), {}
+
+    def around(self, x, weight, bias):
+        seen["x"] = F.pad(x, (1, 1, 1, 1), mode="circular")
+        return F.conv2d(seen["x"], weight, bias, self.stride)
+
+    layer._conv_forward = around.__get__(layer)
+    model = nn.Sequential(layer)
+    found, notes = recorded(model, lambda: model(torch.randn(2, 4, 5, 5)).cos().sum().backward())
+    same(found, "0", pixels(seen["x"], 2, 1), "input")
+    same(found, "0", taps(layer.weight), "weight")
+    assert sorted(found) == ["0:grad_output", "0:input", "0:weight"]
+    assert notes == ""
+
+
 def test_a_subclass_that_multiplies_elsewhere_is_judged_by_its_input_and_gradient():
     class Odd(nn.Linear):
         def forward(self, x):

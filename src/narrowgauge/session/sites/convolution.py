@@ -40,7 +40,7 @@ class Plain:
             isinstance(module, _ConvNd)
             and kind.forward in _FORWARDS
             and getattr(kind, "_conv_forward", None) is _FORWARDS[kind.forward]
-            and "forward" not in vars(module)
+            and not {"forward", "_conv_forward"} & vars(module).keys()
             and module.padding_mode == "zeros"
             and module._parameters.get("weight") is not None
         )
