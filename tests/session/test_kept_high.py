@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from narrowgauge.cli.outcome import converted
 from narrowgauge.observe.report import gather, html
 from narrowgauge.observe.report.readiness import readiness
 from narrowgauge.observe.store import RunWriter, open_run
@@ -23,8 +25,19 @@ class Model(nn.Module):
         return self.lm_head(self.body(self.conv(x[:, None])[:, 0]))
 
 
-def train(steps=2):
-    model = Model()
+class Tied(nn.Module):
+    """Decodes by the weight that it encoded by."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.middle = nn.Linear(32, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return F.linear(self.middle(self.encode(x)), self.encode.weight.t())
+
+
+def train(steps=2, model=Model):
+    model = model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
         model(torch.randn(16, 32)).square().mean().backward()
@@ -32,12 +45,12 @@ def train(steps=2):
         optimizer.zero_grad()
 
 
-def recorded(tmp_path, recipe, **settings):
+def recorded(tmp_path, recipe, model=Model, **settings):
     plan = Plan("run", str(tmp_path / "run"), ("train.py",), recipe, **{**settings, "every": 1})
     with RunWriter(plan.folder) as writer:
         writer.update_meta(recipe=recipe)
         session = Session(plan, writer)
-        train()
+        train(model=model)
         session.finish()
         writer.update_meta(**session.facts())
     return open_run(plan.folder)
@@ -56,6 +69,20 @@ def test_its_rows_are_those_of_the_runs_recipe(tmp_path):
     scales = run.tensors(columns=["scale_min", "scale_max"], sites=["body:weight", "lm_head:weight"])
     assert scales.rows == 4
     assert (scales["scale_min"] < scales["scale_max"]).all(), "one scale is another recipe's"
+
+
+def test_what_multiplies_by_the_weight_of_a_layer_in_fp8_elsewhere_stays_high_and_has_rows_of_its_own(tmp_path):
+    run = recorded(tmp_path, "current", Tied, **Config().for_watching("current"))
+    assert run.meta["judged"] == ["encode.weight"]
+    rows = run.tensors(columns=["numel"], steps=[1])
+    elements = dict(zip(rows["site"].tolist(), rows["numel"].tolist(), strict=True))
+    assert elements["encode:input"] == 16 * 32
+    assert elements["encode.weight:input"] == 16 * 16
+    assert elements["encode:grad_output"] == 16 * 16
+    assert elements["encode.weight:grad_output"] == 16 * 32
+    high = stays_high(run.metas)
+    assert {site.split(":")[0] for site in elements if high(site)} == {"encode.weight"}
+    assert "1 other product (encode.weight)" in converted(tmp_path / "run")[1]
 
 
 def test_it_is_shown_apart(tmp_path):

@@ -140,7 +140,10 @@ class Census:
                 for path, module in model.named_modules():
                     for name, own in module._parameters.items():
                         if own is not None:
-                            self._owners.setdefault(id(own), Owner(_site(path, name), module, name, observer))
+                            # A layer in FP8 shows by its own name what it multiplies: this is multiplied elsewhere.
+                            whole = isinstance(module, Fp8Linear)
+                            site = plain_name(f"{path}.{name}".lstrip(".")) if whole else _site(path, name)
+                            self._owners.setdefault(id(own), Owner(site, module, name, observer))
         return self._owners.get(id(parameter))
 
     def saw(self, module: nn.Module, *names: str) -> Tensor | None:
