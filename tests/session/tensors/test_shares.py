@@ -142,3 +142,37 @@ def test_without_a_group_everything_is_here(megatron):
     megatron.get_tensor_model_parallel_group = none
     found = Parts([cut(), weight()]).squares()
     assert (found.total.item(), found.partial) == (pytest.approx(16.0), False)
+
+
+@pytest.mark.parametrize(("where", "mark"), shares.TIED, ids=["Megatron-Core", "DeepSpeed"])
+@pytest.mark.parametrize("beside", [weight, cut])
+def test_what_is_tied_to_an_earlier_stage_s_counts_there(monkeypatch, where, mark, beside):
+    """The head of a pipeline's last stage that is the first one's embedding."""
+    monkeypatch.setitem(sys.modules, where, sys.modules.get(where, SimpleNamespace()))
+    own, tied = beside(), weight(**{mark: True})
+    square = Parts([own]).squares().total.item()
+    gradients = [torch.full([8], 3.0) for _ in range(2)]
+    assert Parts([own, tied]).squares().total.item() == square
+    assert Parts(gradients, [own, tied]).squares().total.item() == pytest.approx(9 * square)
+    assert Parts([tied]).squares() is None
+    first = weight(**{mark: False})  # DeepSpeed marks those of all stages
+    assert Parts([own, first]).squares().total.item() > square
+
+
+@pytest.mark.parametrize(("where", "mark"), shares.TIED, ids=["Megatron-Core", "DeepSpeed"])
+def test_its_update_counts_there_too(monkeypatch, where, mark):
+    monkeypatch.setitem(sys.modules, where, sys.modules.get(where, SimpleNamespace()))
+    own, tied = weight(), weight(**{mark: True})
+    own.grad, tied.grad = torch.ones(8), torch.full([8], 7.0)
+    seen, optimizer = Movement(), torch.optim.SGD([own, tied], lr=0.5)
+    seen.before(optimizer)
+    optimizer.step()
+    seen.after(optimizer)
+    found = seen.scalars()
+    assert [float(found[name]) for name in ("param_norm", "update_ratio")] == pytest.approx([8**0.5, 0.5])
+
+
+@pytest.mark.parametrize(("where", "mark"), shares.TIED, ids=["Megatron-Core", "DeepSpeed"])
+def test_a_mark_of_such_a_name_says_nothing_where_nobody_ties_stages(monkeypatch, where, mark):
+    monkeypatch.delitem(sys.modules, where, raising=False)
+    assert Parts([weight(), weight(**{mark: True})]).squares().total.item() == pytest.approx(16.0)

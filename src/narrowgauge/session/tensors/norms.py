@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.tensors.sharded import is_distributed, local_of, mesh_size
-from narrowgauge.session.tensors.shares import copies_in_group, group_of, is_experts, laid_flat
+from narrowgauge.session.tensors.shares import (
+    copies_in_group,
+    counts_elsewhere,
+    group_of,
+    is_experts,
+    laid_flat,
+    may_tie_stages,
+)
 
 FSDP = "torch.distributed.fsdp"  # where parameters are marked
 PIECE = 1 << 16  # elements
@@ -93,7 +100,7 @@ class Parts:
     """The parts of some parameters, or their gradients, that are here.
 
     Args:
-        tensors: what to look at; what is sparse, or only a summand of something, is left out.
+        tensors: what to look at; what is sparse, only a summand of something, or another stage's is left out.
         owners: the parameters that they belong to, if they are not those themselves.
         in_parts: whether other ranks hold more of them, though they do not say so.
     """
@@ -103,6 +110,8 @@ class Parts:
     ) -> None:
         tensors = list(tensors)
         owned = list(zip(tensors, tensors if owners is None else owners, strict=True))
+        if may_tie_stages():
+            owned = [(x, owner) for x, owner in owned if not counts_elsewhere(owner)]
         self.here: list[Tensor] = []
         self.copies: list[int] = []
         self.in_parts = self.partial = in_parts

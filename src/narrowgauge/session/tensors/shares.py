@@ -5,6 +5,11 @@ Of Megatron-Core:
     p.tensor_model_parallel     True: this rank's share, of the tensor-parallel group's; else the same on all its ranks
     p.allreduce                 False: an expert's. Each rank of a pipeline stage has some, cut or whole, and those of
                                 its expert-data-parallel group have the same
+    p.shared                    True: tied to an earlier stage's (a head that is the embedding), where it counts
+
+Of DeepSpeed's pipeline:
+
+    p.ds_pipe_replicated        the same
 
 Of FSDP1, which marks what it lays flat, cut or not; how its wrappers cut it is learned when the model is known:
 
@@ -12,14 +17,15 @@ Of FSDP1, which marks what it lays flat, cut or not; how its wrappers cut it is 
     HYBRID_SHARD                 so, and several such groups have the same
     NO_SHARD                     no share: each rank has all of it
 
-Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_parallel_duplicate`), `parallel_state.py`;
-torch 2.13, `distributed/fsdp/_flat_param.py`, `_init_utils.py`.
+Source: Megatron-Core, `tensor_parallel/layers.py` (`param_is_not_tensor_parallel_duplicate`), `parallel_state.py`,
+`transformer/module.py` (`param_is_not_shared`); DeepSpeed, `runtime/pipe/module.py` (`_index_tied_modules`); torch
+2.13, `distributed/fsdp/_flat_param.py`, `_init_utils.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -30,6 +36,7 @@ from narrowgauge.session.tensors.weakly import Weak, weakly
 
 PLACE = "megatron.core.parallel_state"
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+TIED = ((PLACE, "shared"), ("deepspeed.runtime.pipe.module", "ds_pipe_replicated"))  # who marks it, and how
 
 
 class Flat(NamedTuple):
@@ -87,9 +94,21 @@ def group_of(p: Tensor) -> list[int]:
     return ranks if len(ranks) > 1 else []
 
 
-def some_in_groups(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of them has such ranks."""
-    return (bool(_FLAT) or PLACE in sys.modules) and any(map(group_of, parameters))
+def some_in_groups(parameters: Sequence[Tensor]) -> bool:
+    """Whether any of them has such ranks, or counts on another."""
+    if (_FLAT or PLACE in sys.modules) and any(map(group_of, parameters)):
+        return True
+    return may_tie_stages() and any(map(counts_elsewhere, parameters))
+
+
+def may_tie_stages() -> bool:
+    """Whether a library is loaded that ties weights of a pipeline's stages: else no parameter has to be asked."""
+    return any(where in sys.modules for where, _ in TIED)
+
+
+def counts_elsewhere(p: Tensor) -> bool:
+    """Whether an earlier stage of a pipeline has `p` as well, and norms of the whole have it from there."""
+    return any(where in sys.modules and getattr(p, mark, False) is True for where, mark in TIED)
 
 
 def copies_in_group(p: Tensor) -> int:
