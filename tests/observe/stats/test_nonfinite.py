@@ -7,7 +7,16 @@ import pytest
 import torch
 from tests.observe.stats.test_oracle import assert_agrees
 
-from narrowgauge.compute.quant import BLOCK_1x32, BLOCK_1x128, BLOCK_128x128, PerColumn, PerRow, PerTensor, quantize
+from narrowgauge.compute.quant import (
+    CURRENT_POW2,
+    BLOCK_1x32,
+    BLOCK_1x128,
+    BLOCK_128x128,
+    PerColumn,
+    PerRow,
+    PerTensor,
+    quantize,
+)
 from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.metrics import finalize
 from narrowgauge.observe.stats import measure, moments
@@ -59,3 +68,13 @@ def test_nothing_finite_at_all():
     assert found["nan_count"][0] == 32
     for name in ("amax", "amin", "mean", "std", "l2", "sqnr_db", "kurtosis"):
         assert np.isnan(found[name][0]), name
+
+
+def test_codes_that_stand_for_more_than_float32_has_are_not_compared():
+    x = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)) * 2.0**120
+    x[3, 4] = torch.finfo(torch.float32).max  # 255.99 times the power of two below it: rounded up, that is 2^128
+    q = quantize(x, E4M3FN, BLOCK_1x128, scaling=CURRENT_POW2)
+    assert q.dequantize()[3, 4] == math.inf
+    found = finalize(moments(x, q)[None].numpy())
+    assert_agrees(found, x, q)
+    assert found["sqnr_db"][0] == pytest.approx(31.5, abs=0.5)

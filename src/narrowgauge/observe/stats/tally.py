@@ -72,7 +72,10 @@ def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, errors: slice = ALL, shar
     finite = x.isfinite()
     x = torch.where(finite, x, 0.0)
     scaled = finite & times(torch.ones_like(x), q.scale, q.granularity).isfinite()
-    compared = scaled & codes.isfinite()
+    flushed = (codes == 0) & (x != 0) & scaled
+    d = times(codes, q.scale, q.granularity)
+    compared = scaled & d.isfinite()  # next to float32's largest number, a finite code may stand for more than that
+    d = torch.where(compared, d, 0.0)
     values: dict[str, Number] = {"numel": float(x.numel()), **scale_values(q.scale)}
     nan = x_MK.detach().isnan()
     masks = {"n": finite, "nan_count": nan, "inf_count": ~(finite | nan), "scaled": scaled, "compared": compared}
@@ -88,8 +91,6 @@ def tally(x_MK: Tensor, q: QTensor, rows: slice = ALL, errors: slice = ALL, shar
     taken = sample(x[rows], bits[rows], finite[rows])
     values.update(taken.values)
 
-    flushed = (codes == 0) & (x != 0) & scaled
-    d = torch.where(compared, times(codes, q.scale, q.granularity), 0.0)
     # A scale from elsewhere may make d far larger than x, and its square must fit as well.
     unit = unit_of(torch.maximum(amax, d.abs().amax()))
     back = 1.0 / unit.double()
