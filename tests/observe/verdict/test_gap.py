@@ -59,6 +59,13 @@ def test_a_harmless_change_leaves_the_band_in_about_one_of_twenty_comparisons():
     assert 0.0 < left / 400 < 0.12
 
 
+def test_of_a_baseline_that_is_zero_no_gap_is_none():
+    baseline = series([1.0] * 12 + [0.0] * 8)
+    assert paired_gap(baseline, baseline).pct == 0.0
+    assert noise_band(baseline, baseline) == 0.0
+    assert paired_gap(series([1.0] * 12 + [-1e-9] * 8), baseline).pct == -np.inf
+
+
 def test_the_band_ignores_what_came_before_the_last_half_s_windows():
     baseline = series([1.0] * 16)
     noise = series([2.0] * 4 + [1.0] * 12)
@@ -79,6 +86,7 @@ def test_the_band_ignores_what_came_before_the_last_half_s_windows():
         (1.01, 1.0, "fail"),
         (float("nan"), 0.5, "fail"),
         (float("inf"), 0.5, "fail"),
+        (float("inf"), float("inf"), "inconclusive"),  # of a baseline of zeros, which the twin left as well
     ],
 )
 def test_outcomes(gap, band, expected):

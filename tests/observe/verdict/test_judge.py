@@ -219,6 +219,43 @@ def test_an_evaluation_below_zero_is_worse_where_it_is_higher():
     assert (variant.eval_gap_pct, variant.outcome) == (pytest.approx(5.0), "fail")
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "outcome", "gap"),
+    [
+        ({20: NAN, 40: NAN}, {20: NAN, 40: NAN}, "pass", None),  # batches without a target, in every run
+        ({20: 2.0, 40: NAN}, {20: 2.0, 40: NAN}, "pass", 0.0),
+        ({20: 0.0, 40: 0.0}, {20: 0.0, 40: 0.0}, "pass", 0.0),
+        ({20: 2.0, 40: 2.0}, {20: 2.0, 40: NAN}, "fail", NAN),
+        ({20: 2.0, 40: 2.0}, {20: 2.0, 40: float("inf")}, "fail", NAN),
+    ],
+)
+def test_an_evaluation_without_a_number_is_held_against_a_recipe_where_the_baseline_has_one(ours, theirs, outcome, gap):
+    baseline, noise = (evidence(name, FLAT, eval_loss=ours) for name in ("baseline", "noise"))
+    verdict, variant = judge_one(evidence("current", FLAT, eval_loss=theirs), noise=noise, baseline=baseline)
+    assert (variant.eval_gap_pct, variant.outcome) == (pytest.approx(gap, nan_ok=True), outcome)
+    assert ("The evaluation loss is not finite, and the baseline's is." in variant.sentence) == (outcome == "fail")
+    lost = sum(value != value for value in ours.values())
+    assert [note for note in verdict.notes if "evaluation" in note] == (
+        []
+        if not lost
+        else [
+            f"The baseline's own evaluation loss is not finite in {lost} of 2 evaluations, by which no "
+            "recipe is judged: batches without a target, say, have the mean of nothing, which is NaN."
+        ]
+    )
+
+
+def test_an_evaluation_of_the_twin_without_a_number_leaves_the_band_to_the_others():
+    baseline = evidence("baseline", FLAT, eval_loss={20: 2.0, 30: 2.0, 40: 2.0})
+    noise = evidence("noise", FLAT, eval_loss={20: 2.0, 30: 2.02, 40: NAN})
+    _, variant = judge_one(evidence("x", FLAT, eval_loss={20: 2.0, 30: 2.0, 40: 2.03}), noise=noise, baseline=baseline)
+    assert variant.eval_band_pct == pytest.approx(3.18)
+    assert variant.outcome == "pass"
+
+
 def test_never_evaluated_is_said_by_an_empty_name():
     _, variant = judge_one(evidence("current", FLAT))
     assert variant.eval_name == ""

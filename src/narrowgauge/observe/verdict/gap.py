@@ -65,7 +65,7 @@ def paired_gap(variant: Series, baseline: Series) -> Gap | None:
         return None
     window = steps[-max(1, steps.size // QUARTER) :]
     base = baseline.at(window)
-    return Gap(_relative(variant.at(window) - base, base), int(window[0]), int(window[-1]))
+    return Gap(relative(variant.at(window) - base, base), int(window[0]), int(window[-1]))
 
 
 def noise_band(noise: Series, baseline: Series) -> float | None:
@@ -77,7 +77,7 @@ def noise_band(noise: Series, baseline: Series) -> float | None:
     difference = noise.at(steps) - base
     length = max(1, steps.size // QUARTER)
     ends = range(max(length, steps.size // 2), steps.size + 1)
-    gaps = np.array([_relative(difference[e - length : e], base[e - length : e]) for e in ends])
+    gaps = np.array([relative(difference[e - length : e], base[e - length : e]) for e in ends])
     return STUDENT_T * float(np.sqrt(np.mean(gaps**2)))
 
 
@@ -86,16 +86,19 @@ def outcome_of(gap_pct: float, band_pct: float | None) -> Outcome:
 
     A gap inside the band is *inconclusive*, unless the band itself is so narrow that even its edge would pass.
     """
-    if not np.isfinite(gap_pct):
-        return "fail"
     size = abs(gap_pct)
     if band_pct is not None and size <= band_pct:
         return "pass" if band_pct <= PASS_PCT else "inconclusive"
+    if not np.isfinite(gap_pct):
+        return "fail"
     if size <= PASS_PCT:
         return "pass"
     return "watch" if size <= WATCH_PCT else "fail"
 
 
-def _relative(difference: Floats, base: Floats) -> float:
-    scale = float(np.mean(np.abs(base)))
-    return 100.0 * float(np.mean(difference)) / scale if scale else float("nan")
+def relative(difference: Floats, base: Floats) -> float:
+    """The mean difference in percent of the base's mean size; of zeros infinite, or 0 if there is none."""
+    mean, scale = float(np.mean(difference)), float(np.mean(np.abs(base)))
+    if scale:
+        return 100.0 * mean / scale
+    return mean * np.inf if mean else 0.0

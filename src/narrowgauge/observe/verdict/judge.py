@@ -25,9 +25,11 @@ from narrowgauge.observe.verdict.gap import (
     QUARTER,
     STUDENT_T,
     Gap,
+    common,
     noise_band,
     outcome_of,
     paired_gap,
+    relative,
 )
 from narrowgauge.observe.verdict.types import (
     Answer,
@@ -63,7 +65,7 @@ def judge(
         _judge_variant(name, run, baseline, noise, same_weights.get(name, ()), why_not)
         for name, run in variants.items()
     )
-    notes = _near_zero(baseline)
+    notes = _near_zero(baseline) + _evaluations_left_out(baseline)
     notes += [note for run in (baseline, *variants.values()) for note in run.meta.get("notes", [])]
     notes += [f"The {run.name} run: {note}" for run in variants.values() for note in _never_called(run)]
     return Verdict(
@@ -113,6 +115,12 @@ def _near_zero(baseline: Evidence) -> list[str]:
     if not first.size or last is None or not abs(last) < NEAR_ZERO * abs(first[0]):
         return []
     return [words.near_zero(float(first[0]), last)]
+
+
+def _evaluations_left_out(baseline: Evidence) -> list[str]:
+    values = baseline.series("eval_loss").values
+    lost = int((~np.isfinite(values)).sum())
+    return [words.evaluations_left_out(lost, values.size)] if lost else []
 
 
 def _judge_variant(
@@ -219,22 +227,26 @@ def _within(s: SameWeights, loss_pct: float, cosine: float, length: float) -> bo
 
 
 def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tuple[float | None, float | None]:
-    """The last common evaluation's gap, and the band from the noise twin's second half of evaluations."""
-    base = baseline.series("eval_loss")
-    steps = np.intersect1d(base.steps, run.series("eval_loss").steps)
+    """The last common evaluation's gap, and the band from the noise twin's second half of evaluations.
+
+    What the baseline has no number of (an evaluation of batches without a target) is held against nobody.
+    """
+    base, ours = baseline.series("eval_loss"), run.series("eval_loss")
+    steps = np.intersect1d(common(base, base), ours.steps)
     if steps.size == 0:
         return None, None
     last = steps[-1:]
-    gap = 100.0 * float((run.series("eval_loss").at(last) - base.at(last))[0] / abs(base.at(last)[0]))
+    value = ours.at(last)
+    gap = relative(np.where(np.isfinite(value), value, np.nan) - base.at(last), base.at(last))
     if noise is None:
         return gap, None
     twin = noise.series("eval_loss")
-    shared = np.intersect1d(steps, twin.steps)
+    shared = np.intersect1d(steps, common(twin, base))
     shared = shared[shared.size // 2 :]
     if shared.size == 0:
         return gap, None
-    relative = (twin.at(shared) - base.at(shared)) / np.abs(base.at(shared))
-    return gap, 100.0 * STUDENT_T * float(np.sqrt(np.mean(relative**2)))
+    gaps = [relative(twin.at(step) - base.at(step), base.at(step)) for step in shared[:, None]]
+    return gap, STUDENT_T * float(np.sqrt(np.mean(np.square(gaps))))
 
 
 def _speedup(run: Evidence, baseline: Evidence) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from narrowgauge.observe.verdict.gap import CLEAN_LENGTH, FEWEST_STEPS, PASS_PCT
 from narrowgauge.observe.verdict.keeping import keep_high
 from narrowgauge.observe.verdict.types import VariantVerdict
@@ -50,6 +52,14 @@ def near_zero(first: float, last: float) -> str:
     )
 
 
+def evaluations_left_out(lost: int, evaluations: int) -> str:
+    """A note: what the baseline's evaluation has no number of is held against nobody."""
+    return (
+        f"The baseline's own evaluation loss is not finite in {lost} of {evaluations} evaluations, by which no "
+        "recipe is judged: batches without a target, say, have the mean of nothing, which is NaN."
+    )
+
+
 def percent(value: float) -> str:
     """A signed percentage with three significant digits."""
     return f"{value:+.3g}%"
@@ -89,6 +99,8 @@ def _lower(v: VariantVerdict) -> bool:
 
 
 def _evaluation_reason(v: VariantVerdict) -> str:
+    if v.eval_gap_pct is not None and math.isnan(v.eval_gap_pct):
+        return " The evaluation loss is not finite, and the baseline's is."
     gap = v.gap_pct or 0.0
     worse = gap < 0 and (v.eval_gap_pct or 0.0) > PASS_PCT  # however low the loss is
     if v.eval_gap_pct is None or not (worse or abs(v.eval_gap_pct) > abs(gap)):
