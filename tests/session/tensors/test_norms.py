@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from narrowgauge.session.tensors.norms import Parts, Squares, Term, named, of_clips, of_norm
+from narrowgauge.session.tensors.norms import PIECE, Parts, Squares, Term, named, of_clips, of_norm
 
 
 @pytest.fixture
@@ -58,6 +58,22 @@ def test_a_large_tensor_s_norm_is_as_sure_as_a_small_one_s(dtype):
         found = Parts([tensor, y]).squares([1.0, 2.0])
         want = tensor.numel() * float(x[0, 0]) ** 2 + 2 * 700 * 25.0
         assert float(found.total) == pytest.approx(want, rel=2e-4)
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-22, 1e-12, 1e18, 1e20, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_whose_squares_float32_has_not_have_a_norm(dtype, size):
+    x = [(torch.randn(shape, generator=torch.Generator().manual_seed(0)) * size).to(dtype) for shape in (50, 3 * PIECE)]
+    found = Parts(x).squares()
+    assert math.sqrt(found.total) == pytest.approx(
+        math.hypot(*(float(each.double().norm()) for each in x)), rel=1e-5, abs=0.0
+    )
+
+
+@pytest.mark.parametrize(("last", "norm"), [(0.0, 0.0), (math.inf, math.inf), (math.nan, math.nan)])
+def test_of_zeros_and_of_what_is_not_finite_the_norm_is_what_float32_says(last, norm):
+    x = [torch.tensor([0.0, last]), torch.zeros(3)]
+    assert float(Parts(x).squares().total) == pytest.approx(norm, nan_ok=True)
 
 
 def test_both_parts_of_complex_numbers_count(tmp_path):
