@@ -284,6 +284,15 @@ def test_a_share_of_large_weights_tells_an_update_with_outliers_to_a_percent():
     assert float(movement.scalars()["update_ratio"]) == pytest.approx(want, rel=0.011)
 
 
+def test_an_update_that_is_a_small_last_layer_s_is_told_to_some_percent():
+    g = torch.Generator().manual_seed(0)
+    shapes, sizes = ((600, 600), (600, 600), (10, 600)), (0.01, 0.01, 1.0)  # as plain SGD has it
+    gradients = [torch.randn(shape, generator=g) * size for shape, size in zip(shapes, sizes, strict=True)]
+    told = [ratio([nn.Parameter(torch.ones(shape)) for shape in shapes], gradients, turn) for turn in range(7)]
+    assert all(each == pytest.approx(1, rel=0.05) for each in told)
+    assert max(told) - min(told) > 0.01  # the docs say so
+
+
 def moved(change, ready, monkeypatch, elements=6000):
     """What is told of weights, half of them in a part of a larger piece of memory, once `change` was done to them."""
     monkeypatch.setattr(host, "ready", lambda: ready)
