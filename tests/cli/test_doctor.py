@@ -69,8 +69,8 @@ TENSORWISE = {"current", "delayed", "static"}
 def test_cpu_is_exact_but_says_nothing_about_speed():
     assert native(CPU) == can(CPU) == set()
     assert advice(CPU) == (
-        "No GPU: FP8 is emulated. Every number is exact, so whether FP8 is *safe* can be judged here; whether it "
-        "is *worth it* cannot. For that, run the same command on a GPU with compute capability 8.9 or more "
+        "No GPU: FP8 is emulated. Every number is exact, so whether FP8 is safe can be judged here; whether it "
+        "is worth it cannot. For that, run the same command on a GPU with compute capability 8.9 or more "
         "(L40S, H100, H200, B200).",
     )
 

@@ -117,8 +117,8 @@ def _no_gpu(machine: Machine) -> list[str]:
         return []
     if not machine.driver:
         return [
-            "No GPU: FP8 is emulated. Every number is exact, so whether FP8 is *safe* can be judged here; "
-            "whether it is *worth it* cannot. For that, run the same command on a GPU with compute "
+            "No GPU: FP8 is emulated. Every number is exact, so whether FP8 is safe can be judged here; "
+            "whether it is worth it cannot. For that, run the same command on a GPU with compute "
             "capability 8.9 or more (L40S, H100, H200, B200)."
         ]
     if not machine.cuda:
@@ -153,7 +153,7 @@ def _gpu(machine: Machine) -> list[str]:
     elif gpu.capability < (8, 9):
         found.append(
             f"{gpu.name} has no FP8 tensor cores (they begin with compute capability 8.9): FP8 is emulated. "
-            "Whether FP8 is *safe* can be judged here; whether it is *worth it* needs an L40S, H100, H200 "
+            "Whether FP8 is safe can be judged here; whether it is worth it needs an L40S, H100, H200 "
             "or B200."
         )
     elif gpu.capability == (9, 0) and numbers(machine.cuda) < CUDA_FOR_BLOCKS:
