@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
@@ -71,7 +71,18 @@ def nearest(word: str, options: Iterable[str]) -> str:
     # Users type any case; the names themselves may be upper or lower.
     by_fold = {name.casefold(): name for name in known}
     matches = get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.5)
-    return f"did you mean {by_fold[matches[0]]!r}?" if matches else f"there is: {', '.join(known)}."
+    return f"did you mean {by_fold[matches[0]]!r}?" if matches else f"{there_are(known)}."
+
+
+def there_are(known: Sequence[str], most: int | None = None) -> str:
+    """What there is, behind the verb that fits; of more than `most` so many, and the number of the others.
+
+    >>> there_are(["head"]), there_are(["a", "b"]), there_are(["a", "b", "c"], 1)
+    ('there is only: head', 'there are: a, b', 'there are: a and 2 more')
+    """
+    shown = list(known)[:most]
+    more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
+    return f"{'there is only' if len(known) == 1 else 'there are'}: {', '.join(shown)}{more}"
 
 
 def worded(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from narrowgauge.errors import RecipeError, UsageError
 
 
 def test_an_unknown_peer_names_the_nearest():
-    with pytest.raises(UsageError, match=r"no peer is called 'torchoa': did you mean 'torchao'\?"):
+    with pytest.raises(UsageError, match=r"no peer is called 'torchoa'; did you mean 'torchao'\?"):
         peers.check_peer("torchoa")
 
 
@@ -60,7 +60,7 @@ def test_bf16_comes_first_and_nothing_twice():
 
 
 def test_unknown_words_name_the_nearest():
-    with pytest.raises(UsageError, match=r"no precision is called 'fp33': did you mean 'fp32'\?"):
+    with pytest.raises(UsageError, match=r"no precision is called 'fp33'; did you mean 'fp32'\?"):
         choose_variants(["fp33"], [], None)
     with pytest.raises(RecipeError, match="did you mean 'current'"):
         choose_variants([], ["curent"], None)

@@ -56,7 +56,7 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["compar"], "there is no verb 'compar': did you mean 'compare'?"),
+        (["compar"], "there is no verb 'compar'; did you mean 'compare'?"),
         (["compare", "--", "none.py"], "cannot run 'none.py': there is no such file"),
         (["compare", "--recipes", "curent", "--", "train.py"], "did you mean 'current'?"),
         (["compare", "--recipes", ",", "--", "train.py"], "no recipe was named"),

@@ -70,5 +70,5 @@ def test_a_format_is_frozen_hashable_and_equal_by_content():
 
 def test_by_name_takes_any_case_and_names_the_nearest():
     assert by_name("e4m3fn") is E4M3FN
-    with pytest.raises(FormatError, match=r"no number format is called 'E4M3': did you mean 'E4M3FN'\?"):
+    with pytest.raises(FormatError, match=r"no number format is called 'E4M3'; did you mean 'E4M3FN'\?"):
         by_name("E4M3")

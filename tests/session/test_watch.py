@@ -828,7 +828,7 @@ def test_a_settings_file_travels_to_the_program_and_what_it_asks_in_vain_is_told
     (tmp_path / "ng.toml").write_text(SETTINGS)
     done = run(tmp_path, "train.py", options=("--config", "ng.toml"), script=programs.BASIC, warm=warm_python)
     assert done.returncode == 0, done.stderr
-    said = "watch.sites: 'fc9' matched nothing in this program; there is: '0', '2', '4'."
+    said = "watch.sites: 'fc9' matched nothing in this program; there are: '0', '2', '4'."
     assert quiet(done.stderr) == f"narrowgauge: ng.toml: {said}\nnarrowgauge: the run is in out\n"
     assert said in open_run(tmp_path / "out").meta["notes"]
     table = open_run(tmp_path / "out").tensors()

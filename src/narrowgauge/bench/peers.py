@@ -28,7 +28,7 @@ _INSTALL = {"torchao": "pip install torchao", "transformerengine": "pip install 
 def check_peer(name: str) -> None:
     """Raise UsageError unless the peer is known and can be imported."""
     if name not in PEERS:
-        raise UsageError(f"no peer is called {name!r}: {nearest(name, PEERS)}")
+        raise UsageError(f"no peer is called {name!r}; {nearest(name, PEERS)}")
     package = _MODULES[name].partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise UsageError(f"--peer {name}: {package} is not installed, so there is nothing to compare with; "

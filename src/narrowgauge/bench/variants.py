@@ -59,7 +59,7 @@ def choose_variants(
     chosen = [Variant("bf16")]
     for name in precisions:
         if name not in PRECISIONS:
-            raise UsageError(f"no precision is called {name!r}: {nearest(name, PRECISIONS)}")
+            raise UsageError(f"no precision is called {name!r}; {nearest(name, PRECISIONS)}")
         chosen.append(Variant(name, precision=name))
     chosen += [Variant(by_name(name).name, recipe=name) for name in recipes]
     if peer is not None:

@@ -45,7 +45,7 @@ class Verbs(click.Group):
         from narrowgauge.errors import nearest
 
         if args and not args[0].startswith("-") and args[0] not in VERBS:
-            raise click.UsageError(f"there is no verb {args[0]!r}: {nearest(args[0], VERBS)}")
+            raise click.UsageError(f"there is no verb {args[0]!r}; {nearest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

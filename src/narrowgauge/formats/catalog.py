@@ -30,5 +30,5 @@ def by_name(name: str) -> Format:
     """Return the format called `name`, any case; FormatError names the nearest match."""
     found = CATALOG.get(name.upper())
     if found is None:
-        raise FormatError(f"no number format is called {name!r}: {nearest(name, CATALOG)}")
+        raise FormatError(f"no number format is called {name!r}; {nearest(name, CATALOG)}")
     return found

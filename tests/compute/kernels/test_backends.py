@@ -211,7 +211,7 @@ def test_choose_reports_and_never_replaces_a_request():
         "backend 'scaled_mm' cannot run recipe 'blockwise' on 'cpu': blockwise gemms exist only on CUDA. "
         "Use backend='reference', which emulates it, or another recipe."
     )
-    with pytest.raises(RecipeError, match="no backend is called 'refrence': did you mean 'reference'"):
+    with pytest.raises(RecipeError, match="no backend is called 'refrence'; did you mean 'reference'"):
         choose(CURRENT, CPU, "refrence")
 
 

@@ -134,7 +134,7 @@ def test_scales_for_sites_that_do_not_exist_are_an_error():
     with pytest.raises(ConversionError) as caught:
         table_of(recipe, "layer.0").check_scales(recipe)
     assert str(caught.value) == (
-        "recipe 'static' gives a scale to 'layer.0:inputs', which is no converted site: did you mean 'layer.0:input'?"
+        "recipe 'static' gives a scale to 'layer.0:inputs', which is no converted site; did you mean 'layer.0:input'?"
     )
 
 
@@ -199,7 +199,7 @@ def test_state_of_another_history_is_refused():
     del saved["scale"]
     with pytest.raises(ShapeError, match="has scale None, expected \\[3\\]"):
         table_of(DELAYED.with_(history=3)).load("a", saved)
-    with pytest.raises(ConversionError, match="no scaling state is kept for 'blok': did you mean 'block'"):
+    with pytest.raises(ConversionError, match="no scaling state is kept for 'blok'; did you mean 'block'"):
         table_of(DELAYED, "block").state("blok")
 
 

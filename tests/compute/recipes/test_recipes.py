@@ -113,16 +113,16 @@ def test_fake_keeps_the_operands_and_happens_once():
     [
         (
             lambda: by_name("fp4"),
-            "no recipe is called 'fp4': all are of 8 bits; there is: blockwise, current, delayed, mxfp8, mxfp8-ocp, "
+            "no recipe is called 'fp4'; all are of 8 bits: blockwise, current, delayed, mxfp8, mxfp8-ocp, "
             "rowwise, static.",
         ),
-        (lambda: by_name("fp8"), "no recipe is called 'fp8': did you mean 'mxfp8'?"),
-        (lambda: by_name("curent"), "no recipe is called 'curent': did you mean 'current'?"),
-        (lambda: DELAYED.with_(algorithm="mx"), "algorithm is 'mx': did you mean 'max'?"),
-        (lambda: DELAYED.with_(initial="first"), "initial is 'first': there is: current, one."),
-        (lambda: CURRENT.with_(state="delaid"), "state is 'delaid': did you mean 'delayed'?"),
-        (lambda: CURRENT.with_(margn=1), "a recipe has nothing called 'margn': did you mean 'margin'?"),
-        (lambda: CURRENT.with_(weight="E4M3F"), "no number format is called 'E4M3F': did you mean 'E4M3FN'?"),
+        (lambda: by_name("fp8"), "no recipe is called 'fp8'; did you mean 'mxfp8'?"),
+        (lambda: by_name("curent"), "no recipe is called 'curent'; did you mean 'current'?"),
+        (lambda: DELAYED.with_(algorithm="mx"), "algorithm is 'mx'; did you mean 'max'?"),
+        (lambda: DELAYED.with_(initial="first"), "initial is 'first'; there are: current, one."),
+        (lambda: CURRENT.with_(state="delaid"), "state is 'delaid'; did you mean 'delayed'?"),
+        (lambda: CURRENT.with_(margn=1), "a recipe has nothing called 'margn'; did you mean 'margin'?"),
+        (lambda: CURRENT.with_(weight="E4M3F"), "no number format is called 'E4M3F'; did you mean 'E4M3FN'?"),
         (lambda: DELAYED.with_(history=0), "recipe 'delayed': history is 0; it counts steps, so 1 or more."),
         (lambda: STATIC.with_(refresh_every=-1), "recipe 'static': refresh_every is -1; give steps, or 0 for never."),
         (

@@ -218,7 +218,7 @@ def test_globs_that_match_nothing_or_too_much_are_told(run):
     tail = Tail(run, ["lm_head"])
     drain(tail)
     [told] = tail.unmet
-    assert told.startswith("export.sites: no recorded site matches 'lm_head'; there is: 'head', 'layers.0.up', ")
+    assert told.startswith("export.sites: no recorded site matches 'lm_head'; there are: 'head', 'layers.0.up', ")
     assert told.endswith(" and 1 more.")
     assert tail.notes == []
     chosen = Chosen(["layers"])
@@ -229,10 +229,10 @@ def test_globs_that_match_nothing_or_too_much_are_told(run):
 @pytest.mark.parametrize(
     ("globs", "says"),
     [
-        (["!*"], "'!*' leaves out every recorded site; there is: 'layers.0', 'head'."),
-        (["!layers", "!head"], "'!layers', '!head' leave out every recorded site; there is: 'layers.0', 'head'."),
-        (["head", "!*"], "'!*' leaves out every recorded site that the others match; there is: 'layers.0', 'head'."),
-        (["haed", "!*"], "no recorded site matches 'haed'; there is: 'layers.0', 'head'."),
+        (["!*"], "'!*' leaves out every recorded site; there are: 'layers.0', 'head'."),
+        (["!layers", "!head"], "'!layers', '!head' leave out every recorded site; there are: 'layers.0', 'head'."),
+        (["head", "!*"], "'!*' leaves out every recorded site that the others match; there are: 'layers.0', 'head'."),
+        (["haed", "!*"], "no recorded site matches 'haed'; there are: 'layers.0', 'head'."),
     ],
 )
 def test_globs_that_leave_out_everything_are_told_as_such(globs, says):
@@ -246,5 +246,5 @@ def test_each_glob_that_no_site_matches_is_told():
     assert chosen.unmet() == []  # nobody asked
     assert [chosen.takes(site) for site in ("layers.0:input", "layers.1:input", "head:input")] == [False, True, False]
     assert chosen.unmet() == [
-        "export.sites: no recorded site matches 'haed'; there is: 'layers.0', 'layers.1', 'head'."
+        "export.sites: no recorded site matches 'haed'; there are: 'layers.0', 'layers.1', 'head'."
     ]

@@ -112,14 +112,14 @@ def test_a_wrong_kind_is_refused_in_a_sentence(run, ask: Callable[[Run], Any], s
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda run: run.scalars("los"), "has no scalar 'los': did you mean 'loss'?"),
-        (lambda run: run.scalars(["loss", "tokens"]), "has no scalar 'tokens': there is: loss, lr."),
-        (lambda run: run.scalars("step"), "has no scalar 'step': there is: loss, lr."),
-        (lambda run: run.scalars("loss", rank=7), "has no rank 7: there is: 0."),
-        (lambda run: run.series("a:input", "amax", rank=7), "has no rank 7: there is: 0."),
-        (lambda run: run.heatmap("amax", rank=7), "has no rank 7: there is: 0."),
-        (lambda run: run.heatmap("amax", "inputs"), "has no role 'inputs': did you mean 'input'?"),
-        (lambda run: run.tensors(sites=["a:input", "a:wieght"]), "has no site 'a:wieght': did you mean 'a:weight'?"),
+        (lambda run: run.scalars("los"), "has no scalar 'los'; did you mean 'loss'?"),
+        (lambda run: run.scalars(["loss", "tokens"]), "has no scalar 'tokens'; there are: loss, lr."),
+        (lambda run: run.scalars("step"), "has no scalar 'step'; there are: loss, lr."),
+        (lambda run: run.scalars("loss", rank=7), "has no rank 7; there is only: 0."),
+        (lambda run: run.series("a:input", "amax", rank=7), "has no rank 7; there is only: 0."),
+        (lambda run: run.heatmap("amax", rank=7), "has no rank 7; there is only: 0."),
+        (lambda run: run.heatmap("amax", "inputs"), "has no role 'inputs'; did you mean 'input'?"),
+        (lambda run: run.tensors(sites=["a:input", "a:wieght"]), "has no site 'a:wieght'; did you mean 'a:weight'?"),
         (lambda run: run.scalars().row(6), "there is no row 6: the table has 6, counted from 0."),
     ],
 )

@@ -178,7 +178,7 @@ def test_an_empty_run_has_nothing_and_says_so(tmp_path):
     assert (run.sites, run.metrics, run.scalar_names, run.ranks) == ((), (), (), ())
     assert run.steps.tolist() == []
     assert run.tensors().rows == run.scalars().rows == run.events().rows == 0
-    with pytest.raises(RunError, match=r"has no metric 'amax': nothing was recorded"):
+    with pytest.raises(RunError, match=r"has no metric 'amax'; nothing was recorded"):
         run.series("a:input", "amax")
 
 
@@ -216,11 +216,11 @@ def test_selecting_rows(tmp_path):
     assert table.row(0) == {"step": 1, "rank": 0, "site": SITES[1], "amax": 2.0}
     assert run.tensors("amax", SITES[1], 1).row(0) == table.row(0)  # and not the letters of a name
     assert repr(table) == "Table(2 rows: step, rank, site, amax)"
-    with pytest.raises(RunError, match=r"has no metric 'amx': did you mean 'amax'"):
+    with pytest.raises(RunError, match=r"has no metric 'amx'; did you mean 'amax'"):
         run.tensors(["amx"])
-    with pytest.raises(RunError, match=r"has no site 'layers.0.up:inptu': did you mean 'layers.0.up:input'"):
+    with pytest.raises(RunError, match=r"has no site 'layers.0.up:inptu'; did you mean 'layers.0.up:input'"):
         run.series("layers.0.up:inptu", "amax")
-    with pytest.raises(RunError, match=r"there is no column 'ammax': did you mean 'amax'"):
+    with pytest.raises(RunError, match=r"there is no column 'ammax'; did you mean 'amax'"):
         table["ammax"]
     with pytest.raises(RunError, match=r"the query on .* is wrong: Catalog Error"):
         run.sql("SELECT * FROM nothing")
@@ -250,7 +250,7 @@ def test_reserved_column_and_unknown_status(tmp_path):
     with RunWriter(tmp_path) as writer:
         with pytest.raises(ShapeError, match=r"'step' is a key of every tensor row"):
             writer.add_tensors(0, SITES, {"step": np.zeros(3)})
-        with pytest.raises(UsageError, match=r"status 'done' is unknown; there is: complete, failed, stopped"):
+        with pytest.raises(UsageError, match=r"status 'done' is unknown; there are: complete, failed, stopped"):
             writer.close("done")
 
 

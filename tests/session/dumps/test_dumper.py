@@ -128,7 +128,7 @@ def test_the_cap_closes_a_table_and_is_told(tmp_path):
 def test_what_is_never_found_is_told(tmp_path):
     facts = follow(tmp_path, table(["fc9"]), table(["0"], [(50, None)]), judge="current")
     assert facts["unmet"] == [
-        "dump[0].sites: 'fc9' matched nothing in this program; there is: '0', '2', '4'.",
+        "dump[0].sites: 'fc9' matched nothing in this program; there are: '0', '2', '4'.",
         "dump[1].steps: none of them was reached; the program made 3 steps.",
     ]
     assert not (tmp_path / "out" / "dumps").exists()

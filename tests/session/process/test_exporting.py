@@ -44,7 +44,7 @@ def test_a_watched_program_is_exported_beside_it_and_a_tracker_that_fails_is_tol
     assert told[0].startswith("export to Prometheus stopped after step ")
     assert told[0].endswith(": OSError: cannot write train.py/x.prom: File exists; give another file.")
     assert told[1:] == []
-    unmet = ["export.sites: no recorded site matches 'lm_head'; there is: '0', '2', '4'."]
+    unmet = ["export.sites: no recorded site matches 'lm_head'; there are: '0', '2', '4'."]
     assert (run.meta["notes"], run.meta["unmet"]) == ([*told, *unmet], unmet)
 
     read = EventAccumulator(str(tmp_path / "board"))
@@ -111,7 +111,7 @@ def test_a_site_that_no_program_has_is_told_with_the_file_that_asks_for_it(tmp_p
     (tmp_path / "ng.toml").write_text("[export]\nprometheus = true\nsites = ['0', 'lm_head']\n")
     done = CliRunner().invoke(cli, ["run", "--every", "4", "--config", "ng.toml", "--out", "out", "--", "train.py"])
     assert done.exit_code == 0, done.output
-    said = "export.sites: no recorded site matches 'lm_head'; there is: '0', '2', '4'."
+    said = "export.sites: no recorded site matches 'lm_head'; there are: '0', '2', '4'."
     assert done.stderr == f"narrowgauge: ng.toml: {said}\nnarrowgauge: the run is in out\n"
     assert said not in capfd.readouterr().err  # once is enough
     assert open_run(tmp_path / "out").meta["notes"][-1] == said

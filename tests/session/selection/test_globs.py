@@ -36,10 +36,10 @@ def test_globs_that_matched_nothing_are_told_with_what_is_near():
     globs.selects("blocks.0.fc1", "input")
     assert globs.unmatched() == [
         "watch.sites: 'blocks.*.fc3' matched nothing in this program; did you mean 'blocks.0.fc2'?",
-        "watch.sites: 'blocks.0.fc1:output' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', "
-        "'head'.",
+        "watch.sites: 'blocks.0.fc1:output' matched nothing in this program; there are: 'blocks.0.fc1', "
+        "'blocks.0.fc2', 'head'.",
         "watch.sites: '!heda' matched nothing in this program; did you mean 'head'?",
-        "watch.skip: 'xyz' matched nothing in this program; there is: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
+        "watch.skip: 'xyz' matched nothing in this program; there are: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_choice_whose_parts_leave_nothing_is_told(globs, more):
         chosen.reaches(name)
         for role in ("input", "weight", "grad_output"):
             chosen.selects(name, role)
-    told = "watch: its sites and roles together matched nothing in this program; there is: 'a', 'b'."
+    told = "watch: its sites and roles together matched nothing in this program; there are: 'a', 'b'."
     assert chosen.unmatched() == [told + more]
 
 

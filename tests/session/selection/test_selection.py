@@ -166,7 +166,7 @@ def test_globs_of_metrics_that_some_site_has_are_not_told(tmp_path):
 def test_globs_that_match_nothing_are_told(tmp_path):
     watch = {"sites": ["0", "fc9"], "skip": ["4:output"]}
     session, _ = follow(tmp_path, programs.BASIC, every=8, judge="current", watch=watch)
-    assert session.facts()["unmet"] == ["watch.sites: 'fc9' matched nothing in this program; there is: '0', '2', '4'."]
+    assert session.facts()["unmet"] == ["watch.sites: 'fc9' matched nothing in this program; there are: '0', '2', '4'."]
 
 
 def test_steps_that_are_never_reached_are_told(tmp_path):
@@ -182,7 +182,7 @@ def test_a_selection_that_leaves_nothing_is_told(tmp_path):
     session, writer = follow(tmp_path, programs.BASIC, every=4, judge="current", watch={"roles": ["output"]})
     assert rows(writer) == set()
     assert session.facts()["unmet"] == [
-        "watch: its sites and roles together matched nothing in this program; there is: '0', '2', '4'. Only converted "
+        "watch: its sites and roles together matched nothing in this program; there are: '0', '2', '4'. Only converted "
         "layers have results."
     ]
 

@@ -11,11 +11,11 @@ def write(folder, rank, *told):
 
 
 def test_a_glob_that_some_rank_has_is_not_told(tmp_path):
-    text = "watch.sites: {!r} matched nothing in this program; there is: {!r}."
+    text = "watch.sites: {!r} matched nothing in this program; there is only: {!r}."
     write(tmp_path, 0, text.format("late", "early"), text.format("fc9", "early"))
     write(tmp_path, 1, text.format("fc9", "late"), "dump[0]: its cap of 1 KiB was reached at step 2: ...")
     assert unmet(tmp_path) == [
-        "watch.sites: 'fc9' matched nothing in this program; there is: 'early'.",
+        "watch.sites: 'fc9' matched nothing in this program; there is only: 'early'.",
         "dump[0]: its cap of 1 KiB was reached at step 2: ...",
     ]
 

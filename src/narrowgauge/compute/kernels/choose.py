@@ -26,7 +26,7 @@ def choose(recipe: Recipe, device: torch.device, requested: str | None = None) -
     """
     if requested is not None:
         if requested not in BACKENDS:
-            raise RecipeError(f"no backend is called {requested!r}: {nearest(requested, BACKENDS)}")
+            raise RecipeError(f"no backend is called {requested!r}; {nearest(requested, BACKENDS)}")
         backend = BACKENDS[requested]
         reason = backend.supports(recipe, device)
         if reason is not None:

@@ -134,6 +134,6 @@ def by_name(name: str) -> Recipe:
     if key not in CATALOG:
         bits = re.findall(r"\d+", key)
         other = bits and "8" not in bits  # 4 bits are no misspelt 8
-        near = f"all are of 8 bits; there is: {', '.join(sorted(CATALOG))}." if other else nearest(key, CATALOG)
-        raise RecipeError(f"no recipe is called {name!r}: {near}")
+        near = f"all are of 8 bits: {', '.join(sorted(CATALOG))}." if other else nearest(key, CATALOG)
+        raise RecipeError(f"no recipe is called {name!r}; {near}")
     return CATALOG[key]

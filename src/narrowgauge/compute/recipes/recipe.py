@@ -215,7 +215,7 @@ class Recipe:
         fields = set(self.__dataclass_fields__)
         if word not in fields:
             words = fields | {"margin", "power_of_two", "fast_accum", *ROLES}
-            raise RecipeError(f"a recipe has nothing called {word!r}: {nearest(word, words)}")
+            raise RecipeError(f"a recipe has nothing called {word!r}; {nearest(word, words)}")
         return replace(self, **{word: value})
 
     def _map_operands(self, change: Any) -> Recipe:
@@ -245,7 +245,7 @@ def fake(recipe: Recipe) -> Recipe:
 
 def _check_word(field: str, value: str, options: tuple[str, ...]) -> None:
     if value not in options:
-        raise RecipeError(f"{field} is {value!r}: {nearest(str(value), options)}")
+        raise RecipeError(f"{field} is {value!r}; {nearest(str(value), options)}")
 
 
 def _shared(plain: Operand, transposed: Operand) -> bool:
@@ -259,4 +259,4 @@ def _as_format(value: Any) -> Format:
     try:
         return format_by_name(str(value))
     except FormatError:
-        raise RecipeError(f"no number format is called {value!r}: {nearest(str(value), FORMATS)}") from None
+        raise RecipeError(f"no number format is called {value!r}; {nearest(str(value), FORMATS)}") from None

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
+from narrowgauge.errors import there_are
 from narrowgauge.observe.export.exporter import Summary
 from narrowgauge.observe.export.names import METRICS
 
@@ -83,8 +84,7 @@ class Chosen:
         if not self._known or (self.taken and not self._unmet):
             return []
         modules = list(dict.fromkeys(site.rpartition(":")[0] for site in self._known))
-        more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
-        there_is = f"there is: {', '.join(map(repr, modules[:5]))}{more}."
+        there_is = f"{there_are(list(map(repr, modules)), most=5)}."
         if self._unmet:
             return [f"export.sites: no recorded site matches {', '.join(map(repr, self._unmet))}; {there_is}"]
         without = [glob for glob in self.globs if glob.startswith("!")]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.errors import RunError, UsageError, nearest
+from narrowgauge.errors import RunError, UsageError, nearest, there_are
 
 MOST = 400  # characters that a message spends on what there is
 
@@ -78,10 +78,10 @@ def values(given: Any) -> list[Any] | dict[str, Any]:
 def unknown(path: Path, what: str, given: Any, known: Iterable[Any]) -> RunError:
     """An error about a name that a run does not have; it may have thousands of others, so not all are told."""
     there = [str(each) for each in sorted(known)]
-    said = nearest(given, there) if isinstance(given, str) else f"there is: {', '.join(there)}."
+    said = nearest(given, there) if isinstance(given, str) else f"{there_are(there)}."
     if len(said) >= MOST:
-        said = f"there is: {', '.join(there[:5])} and {len(there) - 5} more."
-    return RunError(f"{path} has no {what} {given!r}: {said if there else 'nothing was recorded.'}")
+        said = f"{there_are(there, most=5)}."
+    return RunError(f"{path} has no {what} {given!r}; {said if there else 'nothing was recorded.'}")
 
 
 def wrong(what: str, given: Any, expected: str) -> UsageError:

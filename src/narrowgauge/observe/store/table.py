@@ -40,7 +40,7 @@ class Table(Mapping[str, Array]):
         if not isinstance(name, str):
             raise asked.wrong("the column", name, f"one name of {', '.join(self._columns)}; row(index) reads a row")
         if name not in self._columns:
-            raise RunError(f"there is no column {name!r}: {nearest(name, self._columns)}")
+            raise RunError(f"there is no column {name!r}; {nearest(name, self._columns)}")
         return self._columns[name]
 
     def get(self, name: str, default: Any = None) -> Any:

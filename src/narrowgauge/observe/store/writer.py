@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import UsageError, there_are
 from narrowgauge.observe.store import manifest as manifests
 from narrowgauge.observe.store.claim import claim
 from narrowgauge.observe.store.database import Shared
@@ -173,7 +173,7 @@ class RunWriter:
     def end(self, status: str = "complete") -> bool:
         """Ask for what `close` does, which waits for it; False in another process than the one that began the run."""
         if status not in STATUSES:
-            raise UsageError(f"status {status!r} is unknown; there is: {', '.join(STATUSES)}.")
+            raise UsageError(f"status {status!r} is unknown; {there_are(STATUSES)}.")
         if os.getpid() != self._pid:
             return False
         atexit.unregister(self._at_exit)

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from narrowgauge.compute.nn.conversion.rules import covers_name
+from narrowgauge.errors import there_are
 from narrowgauge.metrics.site import OPERAND_ROLES, ROLES
 
 
@@ -124,5 +125,4 @@ def _hint(glob: str, modules: list[str]) -> str:
 
 
 def _there_is(modules: list[str]) -> str:
-    more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
-    return f"there is: {', '.join(map(repr, modules[:5]))}{more}."
+    return f"{there_are(list(map(repr, modules)), most=5)}."

@@ -113,7 +113,7 @@ class ScaleTable:
         for site, _ in recipe.scales:
             if site not in self.sites:
                 raise ConversionError(
-                    f"recipe {recipe.name!r} gives a scale to {site!r}, which is no converted site: "
+                    f"recipe {recipe.name!r} gives a scale to {site!r}, which is no converted site; "
                     f"{nearest(site, self.sites)}"
                 )
 
@@ -265,7 +265,7 @@ class ScaleTable:
         site = f"{module}:{ROLES[0]}"
         if site not in self.sites:
             modules = {name.rpartition(":")[0] for name in self.sites}
-            raise ConversionError(f"no scaling state is kept for {module!r}: {nearest(module, modules)}")
+            raise ConversionError(f"no scaling state is kept for {module!r}; {nearest(module, modules)}")
         return self.sites.index(site)
 
     def _recipe_of(self, row: int) -> Recipe:
