@@ -249,8 +249,11 @@ def test_fused_encoder_layers_are_noted():
             {"only": ["lm_head"]},
             r"none of the 7 .* of Gpt can be converted .* keys of \[convert\] .* What a rule keeps .*Rule.to\(NAME\)",
         ),
-        ({"skip": ["blocks"]}, r"can be converted .* keys of \[convert\] in narrowgauge.toml\. What a rule keeps"),
-        ({"skip": ["*"]}, r"can be converted .* keys of \[convert\] in narrowgauge.toml\.$"),
+        (
+            {"skip": ["blocks"]},
+            r"can be converted .* keys of \[convert\] in a settings file \(--config\)\. What a rule",
+        ),
+        ({"skip": ["*"]}, r"can be converted .* keys of \[convert\] in a settings file \(--config\)\.$"),
         (
             {"rules": (Rule.keep("*"),)},
             r"can be converted [^[]*\. What a rule keeps .*: no file of settings has rules\.$",

@@ -79,6 +79,11 @@ def test_where_one_layer_is_left_the_scaling_is_next(recipe, says):
     assert keep_high([{"name": "up", "recipe": recipe}], recipe) == says
 
 
+def test_the_file_of_settings_has_any_name_and_is_read_where_it_is_given():
+    advice = advised(blocks(6))
+    assert advice.endswith("last = 2 under [convert] in the settings file given with --config.")
+
+
 def test_of_several_models_no_name_is_advised_since_each_would_have_to_have_it():
     rows = convert(plain(5), "current")[1].to_dict()["rows"]
     assert keep_high(rows, "current", models=2) == "Try a finer scaling: rowwise or blockwise."

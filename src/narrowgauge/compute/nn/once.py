@@ -11,7 +11,7 @@ from torch import Tensor
 TWICE = (
     "trying to differentiate twice a converted layer: its gradients are products of FP8 codes, which have no "
     "derivative. Leave out what is differentiated twice, a critic under a gradient penalty say (skip=..., or `skip` of "
-    "[convert] in narrowgauge.toml), or revert the model."
+    "[convert] in a settings file, --config), or revert the model."
 )
 
 

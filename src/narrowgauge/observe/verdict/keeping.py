@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST = 2  # blocks or layers at a time
-WHERE = "under [convert] in narrowgauge.toml"
+WHERE = "under [convert] in the settings file given with --config"  # it has any name
 FINER = {"delayed": "current", "static": "current", "current": "rowwise or blockwise", "rowwise": "blockwise"}
 
 

@@ -147,7 +147,10 @@ def nothing_to_convert(model: nn.Module, plans: Sequence[Plan]) -> ConversionErr
     chosen = [plan.reason for plan in plans if plan.chosen]  # of what cannot run in FP8 nobody makes another
     filtered = [reason for reason in chosen if reason.startswith(FILTERED)]
     if filtered:
-        advice += " skip, only, first and last are arguments of ng.convert, and keys of [convert] in narrowgauge.toml."
+        advice += (
+            " skip, only, first and last are arguments of ng.convert, and keys of [convert] in a settings file "
+            "(--config)."
+        )
     if len(filtered) < len(chosen):
         advice += (
             " What a rule keeps high goes to FP8 by rules.Rule.to(NAME) in front of the rules of ng.convert, in the "
