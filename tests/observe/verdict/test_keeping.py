@@ -84,6 +84,27 @@ def test_the_file_of_settings_has_any_name_and_is_read_where_it_is_given():
     assert advice.endswith("last = 2 under [convert] in the settings file given with --config.")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "failed", "says"),
+    [
+        ("delayed", {"delayed", "current"}, "Try a finer scaling: rowwise or blockwise."),
+        ("delayed", {"delayed", "current", "rowwise"}, "Try a finer scaling: blockwise."),
+        ("current", {"current", "rowwise", "blockwise"}, "Leave this recipe out: finer scales failed, too, and no"),
+    ],
+)
+def test_a_recipe_that_failed_itself_is_not_advised(recipe, failed, says):
+    assert keep_high([{"name": "up", "recipe": recipe}], recipe, failed=failed).startswith(says)
+
+
+def test_a_verdict_advises_nothing_that_failed_in_it():
+    runs = {
+        name: evidence(name, [2.1] * 40, meta={"recipe": name, "conversion": [{"name": "up", "recipe": name}]})
+        for name in ("delayed", "current")
+    }
+    advised = [v.next_step for v in judge(evidence("baseline", [2.0] * 40), None, runs, {}).variants]
+    assert advised == ["Try a finer scaling: rowwise or blockwise."] * 2
+
+
 def test_of_several_models_no_name_is_advised_since_each_would_have_to_have_it():
     rows = convert(plain(5), "current")[1].to_dict()["rows"]
     assert keep_high(rows, "current", models=2) == "Try a finer scaling: rowwise or blockwise."

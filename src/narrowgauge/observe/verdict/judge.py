@@ -9,8 +9,9 @@ For each FP8 variant three questions are asked in turn, and a later one never wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,12 @@ def judge(
     """Judge every variant against the baseline; `same_weights` by variant name."""
     meta = baseline.meta
     why_not = _comparable(baseline, noise) or _baseline_broken(baseline)
-    judged = tuple(
+    found = [
         _judge_variant(name, run, baseline, noise, same_weights.get(name, ()), why_not)
         for name, run in variants.items()
-    )
+    ]
+    failed = {v.recipe.removeprefix("fake-") for v, _ in found if v.outcome == "fail"}
+    judged = tuple(replace(v, next_step=advised(failed=failed)) for v, advised in found)
     notes = _near_zero(baseline) + _evaluations_left_out(baseline)
     notes += [note for run in (baseline, *variants.values()) for note in run.meta.get("notes", [])]
     notes += [f"The {run.name} run: {note}" for run in variants.values() for note in _never_called(run)]
@@ -130,7 +133,8 @@ def _judge_variant(
     noise: Evidence | None,
     same: tuple[SameWeights, ...],
     why_not: str,
-) -> VariantVerdict:
+) -> tuple[VariantVerdict, Callable[..., str]]:
+    """What is known of a variant alone, and what says what to try next once the others are known, too."""
     why_not = why_not or _comparable(baseline, run)
     loss = baseline.series("loss")
     gap = paired_gap(run.series("loss"), loss)
@@ -174,9 +178,9 @@ def _judge_variant(
         worst=worst,
         conversion=run.conversion(),
     )
-    next_step = words.next_step(facts, why_not, int(meta.get("models", 1)), nothing)
+    advised = partial(words.next_step, facts, why_not, int(meta.get("models", 1)), nothing)
     sentence = why_not or nothing or " ".join(filter(None, (words.sentence(facts), run.began())))
-    return replace(facts, sentence=sentence, next_step=next_step)
+    return replace(facts, sentence=sentence), advised
 
 
 def _outcome(

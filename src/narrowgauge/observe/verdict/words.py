@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from narrowgauge.observe.verdict.gap import CLEAN_LENGTH, FEWEST_STEPS, PASS_PCT
 from narrowgauge.observe.verdict.keeping import keep_high
@@ -143,8 +144,11 @@ def nothing_in_fp8(never_called: str) -> str:
     return f"Not judged: nothing ran in FP8, for what the program multiplies by is not its layers: {never_called}"
 
 
-def next_step(v: VariantVerdict, why_not: str, models: int = 1, nothing: str = "") -> str:
-    """What to try next; `models` is how many the program has, `nothing` why nothing ran in FP8."""
+def next_step(v: VariantVerdict, why_not: str, models: int = 1, nothing: str = "", failed: Collection[str] = ()) -> str:
+    """What to try next.
+
+    `models` is how many the program has, `nothing` why nothing ran in FP8, `failed` which recipes did beside this one.
+    """
     if why_not:
         return "Do that first, then compare again."
     if nothing:
@@ -154,7 +158,7 @@ def next_step(v: VariantVerdict, why_not: str, models: int = 1, nothing: str = "
     if v.exit_code:
         return "Read the end of this run's output.log."
     remedy = next((w for w in v.worst if w.remedy != NOTHING), None)
-    help_worst = f"For {remedy.site}: {remedy.remedy}." if remedy else keep_high(v.conversion, v.recipe, models)
+    help_worst = f"For {remedy.site}: {remedy.remedy}." if remedy else keep_high(v.conversion, v.recipe, models, failed)
     if v.nan_steps or v.outcome == "fail":
         return help_worst
     if v.outcome == "watch":
