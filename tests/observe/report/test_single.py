@@ -76,6 +76,11 @@ def test_what_is_counted_is_called_what_it_is(counted, said):
     assert (labels["tokens"], labels["tokens_per_second"]) == (f"{said} per step", f"{said} per second")
 
 
+def test_the_tokens_of_a_step_are_told_to_the_last_one_and_those_of_a_second_are_not():
+    told = single({"a": Recorded({}, step=[1, 2], tokens=[1024, 1024], tokens_per_second=[12_345, 12_345])})[0]
+    assert (told["tokens"], told["tokens_per_second"]) == ("1,024", "12,300")
+
+
 def test_an_evaluation_loss_that_is_a_sum_over_its_batches_says_so_beside_the_mean():
     meta = {"eval_sums": [2, 2]}
     (told,) = single({"one": Recorded(meta, step=[1, 2], loss=[0.5, 0.4], eval_loss=[np.nan, 120])})

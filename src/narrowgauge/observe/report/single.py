@@ -52,7 +52,7 @@ SCALARS: tuple[tuple[str, str, str, Callable[[Array], float | None], Callable[[f
     ("Gradient norm", "grad_norm", "median of the last quarter", lambda x: _of(np.median)(_late(x)), words.number),
     ("Update ratio", "update_ratio", "median", _of(np.median), words.number),
     ("Learning rate", "lr", "last", _last, words.number),
-    ("Tokens per step", "tokens", "median", _of(np.median), words.count),
+    ("Tokens per step", "tokens", "median", _of(np.median), words.exact),
     ("Tokens per second", "tokens_per_second", "median", _of(np.median), words.count),
     ("Step time", "step_seconds", "median", _of(np.median), words.seconds),
     ("Peak memory", "peak_memory_bytes", "", _of(np.max), words.memory),

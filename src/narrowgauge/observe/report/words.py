@@ -71,6 +71,17 @@ def count(value: float | None) -> str:
     return f"{round(value / magnitude) * magnitude:,}"
 
 
+def exact(value: float | None) -> str:
+    """A count that its reader knows by heart (a batch's tokens), to the last digit.
+
+    >>> exact(1024.0), exact(1_048_576), exact(62.5)
+    ('1,024', '1,048,576', '62.5')
+    """
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+
+
 def loss(value: float | None) -> str:
     """A loss with four decimals, as far as they can be compared; large and tiny ones with four digits."""
     if value is None:
