@@ -16,7 +16,7 @@ from narrowgauge.formats import E4M3FN, E5M2
 from narrowgauge.observe import figures
 from narrowgauge.observe.figures import DARK, METRICS, Trace
 from narrowgauge.observe.figures.exponents import _fold
-from narrowgauge.observe.figures.frame import plain, shorten, spread
+from narrowgauge.observe.figures.frame import distinct, plain, shorten, spread
 from narrowgauge.observe.figures.heatmap import trim_common
 from narrowgauge.observe.figures.palette import variant_colors
 
@@ -243,6 +243,22 @@ def test_labels_keep_their_distance_and_stay_inside(wanted: list[float], gap: fl
     assert all(b - a >= gap * 0.999 for a, b in pairwise(ordered))
     assert ordered[0] >= -10.001
     assert ordered[-1] <= 10.001
+
+
+def test_rows_of_different_layers_do_not_read_alike():
+    parts = ("self_attn.q_proj", "self_attn.in_proj_weight", "mlp.gate_proj")
+    names = [f"model.layers.{i}.{part}" for i in (0, 11) for part in parts] + ["lm_head"]
+    shown = distinct(names, 24)
+    assert shown[:2] == ["…0.self_attn.q_proj", "…0…in_proj_weight"]
+    assert len(set(shown)) == len(names)
+    assert max(map(len, shown)) <= 24
+    figure = figures.heatmap(METRICS[0], names, np.array([1.0]), {"k": np.ones((7, 1), np.float32)}, shown="k")
+    assert list(figure.yaxis[0].major_label_overrides.values()) == shown
+
+
+def test_names_without_room_are_cut_in_their_middle_as_ever():
+    names = ["a" * 40 + "." + "b" * 40, "a" * 40 + ".c." + "b" * 40]
+    assert distinct(names, 20) == [shorten(name, 20) for name in names]
 
 
 def test_shorten_keeps_both_ends():

@@ -7,6 +7,8 @@ so every such string passes `plain` first. Tooltips escape HTML themselves.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from bokeh.events import DoubleTap
@@ -41,6 +43,41 @@ def shorten(name: str, width: int = 26) -> str:
         return name
     head = (width - 1) // 2
     return f"{name[:head]}…{name[-(width - 1 - head) :]}"
+
+
+def distinct(names: Sequence[str], width: int = 26) -> list[str]:
+    """Each name shortened; of those that would then read alike, other parts are left out.
+
+    Numbers, which tell blocks apart, and the last part stay, and of the others as many from the end as have room.
+
+    >>> distinct(["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"], 24)
+    ['…0.self_attn.q_proj', '…1.self_attn.q_proj', 'lm_head']
+    """
+    cut = [shorten(name, width) for name in names]
+    many = Counter(cut)
+    other = [cut[i] if many[cut[i]] == 1 else _in_parts(name, width) for i, name in enumerate(names)]
+    return [a if len(a) <= width else b for a, b in zip(other, cut, strict=True)]
+
+
+def _in_parts(name: str, width: int) -> str:
+    parts = name.split(".")
+    kept = [part.isdigit() for part in parts[:-1]] + [True]
+    for i in reversed(range(len(parts))):
+        tried = [*kept[:i], True, *kept[i + 1 :]]
+        if len(_joined(parts, tried)) > width:
+            break  # or equal layers of two blocks would keep other parts, where a number is longer
+        kept = tried
+    return _joined(parts, kept)
+
+
+def _joined(parts: Sequence[str], kept: Sequence[bool]) -> str:
+    """The parts with dots between neighbours, "…" where some are left out."""
+    text, gap = "", False
+    for part, keep in zip(parts, kept, strict=True):
+        if keep:
+            text += ("…" if gap else "." if text else "") + part
+        gap = not keep
+    return text
 
 
 def frame(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from bokeh.models import ColumnDataSource, FactorRange, FixedTicker
 
-from narrowgauge.observe.figures.frame import frame, hover, plain, shorten
+from narrowgauge.observe.figures.frame import distinct, frame, hover, plain
 from narrowgauge.observe.figures.heatmap import trim_common
 from narrowgauge.observe.figures.palette import GRID
 
@@ -32,7 +32,7 @@ def gradient_errors(layers: Mapping[str, LayerErrors], colors: Mapping[str, str]
             if np.isfinite(error):
                 worst[name] = max(worst.get(name, 0.0), error)
     names = sorted(worst, key=lambda n: worst[n], reverse=True)[:most]
-    short = _unique([plain(shorten(n, 34)) for n in trim_common(names)])
+    short = _unique([plain(n) for n in distinct(trim_common(names), 34)])
     label = dict(zip(names, short, strict=True))
     values = [max(worst[n], 1e-9) for n in names] or [1.0]
     smallest = [e for rows in layers.values() for n, _, e in rows if n in label and e > 0] or [1e-3]

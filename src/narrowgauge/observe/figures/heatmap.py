@@ -34,7 +34,7 @@ from bokeh.models import (
 )
 from numpy.typing import NDArray
 
-from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, frame, hover, plain, shorten
+from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, distinct, frame, hover, plain
 from narrowgauge.observe.figures.palette import DIVERGING, GRID, HARM, HARM_LOW, SEQUENCE, TEXT
 from narrowgauge.observe.figures.sampling import Floats
 
@@ -174,8 +174,8 @@ def _extent(grid: Grid) -> tuple[float, float]:
 def _label_rows(p: Any, layers: Sequence[str]) -> None:
     """Names of every k-th layer, as many as are readable; all names are in the tooltips."""
     every = max(math.ceil(len(layers) / 30), 1)
-    names = trim_common(layers)
-    at = {len(layers) - 1 - i + 0.5: plain(shorten(names[i], 24)) for i in range(0, len(layers), every)}
+    names = distinct(trim_common(layers), 24)
+    at = {len(layers) - 1 - i + 0.5: plain(names[i]) for i in range(0, len(layers), every)}
     p.yaxis.ticker = FixedTicker(ticks=list(at))
     p.yaxis.major_label_overrides = at
     p.yaxis.major_label_text_font_size = "10.5px"

@@ -20,7 +20,7 @@ from bokeh.core.properties import value
 from bokeh.models import BasicTicker, ColumnDataSource, CustomJS, CustomJSTickFormatter, Range1d
 from numpy.typing import NDArray
 
-from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, frame, hover, plain, shorten, spread
+from narrowgauge.observe.figures.frame import FONT, POWER_TICKS, distinct, frame, hover, plain, spread
 from narrowgauge.observe.figures.heatmap import trim_common
 from narrowgauge.observe.figures.palette import INK
 from narrowgauge.observe.figures.sampling import Floats
@@ -166,5 +166,5 @@ def _lines(
         "label_x": label_x,
         "end_y": ends,
         "label_y": label_y,
-        "label": [plain(shorten(short[m], 16)) for m, _ in rows],
+        "label": [plain(name) for name in distinct([short[m] for m, _ in rows], 16)],
     }
