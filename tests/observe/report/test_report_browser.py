@@ -119,6 +119,35 @@ def test_a_dark_page_is_redrawn_in_its_own_colours(page):
     assert page.problems == []
 
 
+@pytest.fixture(scope="module")
+def single(browser, tmp_path_factory):
+    """The page of one run, as narrow as a telephone."""
+    folder = tmp_path_factory.mktemp("single")
+    names = [f"model.layers.{i}.self_attn.a_long_projection" for i in range(7)]
+    run = synthetic.write_run(folder / "current", "current", steps=10, layers=1, names=names)
+    tab = opened(browser, html(None, {"current": open_run(run)}, folder / "report.html"))
+    tab.set_viewport_size({"width": 420, "height": 900})
+    tab.wait_for_timeout(200)
+    return tab
+
+
+def test_a_narrow_page_has_the_facts_of_a_run_beside_their_names(single):
+    ends = single.eval_on_selector_all(".summary.slim tbody td", "all => all.map(e => e.getBoundingClientRect().right)")
+    assert ends
+    assert max(ends) <= 420
+
+
+def test_a_narrow_page_leaves_the_names_of_converted_layers_whole_as_far_as_it_can(single):
+    widths = single.eval_on_selector_all(".conversion td:first-child", "all => all.map(e => e.offsetWidth)")
+    assert widths
+    assert min(widths) > 120
+
+
+def test_a_page_of_one_run_says_nothing_of_equal_hashes(single, page):
+    assert "Equal hashes" not in single.inner_text("#facts")
+    assert "Equal hashes" in page.inner_text("#facts")
+
+
 def test_names_are_never_markup_nor_tex(browser, tmp_path: Path):
     names = [EVIL + str(i) for i in range(7)]
     run = synthetic.write_run(tmp_path / "current", "current", steps=10, layers=1, names=names)
