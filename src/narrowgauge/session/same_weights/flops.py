@@ -1,7 +1,7 @@
 """Floating-point operations of one forward and backward pass, and the linear layers' part of them.
 
-    total, by_op    what torch's own counter saw: matrix products, convolutions, attention (also the CPU's kernel, which
-                    it leaves out)
+    total, by_op    what torch's own counter saw: matrix products, convolutions, attention and recurrent layers (also
+                    kernels that it leaves out)
     linear          per nn.Linear: 2 M N K for fprop, the same again for dgrad (if its input needs a gradient) and for
                     wgrad (if its weight does)
 
@@ -11,8 +11,9 @@ features.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +52,39 @@ _ATTENTION = {
 }
 
 
+def _gates(x: Shape, weights: Sequence[Shape]) -> int:
+    """All products of a recurrent kernel with its matrices, once for each row of x, which is the last axis."""
+    return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
+
+
+def rnn_flops(x: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -> int:
+    """cuDNN's kernel: x TBI (or packed, [rows, I]), the weights of all layers and directions."""
+    return _gates(x, weights)
+
+
+def rnn_backward_flops(x: Shape, weights: Sequence[Shape], *_: Any, **__: Any) -> int:
+    """Twice as many: for the gradients of inputs and states, and for those of weights."""
+    return 2 * _gates(x, weights)
+
+
+def lstm_flops_cpu(x: Shape, ih: Shape, hh: Shape, *_: Any, **__: Any) -> int:
+    """oneDNN's kernel: one layer in one direction."""
+    return _gates(x, (ih, hh))
+
+
+def lstm_backward_flops_cpu(x: Shape, ih: Shape, hh: Shape, *_: Any, **__: Any) -> int:
+    """Twice as many, as cuDNN's."""
+    return 2 * _gates(x, (ih, hh))
+
+
+_RECURRENT = {
+    torch.ops.aten._cudnn_rnn: rnn_flops,
+    torch.ops.aten._cudnn_rnn_backward: rnn_backward_flops,
+    torch.ops.aten.mkldnn_rnn_layer: lstm_flops_cpu,
+    torch.ops.aten.mkldnn_rnn_layer_backward: lstm_backward_flops_cpu,
+}
+
+
 @contextmanager
 def counted(names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     """Count what runs inside; the yielded dict is filled at the end. `names` is id(module) -> name."""
@@ -62,7 +96,7 @@ def counted(names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
             _count(linear, names.get(id(module), type(module).__name__), module, args[0], output)
 
     handle = register_module_forward_hook(forward)
-    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION | _RECURRENT)
     try:
         with counter:
             yield result
