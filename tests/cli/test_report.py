@@ -108,6 +108,16 @@ def test_the_worst_tensors_of_a_run_are_named_on_the_terminal(tmp_path, capsys):
     assert page == f"The report: {tmp_path / 'a' / 'report.html'}"
 
 
+def test_what_was_not_seen_is_told_beside_what_was(tmp_path, capsys):
+    note = "Not seen as a weight in any recorded step: LSTM (2 of them, 94.2% of all parameters)."
+    with RunWriter(tmp_path / "a", {"judged_by": "current", "notes": [note]}) as writer:
+        writer.add_tensors(1, ["0:input"], {"sqnr_db": np.array([31.0])})
+    main(["report", str(tmp_path / "a")])
+    tensor, told, _ = capsys.readouterr().out.splitlines()
+    assert tensor.startswith("a: 0:input: Healthy")
+    assert told == f"a: note: {note}"
+
+
 def test_where_nan_began_is_told_on_the_terminal_and_on_the_page(tmp_path, capsys):
     with RunWriter(tmp_path / "a", {"judged_by": "current"}) as writer:
         for step in range(1, 6):

@@ -40,6 +40,7 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.report import write_report
     from narrowgauge.observe.report.further import further
     from narrowgauge.observe.report.readiness import plain, readiness
+    from narrowgauge.observe.report.words import scrub
     from narrowgauge.observe.store import open_run
     from narrowgauge.observe.store.shape import FACTS, fault
     from narrowgauge.observe.verdict.began import began
@@ -85,6 +86,9 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
                 click.echo(f"{name}: {_how_far(run)}, no tensor to judge")
                 for why in _why_none(run):
                     click.echo(f"{name}: {why}")
+        if verdict is None:  # a comparison told its own when it ended
+            for note in run.meta.get("notes") or ():
+                click.echo(f"{name}: note: {scrub(str(note))}")
         if inside := further(run.path, shlex.quote(str(run.path))):
             click.echo(f"{name}: {inside}")
     click.echo(f"The report: {target}")
