@@ -36,11 +36,13 @@ def seconds(value: float | None) -> str:
 
     >>> seconds(0.5461), seconds(12.3456), seconds(7.5e-5)
     ('546 ms', '12.3 s', '75 µs')
+    >>> seconds(0.00099996), seconds(0.99996)
+    ('1 ms', '1 s')
     """
     if value is None or not math.isfinite(value):
         return NONE
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (math.inf, 1.0, "s")):
-        if abs(value) < limit:
+        if abs(value) < limit * 0.9995:  # what three digits round up to the limit has the next unit
             return f"{_three(value * factor)} {unit}"
     return NONE
 

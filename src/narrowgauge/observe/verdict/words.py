@@ -128,7 +128,7 @@ def _worth(v: VariantVerdict) -> str:
     if v.speedup is None and v.safe == "no":
         return "Not worth it, however fast, while it is not safe."
     if v.speedup is None:
-        return "Its speed was emulated here, so whether it is worth it is not known."
+        return "Its products were emulated here, which says nothing of speed: whether it is worth it is not known."
     faster = f"{v.speedup:.2f}x the baseline's speed"
     if v.worth_it == "yes":
         return f"Worth it: {faster}."
@@ -164,7 +164,9 @@ def next_step(v: VariantVerdict, why_not: str, models: int = 1, nothing: str = "
     if v.outcome == "watch":
         return f"Run longer before you trust it. {help_worst}"
     if v.outcome == "inconclusive":
-        return f"Run longer (some {4 * max(v.steps, FEWEST_STEPS)} steps): the band of chance narrows as the run grows."
+        many = 4 * max(v.steps, FEWEST_STEPS)  # `--steps` only ends a program earlier
+        longer = f"Run longer (some {many} steps, by the program's own setting)"
+        return f"{longer}: the band of chance narrows as the run grows."
     if v.speedup is None:
         return "Compare on a GPU with FP8 hardware to see the speed."
     if v.worth_it == "no":
