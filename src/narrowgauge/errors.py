@@ -66,11 +66,13 @@ def nearest(word: str, options: Iterable[str]) -> str:
 
     >>> nearest("curent", ["current", "delayed"])
     "did you mean 'current'?"
+    >>> nearest("fwd", ["fprop", "dgrad", "wgrad"])
+    'there are: dgrad, fprop, wgrad.'
     """
     known = sorted(options)
     # Users type any case; the names themselves may be upper or lower.
     by_fold = {name.casefold(): name for name in known}
-    matches = get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.5)
+    matches = get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.55)
     return f"did you mean {by_fold[matches[0]]!r}?" if matches else f"{there_are(known)}."
 
 

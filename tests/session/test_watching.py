@@ -373,7 +373,8 @@ def test_what_reaches_another_model_alone_is_no_loss_of_the_one_that_is_watched(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "model"}, r"^ng\.watch got a str as the model; expected a torch\.nn\.Module or nothing\.$"),
+        ({"model": 1}, r"^ng\.watch got a int as the model; expected a torch\.nn\.Module or nothing\.$"),
+        ({"model": "runs/a"}, r"expected a torch\.nn\.Module or nothing\. The run's folder is out=\.\.\.$"),
         ({"every": 0}, r"^every is 0; expected a whole number: 1 \(every step\) or more\.$"),
         ({"every": 1.5}, r"^every is 1\.5; expected a whole number"),
         ({"every": True}, r"^every is True; expected a whole number"),

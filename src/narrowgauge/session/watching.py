@@ -124,7 +124,9 @@ def _begin(
             "or close() it first; under `narrowgauge run`, drop ng.watch."
         )
     if model is not None and not isinstance(model, nn.Module):
-        raise UsageError(f"ng.watch got a {type(model).__name__} as the model; expected a torch.nn.Module or nothing.")
+        folder = " The run's folder is out=..." if isinstance(model, str | os.PathLike) else ""
+        what = f"ng.watch got a {type(model).__name__} as the model"
+        raise UsageError(f"{what}; expected a torch.nn.Module or nothing.{folder}")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise UsageError(f"every is {every!r}; expected a whole number: 1 (every step) or more.")
     if config is not None and (not isinstance(config, str | os.PathLike) or not os.fspath(config)):

@@ -126,6 +126,13 @@ def test_a_run_can_be_watched_converted_and_read_back(run):
     assert gain == pytest.approx(1.0, abs=0.02)
 
 
+def test_a_program_that_makes_fewer_steps_than_asked_says_so(run):
+    code, _, recorded = run(programs.BASIC, "8", steps=600)
+    assert (code, recorded.meta["steps"]) == (0, 8)
+    said = "The script ended by itself after 8 optimizer steps: --steps 600 can only end one earlier."
+    assert recorded.meta["notes"] == [said]
+
+
 def test_the_child_refuses_to_be_started_by_hand():
     done = subprocess.run(
         [sys.executable, "-m", "narrowgauge.session.process.boot"], capture_output=True, text=True, check=False

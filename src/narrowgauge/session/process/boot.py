@@ -111,6 +111,9 @@ def run_plan(plan: Plan) -> int:
     except BaseException as raised:
         code, error = 1, "".join(traceback.format_exception_only(raised)).strip()
         sys.stderr.write(own_frames(raised))
+    if not code and plan.steps and session.ledger.steps < plan.steps:
+        made = f"The script ended by itself after {session.ledger.steps} optimizer steps"
+        session.notes.append(f"{made}: --steps {plan.steps} can only end one earlier.")
     try:
         session.finish()
         facts = session.facts()
