@@ -115,6 +115,11 @@ def watch(
             _begins.clear()
 
 
+def _no_model(given: object) -> str:
+    folder = " The run's folder is out=..." if isinstance(given, str | os.PathLike) else ""
+    return f"ng.watch got a {type(given).__name__} as the model; expected a torch.nn.Module or nothing.{folder}"
+
+
 def _begin(
     model: nn.Module | None, out: str | os.PathLike[str], every: int | None, config: str | os.PathLike[str] | None
 ) -> Watching:
@@ -124,9 +129,7 @@ def _begin(
             "or close() it first; under `narrowgauge run`, drop ng.watch."
         )
     if model is not None and not isinstance(model, nn.Module):
-        folder = " The run's folder is out=..." if isinstance(model, str | os.PathLike) else ""
-        what = f"ng.watch got a {type(model).__name__} as the model"
-        raise UsageError(f"{what}; expected a torch.nn.Module or nothing.{folder}")
+        raise UsageError(_no_model(model))
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise UsageError(f"every is {every!r}; expected a whole number: 1 (every step) or more.")
     if config is not None and (not isinstance(config, str | os.PathLike) or not os.fspath(config)):
