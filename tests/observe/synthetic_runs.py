@@ -202,6 +202,7 @@ def write_run(
         "notes": [],
         "exit_code": 0,
         "error": "",
+        "noise": 1e-2 if variant == "noise" else 0.0,
         **({"formats": {"input": "E4M3FN", "weight": "E4M3FN", "grad_output": gradients}} if fp8 else {}),
         **meta,
     }

@@ -302,15 +302,18 @@ def test_two_optimizers_make_one_step(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_perturbing_moves_every_tensor_and_draws_nothing_from_the_script(dtype):
+    from narrowgauge.session.compare import NOISE
     from narrowgauge.session.models.perturb import perturb
 
     model = nn.Linear(64, 64).to(dtype)
     before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-    perturb(model, 1e-6, 0)
+    perturb(model, NOISE, 0)
     assert torch.equal(state, torch.get_rng_state())
     for p, was in zip(model.parameters(), before, strict=True):
         assert not torch.equal(p, was)
-        assert torch.allclose(p, was, rtol=1e-2)
+        assert torch.allclose(p, was, rtol=8 * NOISE)
+        moved = ((p - was).double() / was.double()).square().mean().sqrt().item()
+        assert moved == pytest.approx(NOISE, rel=0.1 if p.numel() > 64 else 0.5)
 
 
 def test_of_two_models_the_one_that_can_is_converted_and_the_other_told(tmp_path):

@@ -83,6 +83,7 @@ def test_the_verdict_comes_first(page: Page):
     [
         "Not known yet: the loss gap of +0.11% is inside the noise band",
         "Run 1,200 steps or more",
+        "the baseline again from weights perturbed by 10⁻²;",
         "inside the noise band",
         "outside the noise band",
         "emulated, no speed verdict",

@@ -36,6 +36,12 @@ class RunFacts:
     watch: str
 
 
+def breath(runs: Mapping[str, Run]) -> str:
+    """By how much the noise twin's weights were moved, as a power of ten; "" if no run says so."""
+    moved = runs["noise"].meta.get("noise") if "noise" in runs else None
+    return words.power_of_ten(moved) if isinstance(moved, float) and moved > 0 else ""
+
+
 def run_facts(name: str, run: Run) -> RunFacts:
     """What one run says of itself."""
     meta = run.meta

@@ -120,6 +120,7 @@ def render(verdict: Verdict | None, runs: Mapping[str, Run]) -> str:
             colors={name: f"var(--c{color[1:]})" for name, color in colors.items()},
             hues=[(f"--c{color[1:]}", color, DARK[color]) for color in sorted(set(colors.values()))],
             runs=[facts.run_facts(name, run) for name, run in runs.items()],
+            breath=facts.breath(runs),
             began=[] if verdict else [(name, began(run)) for name, run in runs.items()],
             single=alone,
             single_lines=single.lines(alone or []),

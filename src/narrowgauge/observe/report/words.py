@@ -47,6 +47,15 @@ def seconds(value: float | None) -> str:
     return NONE
 
 
+def power_of_ten(value: float) -> str:
+    """The nearest one to a positive number.
+
+    >>> power_of_ten(0.01), power_of_ten(1e-6)
+    ('10⁻²', '10⁻⁶')
+    """
+    return "10" + str(round(math.log10(value))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def memory(value: float | None) -> str:
     """Bytes as MiB or GiB.
 

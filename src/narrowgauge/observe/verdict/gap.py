@@ -3,7 +3,7 @@
     gap(v, b)  = 100 * mean_t(v_t - b_t) / mean_t |b_t|        t over the last quarter of the common steps, in %
     band(n, b) = 3.18 * rms over windows of a quarter's length that end in the last half of gap(n, b) in that window
 
-v is a variant's loss, b the baseline's, n the noise twin's (the baseline again, initial weights perturbed by 1e-6).
+v is a variant's loss, b the baseline's, n the noise twin's (the baseline again, initial weights perturbed by 1e-2).
 Pairing step by step removes what the data does to the loss; what is left is the variant's effect and chance. Two runs
 of the *same* precision differ by chance alone, and a gap no larger than theirs says nothing about FP8.
 
