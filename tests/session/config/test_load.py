@@ -140,7 +140,10 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[convert]\nfirst = -1", "FILE:2: convert.first is -1; expected greater than or equal to 0."),
         ("[convert]\ntokens = 8", "FILE:2: convert.tokens: 8 is only used by skip_slow; add skip_slow = true"),
         ("[[high]]\nkeep = 'bf16'", "FILE:2: high[0].keep is 'bf16'; expected 'high' or 'bf16_gemm'."),
-        ("[[high]]\n[[high]]\ngemms = ['fwd']", "FILE:3: high[1].gemms[0]: there is no gemm 'fwd'; did you mean 'wg"),
+        (
+            "[[high]]\n[[high]]\ngemms = ['fwd']",
+            "FILE:3: high[1].gemms[0]: there is no gemm 'fwd'; there are: dgrad, fprop, wgrad.",
+        ),
         ("[[high]]\nroles = ['output']", "FILE:2: high[0].roles[0]: there is no operand 'output'; did you mean"),
         ("[[high]]\nroles = ['input']\nkeep = 'bf16_gemm'", "FILE:3: high[0].keep: keep='bf16_gemm' quantizes both"),
         (
