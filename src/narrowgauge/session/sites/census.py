@@ -2,13 +2,16 @@
 
 What no kind and no product told of is named by the class of its owner, with its share of all parameters, and by the
 first names where no reason is known: nothing is passed over in silence. Models are held weakly, and parameters no
-longer than a recorded step: what is told at the end was noted when a model was taken.
+longer than a recorded step: what is told at the end was noted when a model was taken. Modules have numbers of ours, for
+the next model of a search or of a fold lies where the last one did, and has its ids; what is gone is kept as sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 from weakref import ref
 
@@ -50,8 +53,8 @@ class Owner(NamedTuple):
 class Noted(NamedTuple):
     """What was noted of a parameter."""
 
-    at: tuple[int, str]  # the id of its module, and its name there
-    parameter: int  # its id: a shared one is known by it
+    at: tuple[int, str]  # the number of its module, and its name there
+    parameter: tuple[int, str]  # where it was first met: a shared one is known by it
     site: str
     observer: Observer  # who knows the site's name in the run
     kind: str
@@ -63,6 +66,15 @@ class Noted(NamedTuple):
     def name(self) -> str:
         """As the site's rows have it."""
         return str(getattr(self.observer, "name", str)(self.site))
+
+
+@dataclass(slots=True)
+class Unseen:
+    """What was never multiplied, of one kind of owner."""
+
+    owners: int = 0
+    elements: int = 0
+    names: dict[str, None] = field(default_factory=dict)  # in their order; models that follow each other share them
 
 
 def plain_name(name: str) -> str:
@@ -81,27 +93,70 @@ class Census:
     def __init__(self) -> None:
         self._models: list[tuple[ref[nn.Module], Observer]] = []
         self._noted: dict[tuple[int, str], Noted] = {}
-        self._seen: set[tuple[int, str]] = set()  # by the ids of modules
+        self._seen: set[tuple[int, str]] = set()  # by the numbers of modules
+        self._numbers: dict[int, tuple[ref[nn.Module], int]] = {}  # of modules, by their ids
+        self._counted = count()
+        self._met: dict[int, tuple[int, str]] = {}  # where parameters were first met, by their ids
+        self._gone: dict[str, Unseen] = {}  # of models that are no more
+        self._gone_elements = 0  # of all their parameters
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
-        self._kept: dict[tuple[int, str], Tensor] = {}
-        self._weights: set[int] = set()  # by their ids: vectors of which weights are pieces
+        self._kept: dict[tuple[int, str], Tensor] = {}  # by the ids of modules, which live as long as the step
+        self._weights: set[tuple[int, str]] = set()  # where they were first met: vectors of which weights are pieces
         self.spread = False
         self._late = False  # there may be parameters that were not noted: a lazy module had still to make one, say
 
     def add(self, model: nn.Module, observer: Observer) -> None:
         """Count a model's parameters too."""
-        self._models = [known for known in self._models if known[0]() is not None]
+        self._let_go()
         self._models.append((ref(model), observer))
         self._note(model, observer)
 
+    def _number(self, module: nn.Module) -> int:
+        known = self._numbers.get(id(module))
+        if known is None or known[0]() is not module:
+            known = self._numbers[id(module)] = ref(module), next(self._counted)
+        return known[1]
+
+    def _first_met(self, parameter: Tensor, at: tuple[int, str], living: dict[int, nn.Module]) -> tuple[int, str]:
+        known = self._met.get(id(parameter))
+        holder = None if known is None else living.get(known[0])
+        if known is None or holder is None or holder._parameters.get(known[1]) is not parameter:
+            known = self._met[id(parameter)] = at
+        return known
+
+    def _living_modules(self) -> dict[int, nn.Module]:
+        modules = ((number, known()) for known, number in self._numbers.values())
+        return {number: module for number, module in modules if module is not None}
+
+    def _let_go(self) -> None:
+        """Keep the sums of what is no more: a search makes thousands of models, and steps look at all that is noted."""
+        models = [known for known in self._models if known[0]() is not None]
+        if len(models) == len(self._models):
+            return
+        self._models, living = models, self._living_modules()
+        stays = {row.parameter for at, row in self._noted.items() if at[0] in living}
+        gone = [row for at, row in self._noted.items() if at[0] not in living]
+        seen = {row.parameter for row in gone if row.at in self._seen}
+        self._seen.update(at for at, row in self._noted.items() if row.parameter in seen)
+        self._gone_elements += _elements(row for row in gone if row.parameter not in stays)
+        _add([row for row in self._missing() if row.at[0] not in living and row.parameter not in stays], self._gone)
+        self._noted = {at: row for at, row in self._noted.items() if at[0] in living}
+        self._seen = {at for at in self._seen if at[0] in living}
+        self._numbers = {at: known for at, known in self._numbers.items() if known[1] in living}
+        met = {row.parameter for row in self._noted.values()}
+        self._met = {at: first for at, first in self._met.items() if first in met}
+        self._weights &= met
+
     def _note(self, model: nn.Module, observer: Observer) -> None:
-        for path, module in model.named_modules():
+        modules = [(path, module, self._number(module)) for path, module in model.named_modules()]
+        living = self._living_modules()
+        for path, module, number in modules:
             for name, p in module._parameters.items():
                 if p is None:
                     continue
                 self._late |= is_lazy(p)
-                at, shape, kind = (id(module), name), shape_of(p), class_name(module)
-                whose = at, id(p), _site(path, name), observer
+                at, shape, kind = (number, name), shape_of(p), class_name(module)
+                whose = at, self._first_met(p, at, living), _site(path, name), observer
                 converted = isinstance(module, Fp8Linear)
                 self._noted[at] = Noted(*whose, kind, math.prod(shape), len(shape) >= 2, converted)
 
@@ -152,10 +207,10 @@ class Census:
         Returns what the first of them was when the step began.
         """
         if names:
-            for name in names:
-                self._seen.add((id(module), name))
+            number = self._number(module)
+            self._seen.update((number, name) for name in names)
             return self.kept(module, names[0]) if self._kept else None
-        self._seen.update((id(m), name) for m in module.modules() for name in m._parameters)
+        self._seen.update((self._number(m), name) for m in module.modules() for name in m._parameters)
         return None
 
     def multiplied(self, module: nn.Module, part: Part) -> Tensor | None:
@@ -171,30 +226,26 @@ class Census:
 
     def vector(self, parameter: Tensor) -> None:
         """A parameter of one dimension was multiplied as a matrix: it is a weight, and has no rows."""
-        self._weights.add(id(parameter))
+        first = self._met.get(id(parameter))
+        if first is not None:
+            self._weights.add(first)
 
     def lacks(self) -> bool:
-        """Whether a weight was not seen that could have been, or no model is known."""
+        """Whether a weight was not seen that still could be, or no model is known."""
+        self._let_go()
         self._note_late()
         return not self._noted or any(row.kind not in _WHY for row in self._missing())
 
     def unseen(self) -> str:
         """What was never multiplied, in words; "" if nothing."""
         self._note_late()
-        total = sum({row.parameter: row.elements for row in self._noted.values()}.values())
-        missing: dict[str, dict[int, int]] = {}
-        owners: dict[str, set[int]] = {}
-        names: dict[str, dict[int, str]] = {}
-        for row in self._missing():
-            missing.setdefault(row.kind, {})[row.parameter] = row.elements
-            owners.setdefault(row.kind, set()).add(row.at[0])
-            names.setdefault(row.kind, {}).setdefault(row.parameter, row.name)
+        total = self._gone_elements + _elements(self._noted.values())
+        missing = {kind: Unseen(of.owners, of.elements, {**of.names}) for kind, of in self._gone.items()}
+        _add(self._missing(), missing)
         words = []
-        for kind, sizes in sorted(missing.items(), key=lambda item: -sum(item[1].values())):
-            why = f", {_WHY[kind]}" if kind in _WHY else f": {some([*names[kind].values()], MOST_NAMED)}"
-            words.append(
-                f"{kind} ({len(owners[kind])} of them, {sum(sizes.values()) / total:.1%} of all parameters{why})"
-            )
+        for kind, of in sorted(missing.items(), key=lambda item: -item[1].elements):
+            why = f", {_WHY[kind]}" if kind in _WHY else f": {some([*of.names], MOST_NAMED)}"
+            words.append(f"{kind} ({of.owners} of them, {of.elements / total:.1%} of all parameters{why})")
         return "; ".join(words)
 
     def _missing(self) -> list[Noted]:
@@ -208,6 +259,22 @@ class Census:
             model = known()
             if model is not None:
                 yield model, observer
+
+
+def _elements(rows: Iterable[Noted]) -> int:
+    return sum({row.parameter: row.elements for row in rows}.values())
+
+
+def _add(rows: list[Noted], to: dict[str, Unseen]) -> None:
+    """Count these parameters, each once, among those that were not seen."""
+    kinds: dict[str, dict[tuple[int, str], Noted]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, {}).setdefault(row.parameter, row)
+    for kind, own in kinds.items():
+        of = to.setdefault(kind, Unseen())
+        of.owners += len({row.at[0] for row in rows if row.kind == kind})
+        of.elements += sum(row.elements for row in own.values())
+        of.names.update((row.name, None) for row in own.values())
 
 
 def _site(path: str, name: str) -> str:
