@@ -115,3 +115,9 @@ def test_an_error_of_ours_does_not_reach_the_cast(part, monkeypatch):
         codes = cast(part)
     monkeypatch.undo()
     assert torch.equal(codes.to_local()._data.float(), cast(part).to_local()._data.float())
+
+
+def test_where_nothing_can_be_spread_torchao_is_left_alone():
+    before = vars(FUNCTION)["forward"]
+    with Casts().heard():
+        assert vars(FUNCTION)["forward"] is before

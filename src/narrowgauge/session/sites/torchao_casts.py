@@ -24,6 +24,7 @@ from torch import Tensor
 
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.nn.operands import OperandRole
+from narrowgauge.compute.nn.parallel.placements import some_are_distributed
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.quant import ROWWISE, PerTensor
 from narrowgauge.compute.quant.dtypes import format_of
@@ -71,8 +72,11 @@ class Casts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Meanwhile all that torchao makes are heard, if the program has loaded it."""
-        function: Any = getattr(sys.modules.get(PLACE), "_ToFloat8ConstrFunc", None)
+        """Meanwhile all that torchao makes are heard, if the program has loaded it and may spread tensors over ranks.
+
+        Each cast of a layer would else go through a function of ours, to be told that there is nothing to be heard.
+        """
+        function: Any = getattr(sys.modules.get(PLACE) if some_are_distributed() else None, "_ToFloat8ConstrFunc", None)
         before = None if function is None or self._open else vars(function).get("forward")
         if not isinstance(before, staticmethod):
             yield
