@@ -24,6 +24,7 @@ from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.parallel.placements import some_are_distributed
 from narrowgauge.session.sites.part import Part
 from narrowgauge.session.tensors.sharded import class_name, shape_of
+from narrowgauge.session.tensors.weakly import Weak, weakly
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WHY = {
@@ -96,7 +97,7 @@ class Census:
         self._seen: set[tuple[int, str]] = set()  # by the numbers of modules
         self._numbers: dict[int, tuple[ref[nn.Module], int]] = {}  # of modules, by their ids
         self._counted = count()
-        self._met: dict[int, tuple[int, str]] = {}  # where parameters were first met, by their ids
+        self._met: dict[int, tuple[Weak, tuple[int, str]]] = {}  # parameters by id, and where first met
         self._gone: dict[str, Unseen] = {}  # of models that are no more
         self._gone_elements = 0  # of all their parameters
         self._owners: dict[int, Owner] = {}  # of one step: a sharded parameter is another tensor while it is whole
@@ -117,23 +118,18 @@ class Census:
             known = self._numbers[id(module)] = ref(module), next(self._counted)
         return known[1]
 
-    def _first_met(self, parameter: Tensor, at: tuple[int, str], living: dict[int, nn.Module]) -> tuple[int, str]:
+    def _first_met(self, parameter: Tensor, at: tuple[int, str]) -> tuple[int, str]:
         known = self._met.get(id(parameter))
-        holder = None if known is None else living.get(known[0])
-        if known is None or holder is None or holder._parameters.get(known[1]) is not parameter:
-            known = self._met[id(parameter)] = at
-        return known
-
-    def _living_modules(self) -> dict[int, nn.Module]:
-        modules = ((number, known()) for known, number in self._numbers.values())
-        return {number: module for number, module in modules if module is not None}
+        if known is None or known[0]() is not parameter:
+            known = self._met[id(parameter)] = weakly(parameter), at
+        return known[1]
 
     def _let_go(self) -> None:
         """Keep the sums of what is no more: a search makes thousands of models, and steps look at all that is noted."""
         models = [known for known in self._models if known[0]() is not None]
         if len(models) == len(self._models):
             return
-        self._models, living = models, self._living_modules()
+        self._models, living = models, {number for known, number in self._numbers.values() if known() is not None}
         stays = {row.parameter for at, row in self._noted.items() if at[0] in living}
         gone = [row for at, row in self._noted.items() if at[0] not in living]
         seen = {row.parameter for row in gone if row.at in self._seen}
@@ -144,19 +140,18 @@ class Census:
         self._seen = {at for at in self._seen if at[0] in living}
         self._numbers = {at: known for at, known in self._numbers.items() if known[1] in living}
         met = {row.parameter for row in self._noted.values()}
-        self._met = {at: first for at, first in self._met.items() if first in met}
+        self._met = {at: known for at, known in self._met.items() if known[1] in met}
         self._weights &= met
 
     def _note(self, model: nn.Module, observer: Observer) -> None:
-        modules = [(path, module, self._number(module)) for path, module in model.named_modules()]
-        living = self._living_modules()
-        for path, module, number in modules:
+        for path, module in model.named_modules():
+            number = self._number(module)
             for name, p in module._parameters.items():
                 if p is None:
                     continue
                 self._late |= is_lazy(p)
                 at, shape, kind = (number, name), shape_of(p), class_name(module)
-                whose = at, self._first_met(p, at, living), _site(path, name), observer
+                whose = at, self._first_met(p, at), _site(path, name), observer
                 converted = isinstance(module, Fp8Linear)
                 self._noted[at] = Noted(*whose, kind, math.prod(shape), len(shape) >= 2, converted)
 
@@ -226,9 +221,9 @@ class Census:
 
     def vector(self, parameter: Tensor) -> None:
         """A parameter of one dimension was multiplied as a matrix: it is a weight, and has no rows."""
-        first = self._met.get(id(parameter))
-        if first is not None:
-            self._weights.add(first)
+        known = self._met.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            self._weights.add(known[1])
 
     def lacks(self) -> bool:
         """Whether a weight was not seen that still could be, or no model is known."""
