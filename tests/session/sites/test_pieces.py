@@ -94,21 +94,23 @@ PAIRS = [(a, a + 2) for a in range(0, 32, 2)]
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_a_cast_piece_at_the_address_of_one_that_is_gone_is_another(cast, learns):
     torch.manual_seed(6)
-    head = nn.Linear(16, 32, bias=False)
-    model, h = nn.Sequential(head), torch.randn(6, 16, requires_grad=learns)
-    addresses = []
+    for _ in range(10):  # one lies where another did: mostly, not always
+        head = nn.Linear(16, 32, bias=False)
+        h, addresses = torch.randn(6, 16, requires_grad=learns), []
 
-    def step():
-        for a, b in PAIRS:
-            piece = cast(head.weight, a, b)
-            addresses.append(piece.data_ptr())
-            F.linear(h, piece).cos().sum().backward()  # each by itself, and then its piece is gone
-            del piece
+        def step(head=head, h=h, addresses=addresses):
+            for a, b in PAIRS:
+                piece = cast(head.weight, a, b)
+                addresses.append(piece.data_ptr())
+                F.linear(h, piece).cos().sum().backward()  # each by itself, and then its piece is gone
+                del piece
 
-    found, notes = recorded(model, step)
-    assert len(set(addresses)) < len(addresses)
-    same(found, "0", [h], "input")
-    assert notes == ""
+        found, notes = recorded(nn.Sequential(head), step)
+        same(found, "0", [h], "input")
+        assert notes == ""
+        if len(set(addresses)) < len(addresses):
+            return
+    pytest.fail("no piece lay where another had been")
 
 
 @pytest.mark.parametrize("cast", [cast for name, cast in CASTS.items() if name not in ("chosen", "index_select")])
