@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.sites.convolution import image_turns, of_images
 from narrowgauge.session.sites.einsum import turns_of
 from narrowgauge.session.sites.laid import laid_as
-from narrowgauge.session.sites.origin import origin
+from narrowgauge.session.sites.origin import Origin, origin
 from narrowgauge.session.sites.part import Part, Turn, rows
 from narrowgauge.session.sites.pieces import Pieces
 from narrowgauge.session.sites.stand_in import StandIn
@@ -54,11 +54,16 @@ class Candidate:
     w_rows: Turn = rows
     dy_rows: Turn = rows
 
+    @cached_property
+    def source(self) -> Origin | None:
+        """What parameter `w` is made of, looked for once."""
+        return origin(self.w)
+
     def part(self, y: Tensor) -> Part | None:
         """The product, if `w` is made of a parameter."""
         if not (isinstance(self.x, Tensor) and isinstance(self.w, Tensor)) or self.w.dim() < 2:
             return None
-        source = origin(self.w)
+        source = self.source
         if source is None or source.parameter.dim() < 2:
             return None
         p = source.parameter
@@ -76,7 +81,7 @@ class Candidate:
         """The vector of which `w` is a piece, laid as a matrix: what several weights share has no rows of its own."""
         if not isinstance(self.w, Tensor) or self.w.dim() < 2 or min(self.w.shape[-2:]) < 2:
             return None
-        source = origin(self.w)
+        source = self.source
         if source is None or source.parameter.dim() != 1:
             return None
         # FSDP1's is of another class: the layers that it was made of tell of themselves.
