@@ -15,41 +15,55 @@ Source: TransformerEngine 2.20, transformer_engine/pytorch/tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
+from torch import Tensor
+
 from narrowgauge.compute.kernels import Given
 from narrowgauge.compute.quant import CURRENT, CURRENT_POW2, E8M0_UP, Block, PerTensor, Scaling
 from narrowgauge.formats import E4M3FN, E5M2, Format
 from narrowgauge.session.sites.part import Rule, operand
 
-_READ = ("dtype", "force_pow_2_scales", "amax_epsilon", "block_len", "block_scaling_dim", "with_amax_reduction")
-_LEAVES = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
-
-
-class _Read(NamedTuple):
-    """How a quantizer is read: the names of `_READ` that it had, all at once, and one by one those that it may get."""
-
-    has: attrgetter[Any]
-    lacks: tuple[str, ...]
-
-    @classmethod
-    def of(cls, quantizer: Any) -> _Read:
-        """For what it has now."""
-        lacks = tuple(name for name in _READ if not hasattr(quantizer, name))
-        return cls(attrgetter("__class__", *[name for name in _READ if name not in lacks]), lacks)
+_SCALED = ("force_pow_2_scales", "amax_epsilon")
+_READ = {  # what the rule of a quantizer is made of, beside its class and its scale
+    "Float8Quantizer": ("with_amax_reduction", "dtype"),
+    "Float8CurrentScalingQuantizer": ("with_amax_reduction", "dtype", *_SCALED),
+    "Float8BlockQuantizer": ("with_amax_reduction", "dtype", *_SCALED, "block_len", "block_scaling_dim"),
+}
 
 
 class _Known(NamedTuple):
-    """A quantizer's rule, for as long as what is read of it says the same. Finding it takes as long as counting."""
+    """A quantizer's rule, for as long as what is read of it says the same. Finding it takes as long as counting.
 
-    quantizer: ref[Any]
-    read: _Read
-    facts: tuple[Any, ...]
+    `read` asks at once for all that it had and `said`; what it `lacks` it may get. Its scale lies at `place`, if the
+    rule has one: no other comes to lie there while the rule holds it.
+    """
+
+    quantizer: Callable[[], Any]
+    read: attrgetter[Any]
+    said: tuple[Any, ...]
+    lacks: tuple[str, ...]
+    margin: int
+    place: int
     rule: Rule
+
+    @classmethod
+    def of(cls, quantizer: Any, margin: int, rule: Rule) -> _Known | None:
+        """None where it can be known no other time."""
+        names = _READ.get(type(quantizer).__name__)
+        place = 0 if rule.given is None else rule.given.inv_scale.data_ptr()
+        if names is None or (place and not _lies_at(place, quantizer.scale)):  # else it is a copy
+            return None
+        lacks = tuple(name for name in names if not hasattr(quantizer, name))
+        read = attrgetter("__class__", *[name for name in names if name not in lacks])
+        gone = partial(_forget, id(quantizer))
+        return cls(ref(quantizer, gone), read, read(quantizer), lacks, margin, place, rule)
 
 
 _KNOWN: dict[int, _Known] = {}  # by the ids of quantizers
@@ -61,27 +75,31 @@ def rule_of(quantizer: Any, role: str, margin: int) -> Rule | str:
     A scale is read where it lies, when it is used: TransformerEngine writes the next one over it.
     """
     known = _KNOWN.get(id(quantizer))
-    if known is not None and known.quantizer() is quantizer:
-        try:
-            if known.facts == _facts(quantizer, margin, known.read):
-                return known.rule
-        except AttributeError:  # of one that it has no more
-            pass
+    if known is not None and _says_the_same(known, quantizer, margin):
+        return known.rule
     rule = _rule_of(quantizer, role, margin)
-    if isinstance(rule, Rule) and type(quantizer).__name__ in _LEAVES:
-        read = _Read.of(quantizer)
-        facts = _facts(quantizer, margin, read)
-        if rule.given is None or rule.given.inv_scale.data_ptr() == facts[0]:  # else it is a copy
-            gone = partial(_forget, id(quantizer))
-            _KNOWN[id(quantizer)] = _Known(ref(quantizer, gone), read, facts, rule)
+    if isinstance(rule, Rule) and (made := _Known.of(quantizer, margin, rule)) is not None:
+        _KNOWN[id(quantizer)] = made
     return rule
 
 
-def _facts(quantizer: Any, margin: int, read: _Read) -> tuple[Any, ...]:
-    """Where its scale lies (no other comes to lie there while a rule holds it), and all else that a rule says."""
-    scale = getattr(quantizer, "scale", None)
-    at = (0, None) if scale is None else (scale.data_ptr(), scale.dtype)
-    return (*at, margin, read.has(quantizer), *[getattr(quantizer, name, None) for name in read.lacks])
+def _says_the_same(known: _Known, quantizer: Any, margin: int) -> bool:
+    of, read, said, lacks, by_margin, place, _ = known
+    if of() is not quantizer or margin != by_margin:  # another may have its id by now
+        return False
+    try:
+        if read(quantizer) != said:
+            return False
+        for name in lacks:
+            if getattr(quantizer, name, None) is not None:
+                return False
+        return not place or _lies_at(place, quantizer.scale)
+    except AttributeError:  # of one that it has no more
+        return False
+
+
+def _lies_at(place: int, scale: Tensor) -> bool:
+    return scale.data_ptr() == place and scale.dtype is torch.float32
 
 
 def _forget(quantizer: int, gone: Any) -> None:
