@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.tensors.sharded import Held, holders, is_distributed
 
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
-def at_gradient(y: Tensor, arrived: Callable[[Tensor], None]) -> None:
-    """Have `arrived` called with the gradient of y that the product is given, unseen by modes.
+
+def at_gradient(y: Tensor, arrived: Callable[..., None], *known: Any) -> None:
+    """Have `arrived` called with what is `known` and the gradient of y that the product is given, unseen by modes.
 
     Hooks of the program on y itself may change it, and come after ours: so not on y, but at what made it.
     """
     node, number = y.grad_fn, y.output_nr
     if node is None:
-        y.register_hook(lambda dy: unseen_by_modes(arrived, dy))
+        y.register_hook(lambda dy: unseen_by_modes(arrived, *known, dy))
     else:
-        node.register_prehook(partial(_arrive, number, arrived))
+        node.register_prehook(partial(_arrive, number, arrived, known))
 
 
-def _arrive(number: int, arrived: Callable[[Tensor], None], gradients: Sequence[Tensor | None]) -> None:
+@partial(passed_over, below=True)
+def _arrive(
+    number: int, arrived: Callable[..., None], known: tuple[Any, ...], gradients: Sequence[Tensor | None]
+) -> None:
     dy = gradients[number]
-    if dy is not None:
-        unseen_by_modes(arrived, dy)
+    if type(dy) is Tensor and not _modes() and not _function_modes():
+        arrived(*known, dy)
+    elif dy is not None:
+        unseen_by_modes(arrived, *known, dy)
 
 
 def made_as(y: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.session.doors.leaving import SEAT
 from narrowgauge.session.sites import in_graph
 from narrowgauge.session.sites.part import Kind, Part, Product
+from narrowgauge.session.sites.used import Used
 
 IN_GRAPH = (
     -1
@@ -23,10 +23,10 @@ IN_GRAPH = (
 
 
 class Before(NamedTuple):
-    """What is known of a call from one before: its kind's `product`, and the state of that."""
+    """What is known of a call from one before: its kind's `product`, and what was used by it."""
 
     product: Callable[[nn.Module, Tensor], Product | None]
-    state: LayerState
+    used: Used
 
 
 class HearsLayers(Protocol):
@@ -92,14 +92,14 @@ class Layer:
         """The module is `of` another class by now, and perhaps of another kind."""
         self.kind, self._class, self.before = kind, of, None
 
-    def seen(self, module: nn.Module, part: Part, state: LayerState | None) -> None:
+    def seen(self, module: nn.Module, part: Part, used: Used | None) -> None:
         """A call of it was shown, as one part: what the next one need not find out, if that was a `Product`."""
         product = getattr(self.kind, "product", None)
-        if product is None or state is None or part.x is None or module is not self._known():
+        if product is None or used is None or part.x is None or module is not self._known():
             return
         now = product(module, part.x)
         if now is not None and now[0] is part.w:
-            self.before = Before(product, state)
+            self.before = Before(product, used)
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """It was called outside of graphs, in a step that has graphs of its own."""

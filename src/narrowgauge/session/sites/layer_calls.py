@@ -115,7 +115,7 @@ class LayerCalls:
                 return False
             if self._choice.uncompiled and not (layer.kind.in_graph and type(product[0]) is nn.Parameter):
                 return False
-            return self._shown.use_again(before.state, x, output, *product) is not None
+            return self._shown.use_again(before.used, x, output, *product) is not None
         except Exception as error:
             self._shown.said.failed(f"a call of {layer.name or type(module).__name__}", error)
             return True
@@ -130,7 +130,7 @@ class LayerCalls:
             known = layer.module or module  # of which `module` may be a replica
             self._shown.use(layer.name + part.suffix, layer.observer, part, self._census.multiplied(known, part))
         if layer.before is None and len(parts) == 1 and parts[0].y is not None:
-            layer.seen(module, parts[0], self._shown.state_of(layer.name, layer.observer))
+            layer.seen(module, parts[0], self._shown.used_before(layer.name, layer.observer))
         if parts and not layer.kind.whole:
             kind = type(module).__name__
             self._shown.said.say(f"Layers of class {kind} are judged as linear layers of their input and gradient.")
@@ -149,7 +149,7 @@ class LayerCalls:
             try:
                 self._shown.use(layer.name, layer.observer, part, self._census.multiplied(module, part))
                 if layer.before is None:
-                    layer.seen(module, part, self._shown.state_of(layer.name, layer.observer))
+                    layer.seen(module, part, self._shown.used_before(layer.name, layer.observer))
             finally:
                 part.x = part.w = None  # an input that is held would be memory until the next such step
         except Exception as error:
@@ -158,10 +158,10 @@ class LayerCalls:
     def _input_again(self, layer: Layer, before: Before, module: nn.Module, x: Tensor) -> bool:
         """The same of what was called before, as in `_called_again`."""
         product = None if self._census.spread or inside_backward() else before.product(module, x)
-        wanted = None if product is None else self._shown.use_again(before.state, x, None, *product)
+        wanted = None if product is None else self._shown.use_again(before.used, x, None, *product)
         if product is None or wanted is None:
             return False
-        layer.latest = partial(self._shown.gradient_again, before.state, wanted, product[1])
+        layer.latest = partial(self._shown.gradient_again, before.used, wanted, product[1])
         return True
 
     def _at_gradient(self, layer: Layer, part: Part) -> Callable[[Tensor], None]:

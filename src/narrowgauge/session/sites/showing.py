@@ -19,7 +19,6 @@ from narrowgauge.compute.nn.observer import Observer, selects
 from narrowgauge.compute.nn.operands import OperandRole
 from narrowgauge.compute.nn.scaling.clock import StepClock, inside_backward
 from narrowgauge.compute.recipes import ROLES, Recipe
-from narrowgauge.observe.stats.again import Again
 from narrowgauge.session.sites.convolution import of_images
 from narrowgauge.session.sites.gradients import at_gradient, copied_output, made_as
 from narrowgauge.session.sites.judging import judge
@@ -28,6 +27,7 @@ from narrowgauge.session.sites.part import ByCast, ByHeld, Own, Part, Rule, Turn
 from narrowgauge.session.sites.said import Said
 from narrowgauge.session.sites.tensor_parallel import NONE
 from narrowgauge.session.sites.ungraded import Ungraded
+from narrowgauge.session.sites.used import Site, Used
 from narrowgauge.session.tensors.sharded import Held, is_distributed, local_of, used_of
 
 
@@ -61,7 +61,7 @@ class Showing:
         self.recipe, self._training, self._mine = recipe, training, mine
         self._rules: dict[OperandRole, Rule] = {} if recipe is None else {r: Rule(recipe.uses(r)[0]) for r in ROLES}
         self._clock = StepClock()
-        self._states: dict[tuple[int, str], LayerState] = {}  # by observer and name
+        self._used: dict[tuple[int, str], Used] = {}  # by observer and name
         self._weights: set[tuple[int, str]] = set()  # seen in the open step
         self.copies: dict[str, int] = {}
         self.meshes: dict[str, int] = {}
@@ -70,7 +70,6 @@ class Showing:
         self.dtype = ""
         self.ungraded = Ungraded()
         self.said = Said(told)
-        self._again: dict[tuple[int, str, str], Again] = {}  # by observer, name and role
         self._some = False  # operands were taken in earlier steps
 
     def begin(self) -> None:
@@ -110,32 +109,32 @@ class Showing:
         here = kept is None and part.copies is NONE and usual(x, w, y)
         if not here and some.is_meta:
             return
-        state = self.state_of(name, observer) or self._state(name, observer, self.recipe, some, part)
+        used = self.used_before(name, observer) or self._use(name, observer, self.recipe, some, part)
         if y is not None and not self.dtype:
             self.dtype = str(y.dtype).removeprefix("torch.")
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
         wanted = observer.wants(name)
         if here:
             turns = part.x_rows, part.w_rows, part.dy_rows
-            self._use_here(state, wanted, learns, x, w, y, own, _plain(part), *turns)
+            self._use_here(used, wanted, learns, x, w, y, own, _plain(part), *turns)
             return
         held = Held(None) if x is None else local_of(x)
         if own is not None and part.by_cast is None and any(is_distributed(t) for t in (x, w, y)):
             own = _spread
         if not inside_backward() and (learns or self._training()):  # a recomputed forward was seen when it ran first
             if x is not None:
-                show = partial(self._show, state, wanted, "input", part.x_rows, part.copies.of("input"))
+                show = partial(self._show, used.input, wanted, part.x_rows, part.copies.of("input"))
                 self._bring(show, part.by_cast, own, x)
-            if w is not None and (id(observer), name) not in self._weights:
-                self._weights.add((id(observer), name))
+            if w is not None and used.key not in self._weights:
+                self._weights.add(used.key)
                 if wanted and not learns and _plain(part):
-                    self._without_gradient(state, w)
-                self._bring(partial(self._show, state, wanted, "weight", part.w_rows, None), part.by_cast, own, w, kept)
+                    self.ungraded.multiplied(used.key, used.weight.module, w)
+                self._bring(partial(self._show, used.weight, wanted, part.w_rows, None), part.by_cast, own, w, kept)
         if y is not None and y.requires_grad:
             same, told = copied_output(w, held, y), part.copies.of("grad_output")
             same = told if same is None else same
             # The hook lives on y, and must not hold it, nor the part.
-            show, by_cast = partial(self._show, state, wanted, "grad_output", part.dy_rows, same), part.by_cast
+            show, by_cast = partial(self._show, used.grad_output, wanted, part.dy_rows, same), part.by_cast
             made = made_as(y)
             shape = None if made is y else y.shape
 
@@ -145,22 +144,23 @@ class Showing:
 
             at_gradient(made, arrived)
 
-    def use_again(self, state: LayerState, x: Tensor, y: Tensor | None, w: Tensor, own: Own | None) -> bool | None:
+    def use_again(self, used: Used, x: Tensor, y: Tensor | None, w: Tensor, own: Own | None) -> bool | None:
         """`use` of what was used before: whether it is wanted; None where the whole way has to be gone."""
+        state = used.state
         if state.observer is None or not usual(x, w, y) or not self._mine():
             return None
         wanted = state.observer.wants(state.name)
         learns = y is not None and y.requires_grad and torch.is_grad_enabled()
-        self._use_here(state, wanted, learns, x, w, y, own, own is None)
+        self._use_here(used, wanted, learns, x, w, y, own, own is None)
         return wanted
 
-    def state_of(self, name: str, observer: Observer) -> LayerState | None:
-        """Of a layer that was used; None if it was not."""
-        return self._states.get((id(observer), name))
+    def used_before(self, name: str, observer: Observer) -> Used | None:
+        """A layer that was used; None if it was not."""
+        return self._used.get((id(observer), name))
 
     def _use_here(
         self,
-        state: LayerState,
+        used: Used,
         wanted: bool,
         learns: bool,
         x: Tensor | None,
@@ -173,65 +173,52 @@ class Showing:
         dy_rows: Turn = rows,
     ) -> None:
         """The same of plain tensors, of which nobody has to be asked anything else: the shortest way."""
-        if not inside_backward() and (learns or self._training()):
-            with_gradients = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)  # for views of the program's tensors; a context takes as long as the rest
-            try:
-                if x is not None:
-                    self._show_here(state, wanted, "input", x_rows, own, None, x)
-                seen = id(state.observer), state.name
-                if w is not None and seen not in self._weights:
-                    self._weights.add(seen)
-                    if wanted and not learns and plain:
-                        self._without_gradient(state, w)
-                    self._show_here(state, wanted, "weight", w_rows, own, None, w)
-            finally:
-                torch._C._set_grad_enabled(with_gradients)
-        if y is not None and y.requires_grad:
+        if (learns or self._training()) and not inside_backward():
+            if x is not None:
+                self._show_here(used.input, wanted, x_rows, own, None, x)
+            if w is not None and used.key not in self._weights:
+                self._weights.add(used.key)
+                if wanted and not learns and plain:
+                    self.ungraded.multiplied(used.key, used.weight.module, w)
+                self._show_here(used.weight, wanted, w_rows, own, None, w)
+        if y is not None and (learns or y.requires_grad):
             made = made_as(y)
             shape = None if made is y or (dy_rows is rows and same_rows(made, y)) else y.shape
-            show = partial(self._show_here, state, wanted, "grad_output", dy_rows, own, shape)
-            at_gradient(made, show)
-
-    def _without_gradient(self, state: LayerState, w: Tensor) -> None:
-        name = getattr(state.observer, "name", str)(state.name)
-        self.ungraded.multiplied((id(state.observer), state.name), name, w)
+            at_gradient(made, self._show_here, used.grad_output, wanted, dy_rows, own, shape)
 
     def _show_here(
-        self,
-        state: LayerState,
-        wanted: bool,
-        role: OperandRole,
-        turn: Turn,
-        own: Own | None,
-        shape: torch.Size | None,
-        x: Tensor,
+        self, site: Site, wanted: bool, turn: Turn, own: Own | None, shape: torch.Size | None, x: Tensor
     ) -> None:
         """`shape`: that of the product's result, where x is the gradient of what it is a view of."""
         try:
-            site = id(state.observer), state.name, role
-            short = shape is None and turn is rows
-            if wanted and short and (again := self._again.get(site)) is not None:
-                rule = self._rules[role] if own is None else own(role, x)
+            again = site.again
+            if again is not None and wanted and shape is None and turn is rows:
+                rule = self._rules[site.role] if own is None else own(site.role, x)
                 if type(rule) is Rule and again(x, rule.operand, rule.given):
-                    self.heard.add(site)
+                    self.heard.add(site.key)
                     return
+            self._show_whole(site, wanted, turn, own, shape, x)
+        except Exception as error:
+            self.said.failed(str(site), error)
+
+    def _show_whole(
+        self, site: Site, wanted: bool, turn: Turn, own: Own | None, shape: torch.Size | None, x: Tensor
+    ) -> None:
+        with_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # for views of the program's tensors; a context takes as long as the rest
+        try:
             came, x = x, x if shape is None else x.reshape(shape)
             if wanted and is_matrix(x):
-                self.heard.add(site)
-                self._judge(state, role, turn, own, x, came if short else None)
+                self.heard.add(site.key)
+                self._judge(site, turn, own, x, came if shape is None and turn is rows else None)
             else:
-                self._show(state, wanted, role, turn, None, local_of(x), own)
-        except Exception as error:
-            self.said.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
+                self._show(site, wanted, turn, None, local_of(x), own)
+        finally:
+            torch._C._set_grad_enabled(with_gradients)
 
-    def _judge(
-        self, state: LayerState, role: OperandRole, turn: Turn, own: Own | None, x: Tensor, came: Tensor | None = None
-    ) -> None:
+    def _judge(self, site: Site, turn: Turn, own: Own | None, x: Tensor, came: Tensor | None = None) -> None:
         """`came`: as what x arrived, if what is known of its site was asked already."""
-        observer, name = state.observer, state.name
-        site = id(observer), name, role
-        known = self._again.get(site)
+        observer, name, role, known = site.observer, site.state.name, site.role, site.again
         if known is None and (own is not None or turn is not rows) and not selects(observer, name, role):
             return  # before anything is computed; of others `product` asks
         if (x.requires_grad or type(x) is not Tensor) and not x.is_cuda:  # kernels ask for nothing but its address
@@ -245,30 +232,29 @@ class Showing:
             return
         product = getattr(observer, "product", None) if x.dim() == 2 else None
         if product is None or not product(name, role, x, rule.operand, rule.given, own=own is not None):
-            judge(state, role, x, rule, own is not None)
+            judge(site.state, role, x, rule, own is not None)
             return
         shorter, came = getattr(observer, "again", None), x if came is None else came
         again = shorter and shorter(name, role, x, rule.operand, rule.given, came, own=own is not None)
         if again is not None:
-            self._again[site] = again
+            site.again = again
 
     def gradient(self, name: str, observer: Observer, part: Part, wanted: bool, dy: Tensor) -> None:
         """The gradient of a product's result, where no hook was put for it; `wanted` is what `use` was told."""
         if self.recipe is None:
             return
-        state = self._states.get((id(observer), name)) or self._state(name, observer, self.recipe, dy, part)
+        site = (self.used_before(name, observer) or self._use(name, observer, self.recipe, dy, part)).grad_output
         if part.copies is NONE and usual(dy, None, None):
-            self._show_here(state, wanted, "grad_output", part.dy_rows, part.own, None, dy)
+            self._show_here(site, wanted, part.dy_rows, part.own, None, dy)
         else:
-            same = part.copies.of("grad_output")
-            self._show(state, wanted, "grad_output", part.dy_rows, same, local_of(dy), part.own)
+            self._show(site, wanted, part.dy_rows, part.copies.of("grad_output"), local_of(dy), part.own)
 
-    def gradient_again(self, state: LayerState, wanted: bool, own: Own | None, dy: Tensor) -> None:
+    def gradient_again(self, used: Used, wanted: bool, own: Own | None, dy: Tensor) -> None:
         """The same where the input came by `use_again`."""
         if usual(dy, None, None):
-            self._show_here(state, wanted, "grad_output", rows, own, None, dy)
+            self._show_here(used.grad_output, wanted, rows, own, None, dy)
         else:
-            self._show(state, wanted, "grad_output", rows, None, local_of(dy), own)
+            self._show(used.grad_output, wanted, rows, None, local_of(dy), own)
 
     def _bring(
         self, show: ByHeld, by_cast: ByCast | None, own: Own | None, x: Tensor, kept: Tensor | None = None
@@ -280,51 +266,40 @@ class Showing:
         except Exception as error:
             self.said.failed(f"a {type(x).__name__}", error)
 
-    def _state(self, name: str, observer: Observer, recipe: Recipe, some: Tensor, part: Part) -> LayerState:
+    def _use(self, name: str, observer: Observer, recipe: Recipe, some: Tensor, part: Part) -> Used:
+        """A layer's first use."""
+        if part.own is None and part.by_cast is None:
+            self.judged[getattr(observer, "name", str)(name)] = of_images(part)
+        backend, _ = choose(recipe, some.device)
         key = id(observer), name
-        state = self._states.get(key)
-        if state is None:
-            if part.own is None and part.by_cast is None:
-                self.judged[getattr(observer, "name", str)(name)] = of_images(part)
-            backend, _ = choose(recipe, some.device)
-            state = self._states[key] = LayerState(name, recipe, backend, self._clock, observer=observer)
-        return state
+        used = self._used[key] = Used(key, LayerState(name, recipe, backend, self._clock, observer=observer))
+        return used
 
-    def _show(
-        self,
-        state: LayerState,
-        wanted: bool,
-        role: OperandRole,
-        turn: Turn,
-        first: int | None,
-        held: Held,
-        own: Own | None,
-    ) -> None:
+    def _show(self, site: Site, wanted: bool, turn: Turn, first: int | None, held: Held, own: Own | None) -> None:
         """The one place where tensors go in; `wanted` is what the observer said of their layer when it was called."""
         try:
             x = held.tensor
             if x is not None and x.is_nested:
                 x, turn = pieces(x), rows
             if x is None or type(x) is not Tensor or x.dtype not in DTYPES or x.layout is not torch.strided:
-                self.said.pass_over(f"{role} {kind(held.tensor)}")
+                self.said.pass_over(f"{site.role} {kind(held.tensor)}")
                 return
-            self.heard.add((id(state.observer), state.name, role))
-            if not x.numel() or not selects(state.observer, state.name, role):
+            self.heard.add(site.key)
+            if not x.numel() or not selects(site.observer, site.state.name, site.role):
                 return
             first = held.first if held.first is not None else first
             if first is not None or held.mesh is not None:
-                self._told_of_ranks(getattr(state.observer, "name", str)(state.name), role, first, held.mesh)
+                self._told_of_ranks(site, first, held.mesh)
             if wanted:
-                self._judge(state, role, turn, own, x)
+                self._judge(site, turn, own, x)
         except Exception as error:
-            self.said.failed(f"{getattr(state.observer, 'name', str)(state.name)}:{role}", error)
+            self.said.failed(str(site), error)
 
-    def _told_of_ranks(self, name: str, role: OperandRole, first: int | None, mesh: int | None) -> None:
-        site = f"{name}:{role}"
+    def _told_of_ranks(self, site: Site, first: int | None, mesh: int | None) -> None:
         if first is not None:
-            self.copies[site] = first
-        if mesh is not None and role == "weight":
-            self.meshes[site] = mesh
+            self.copies[str(site)] = first
+        if mesh is not None and site.role == "weight":
+            self.meshes[str(site)] = mesh
 
 
 def _plain(part: Part) -> bool:
