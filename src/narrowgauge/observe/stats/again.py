@@ -17,7 +17,8 @@ from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -121,6 +122,24 @@ def here(watched: Watched, gate: Gate, site: str, once: bool, came: Tensor, way:
     return again
 
 
+class _Lies(NamedTuple):
+    """How tensors lie on a GPU, and what a look is asked for of their matrix."""
+
+    kind: type[Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    asked: tuple[Any, ...]
+    strides: tuple[int, ...]
+    rule: Operand
+
+
+@lru_cache(256)
+def _one(lies: _Lies, rule: int) -> _Lies:
+    """The same object for the same; `rule` is the id of its rule, of which another may say the same."""
+    return lies
+
+
 def there(
     watched: Watched,
     gate: Gate,
@@ -133,16 +152,17 @@ def there(
 ) -> Again:
     """For tensors of a site that lie as `came` does, without gaps on a GPU.
 
-    `lies` is what a look is asked for of its matrix by the rule, and how that lies in memory.
+    `lies` is what a look is asked for of its matrix by the rule, and how that lies in memory. What is the same for many
+    sites is one object for all: a program's operations leave little of ours in the processor's caches.
     """
-    kind, shape, dtype, device = type(came), came.shape, came.dtype, came.device
-    asked, strides = lies
+    whole = _one(_Lies(type(came), came.shape, came.dtype, came.device, *lies, rule), id(rule))
 
     def again(x: Tensor, operand: Operand, given: Given | None) -> bool:
         if gate.paused:
             return True
+        kind, shape, dtype, device, asked, strides, known = whole
         held = watched.held.get(device)
-        if held is None or not watched.open or gate.asked or operand is not rule:
+        if held is None or not watched.open or gate.asked or operand is not known:
             return False
         if device.index != torch._C._cuda_getDevice():
             return False

@@ -121,13 +121,14 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     if x_MK.is_neg():
         x_MK = x_MK.resolve_neg()
     place = x_MK.data_ptr()
-    lies = x_MK.stride(), place & 15
-    as_before = look.lay == lies and (look.given is None if given is None else look.given and look.given() is given)
+    strides, offset = x_MK.stride(), place & 15
+    same_scale = look.given is None if given is None else look.given is not None and look.given() is given
+    as_before = same_scale and look.strides == strides and look.offset == offset
     if as_before and look.again is not None:
         look.again(x_MK, place, look.numbers)
         return
     slot = None if given is None else False
-    key = (x_MK.shape, x_MK.stride(), x_MK.dtype, place & 15, id(rule), slot, id(look.plan))
+    key = (x_MK.shape, strides, x_MK.dtype, offset, id(rule), slot, id(look.plan))
     known = _PREPARED.get(key)
     if known is None:
         known = _prepare(x_MK, rule, (rule, None), (False, False), slot, look.plan)
@@ -145,7 +146,7 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     else:
         known.cast(x_MK, look)
     look.again = _again(x_MK, look, given, known) if as_before else None
-    look.lay, look.given = lies, None if given is None else ref(given)
+    look.strides, look.offset, look.given = strides, offset, None if given is None else ref(given)
 
 
 def _again(x_MK: Tensor, look: Look, given: Given | None, known: _Prepared) -> Again | None:

@@ -73,8 +73,9 @@ class Look:
     whole: bool  # one scale for the whole tensor
     numbers: tuple[int, ...] = ()  # of the plan, in this turn
     asked: tuple[Any, ...] = ()  # shape, dtype, rule and codes that it was opened for last
-    again: Again | None = None  # the launches that filled it, for what lies as `lay` says and has this given scale
-    lay: tuple[Any, ...] = ()  # strides, and address modulo 16
+    again: Again | None = None  # the launches that filled it, for what lies so and has this given scale
+    strides: tuple[int, ...] = ()
+    offset: int = 0  # its address modulo 16
     given: ref[Any] | None = None
     failed: bool = False  # whoever was to fill it could not
 
@@ -118,7 +119,7 @@ class Looks:
             plan, whole = Plan.of(M, K, walk), rule.granularity == PerTensor()
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
-            look.asked, look.again, look.lay = asked, None, ()
+            look.asked, look.again, look.strides = asked, None, ()
         self._take_up(look, site, turn)
         return look
 
@@ -130,12 +131,14 @@ class Looks:
         look = self._known[order] if order < len(self._known) else None
         if look is None or look.again is None or not (look.asked is asked or look.asked == asked):
             return None
-        had = None if look.given is None else look.given()
-        if had is not given or (given is None and look.given is not None) or look.lay != (strides, place & 15):
+        if look.offset != place & 15 or not (look.strides is strides or look.strides == strides):
             return None  # the launches that filled it last would fill it from elsewhere
+        if look.given is not given if look.given is None else look.given() is not given or given is None:
+            return None
         numbers = self._in_turn.get(id(look.plan)) if turn == self._turn else None
         look.numbers = self._numbers_of(look.plan, turn) if numbers is None else numbers
-        look.asked, look.site, look.failed = asked, site, False  # from now on asked for by the same object
+        look.asked, look.strides = asked, strides  # from now on the same objects
+        look.site, look.failed = site, False
         self._open.append(look)
         return look
 
