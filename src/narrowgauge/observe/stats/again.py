@@ -18,14 +18,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.observe.stats import host, team
-from narrowgauge.observe.stats.held import TIMED, Held
+from narrowgauge.observe.stats.held import TIMED, Held, Lies
 
 if TYPE_CHECKING:
     from narrowgauge.compute.kernels import Given
@@ -122,22 +122,21 @@ def here(watched: Watched, gate: Gate, site: str, once: bool, came: Tensor, way:
     return again
 
 
-class _Lies(NamedTuple):
+class _Alike(NamedTuple):
     """How tensors lie on a GPU, and what a look is asked for of their matrix."""
 
     kind: type[Tensor]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    asked: tuple[Any, ...]
-    strides: tuple[int, ...]
+    lies: Lies
     rule: Operand
 
 
 @lru_cache(256)
-def _one(lies: _Lies, rule: int) -> _Lies:
+def _one(alike: _Alike, rule: int) -> _Alike:
     """The same object for the same; `rule` is the id of its rule, of which another may say the same."""
-    return lies
+    return alike
 
 
 def there(
@@ -146,7 +145,7 @@ def there(
     site: str,
     once: bool,
     came: Tensor,
-    lies: tuple[tuple[Any, ...], tuple[int, ...]],
+    lies: Lies,
     rule: Operand,
     timed: Timed,
 ) -> Again:
@@ -155,12 +154,12 @@ def there(
     `lies` is what a look is asked for of its matrix by the rule, and how that lies in memory. What is the same for many
     sites is one object for all: a program's operations leave little of ours in the processor's caches.
     """
-    whole = _one(_Lies(type(came), came.shape, came.dtype, came.device, *lies, rule), id(rule))
+    alike = _one(_Alike(type(came), came.shape, came.dtype, came.device, lies, rule), id(rule))
 
     def again(x: Tensor, operand: Operand, given: Given | None) -> bool:
         if gate.paused:
             return True
-        kind, shape, dtype, device, asked, strides, known = whole
+        kind, shape, dtype, device, before, known = alike
         held = watched.held.get(device)
         if held is None or not watched.open or gate.asked or operand is not known:
             return False
@@ -176,15 +175,14 @@ def there(
             place = x.data_ptr()
             with held.lock:
                 room = held.room
-                look = None if room is None else room.open_again(site, asked, strides, place, given, held.turn)
+                look = None if room is None else room.open_again(site, before, place, given, held.turn)
             if look is None:
                 return False
             fill = look.again
             assert fill is not None  # or it were none of those
-            look.failed = True  # until it is filled: who times it may keep an error for himself
             held.met += 1  # as `is_timed` has it, which takes as long as a name that is looked up
             if held.met % TIMED == 1:
-                with timed(site, device, held):
+                with timed(site, device, held):  # which may keep an error for himself
                     fill(x, place, look.numbers)
                     look.failed = False
             else:

@@ -88,6 +88,10 @@ class Layer:
         module = self._known()
         return module is not None and type(module) is not self._class
 
+    def is_still(self, module: nn.Module) -> bool:
+        """Whether this is the module, and of the class that it had."""
+        return module is self._known() and type(module) is self._class
+
     def becomes(self, kind: Kind, of: type[nn.Module]) -> None:
         """The module is `of` another class by now, and perhaps of another kind."""
         self.kind, self._class, self.before = kind, of, None

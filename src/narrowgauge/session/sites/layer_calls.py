@@ -105,7 +105,7 @@ class LayerCalls:
     ) -> bool:
         """The same of what was called before: False where it is not as simple. Of replicas, others have the weight."""
         x = args[0] if args else None
-        if type(x) is not Tensor or module is not layer.module or layer.changed:
+        if type(x) is not Tensor or not layer.is_still(module):
             return False
         if _modes() or _function_modes() or _transforms() or _tracing() or self._census.spread:
             return False

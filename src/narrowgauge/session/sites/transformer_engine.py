@@ -38,6 +38,11 @@ _ON_DEVICE = (
     "TransformerEngine's GroupedLinear is not recorded where its tokens per expert are counted on the GPU, for which "
     "the host would have to wait, or where its experts' weights are one parameter."
 )
+_QUANTIZERS = {  # which direction's, how many of a gemm, and which of these
+    "input": ("scaling_fwd", 3, 0),
+    "weight": ("scaling_fwd", 3, 1),
+    "grad_output": ("scaling_bwd", 2, 0),
+}
 KEPT_HIGH: WeakSet[nn.Module] = WeakSet()  # those that the settings keep out of the autocast; nothing is said of FP8
 
 
@@ -95,9 +100,8 @@ def _of(own: Any, gemm: int) -> Any:
 
 
 def _rule(module: Any, gemm: int, role: OperandRole, x: Tensor) -> Rule | str:
-    backward = role == "grad_output"
-    held = module.quantizers["scaling_bwd" if backward else "scaling_fwd"]
-    place = 2 * gemm if backward else 3 * gemm + (role == "weight")
+    direction, each, first = _QUANTIZERS[role]
+    held, place = module.quantizers[direction], each * gemm + first
     margin = getattr(module.fp8_meta.get("recipe"), "margin", 0)
     return rule_of(held[place] if place < len(held) else None, role, margin)
 

@@ -32,10 +32,14 @@ class Again:
     All tensors are those of before but the first, which has to lie as that one did, its address modulo 16 too.
     """
 
-    __slots__ = ("_device", "_made")
+    __slots__ = ("_device", "_made", "_runs")
 
     def __init__(self, device: int, *made: Made) -> None:
         self._device, self._made = device, made
+        self._runs = tuple(
+            (each.run, each.programs, each.facts, (*each.before, *each.ahead), each.numbered, each.after)
+            for each in made
+        )
 
     def __call__(self, first: Tensor, place: int, late: tuple[int, ...]) -> None:
         """Run them on the current stream. `place` is the address of `first`; `late` as in `Launch`."""
@@ -43,13 +47,17 @@ class Again:
             for made in self._made:
                 made.launch((first, *made.rest), (*made.ahead, *late) if made.numbered else made.ahead)
             return
-        stream, profiled = torch._C._cuda_getCurrentRawStream(self._device), _somebody_profiles()
-        for _, compiled, run, programs, facts, before, ahead, numbered, after, _ in self._made:
-            more = (*ahead, *late) if numbered else ahead
-            if profiled:
-                compiled[(programs, 1, 1)](place, *before, *more, *after, stream=stream)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if _somebody_profiles():
+            for made in self._made:
+                more = (*made.ahead, *late) if made.numbered else made.ahead
+                made.compiled[(made.programs, 1, 1)](place, *made.before, *more, *made.after, stream=stream)
+            return
+        for run, programs, facts, before, numbered, after in self._runs:
+            if numbered:
+                run(programs, 1, 1, stream, *facts, place, *before, *late, *after)
             else:
-                run(programs, 1, 1, stream, *facts, place, *before, *more, *after)
+                run(programs, 1, 1, stream, *facts, place, *before, *after)
 
     def then(self, other: Again) -> Again:
         """These, and others behind them."""

@@ -123,7 +123,7 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     place = x_MK.data_ptr()
     strides, offset = x_MK.stride(), place & 15
     same_scale = look.given is None if given is None else look.given is not None and look.given() is given
-    as_before = same_scale and look.strides == strides and look.offset == offset
+    as_before = same_scale and look.lies == (look.asked, strides) and look.offset == offset
     if as_before and look.again is not None:
         look.again(x_MK, place, look.numbers)
         return
@@ -146,7 +146,7 @@ def count(x_MK: Tensor, rule: Operand, look: Look, given: Given | None = None) -
     else:
         known.cast(x_MK, look)
     look.again = _again(x_MK, look, given, known) if as_before else None
-    look.strides, look.offset, look.given = strides, offset, None if given is None else ref(given)
+    look.lies, look.offset, look.given = (look.asked, strides), offset, None if given is None else ref(given)
 
 
 def _again(x_MK: Tensor, look: Look, given: Given | None, known: _Prepared) -> Again | None:

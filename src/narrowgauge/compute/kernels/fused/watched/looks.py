@@ -46,6 +46,7 @@ WALKS = {PerTensor(): TENSOR, PerRow(): LINES, BLOCK_1x128: TILES, BLOCK_128x128
 PLAIN_WALKS = {**WALKS, BLOCK_1x128: PLAIN_TILES, BLOCK_128x128: PLAIN_SQUARES}  # without turned codes
 CHUNK = 1 << 20  # float64 numbers of room taken at once, at least
 LOOKS = 4096  # headers
+Lies = tuple[tuple[Any, ...], tuple[int, ...]]  # what a look is asked for, and the strides of its matrix
 
 
 @dataclass(eq=False, slots=True)
@@ -74,8 +75,8 @@ class Look:
     numbers: tuple[int, ...] = ()  # of the plan, in this turn
     asked: tuple[Any, ...] = ()  # shape, dtype, rule and codes that it was opened for last
     again: Again | None = None  # the launches that filled it, for what lies so and has this given scale
-    strides: tuple[int, ...] = ()
-    offset: int = 0  # its address modulo 16
+    lies: Lies | None = None  # what was asked then, and the strides
+    offset: int = 0  # the address modulo 16
     given: ref[Any] | None = None
     failed: bool = False  # whoever was to fill it could not
 
@@ -119,26 +120,26 @@ class Looks:
             plan, whole = Plan.of(M, K, walk), rule.granularity == PerTensor()
             if look is None or look.plan != plan or look.whole != whole:
                 look = self._new(plan, order, whole)
-            look.asked, look.again, look.strides = asked, None, ()
+            look.asked, look.again, look.lies = asked, None, None
         self._take_up(look, site, turn)
         return look
 
-    def open_again(
-        self, site: str, asked: tuple[Any, ...], strides: tuple[int, ...], place: int, given: Any, turn: int
-    ) -> Look | None:
-        """The next look with launches that fill it, if it was `asked` for the same by what lay so; else None."""
-        order = len(self._open)
-        look = self._known[order] if order < len(self._known) else None
-        if look is None or look.again is None or not (look.asked is asked or look.asked == asked):
+    def open_again(self, site: str, lies: Lies, place: int, given: Any, turn: int) -> Look | None:
+        """The next look with launches that fill it, if it was filled by what lay so before; else None.
+
+        Whoever fills it says then that it has not failed.
+        """
+        try:
+            look = self._known[len(self._open)]
+        except IndexError:
             return None
-        if look.offset != place & 15 or not (look.strides is strides or look.strides == strides):
+        if look.again is None or look.offset != place & 15 or not (look.lies is lies or look.lies == lies):
             return None  # the launches that filled it last would fill it from elsewhere
-        if look.given is not given if look.given is None else look.given() is not given or given is None:
+        if given is not look.given if look.given is None else given is None or given is not look.given():
             return None
         numbers = self._in_turn.get(id(look.plan)) if turn == self._turn else None
         look.numbers = self._numbers_of(look.plan, turn) if numbers is None else numbers
-        look.asked, look.strides = asked, strides  # from now on the same objects
-        look.site, look.failed = site, False
+        look.site, look.failed, look.lies = site, True, lies  # from now on the same object
         self._open.append(look)
         return look
 
