@@ -110,6 +110,23 @@ def test_what_a_look_was_not_filled_for_goes_the_whole_way():
     assert not shorter(last, "b:weight", x, rule)  # it was another's meanwhile
 
 
+@pytest.mark.filterwarnings("ignore:.*(Sparse|nested)")
+@pytest.mark.parametrize(
+    "other", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, lambda x: torch.nested.nested_tensor([x, x])]
+)
+def test_what_is_no_dense_matrix_any_more_goes_the_whole_way(other):
+    _, looks = held()
+    *before, (step, x) = steps(looks, 4)
+    for early, y in before:
+        assert early.judge_there("a:input", "input", y, RULE, None)
+        early.operands(looks)
+    step.room = looks
+    watched = Watched(fails, open=True, held={x.device: step})
+    again = there(watched, Gate(), "a:input", False, x, lies_as(x, RULE), RULE, by_hand)
+    assert not again(other(x), RULE, None)
+    assert again(x, RULE, None)
+
+
 @pytest.mark.parametrize(
     ("recipe", "given"),
     [(CURRENT, False), (CURRENT, True), (ROWWISE, False), (BLOCKWISE, False)],

@@ -128,7 +128,6 @@ class _Alike(NamedTuple):
     kind: type[Tensor]
     shape: torch.Size
     dtype: torch.dtype
-    device: torch.device
     lies: Lies
     rule: Operand
 
@@ -154,25 +153,27 @@ def there(
     `lies` is what a look is asked for of its matrix by the rule, and how that lies in memory. What is the same for many
     sites is one object for all: a program's operations leave little of ours in the processor's caches.
     """
-    alike = _one(_Alike(type(came), came.shape, came.dtype, came.device, lies, rule), id(rule))
+    alike = _one(_Alike(type(came), came.shape, came.dtype, lies, rule), id(rule))
 
     def again(x: Tensor, operand: Operand, given: Given | None) -> bool:
         if gate.paused:
             return True
-        kind, shape, dtype, device, before, known = alike
+        kind, shape, dtype, before, known = alike
+        device = x.device
         held = watched.held.get(device)
         if held is None or not watched.open or gate.asked or operand is not known:
             return False
-        if device.index != torch._C._cuda_getDevice():
+        if device.index != torch._C._cuda_getDevice() or type(x) is not kind or x.dtype is not dtype:
             return False
-        if type(x) is not kind or x.dtype is not dtype or x.layout is not torch.strided or x.is_nested:
-            return False
-        if x.shape != shape or x.device != device or not x.is_contiguous() or x.is_neg():
+        try:
+            place = x.data_ptr()
+            if x.shape != shape or not x.is_contiguous() or x.is_neg():
+                return False
+        except RuntimeError:  # it is sparse, or nested: no such matrix has all of these
             return False
         if once and site in held.weights:
             return True
         try:
-            place = x.data_ptr()
             with held.lock:
                 room = held.room
                 look = None if room is None else room.open_again(site, before, place, given, held.turn)
