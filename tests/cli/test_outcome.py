@@ -135,6 +135,12 @@ def test_what_is_multiplied_beside_linear_layers_is_counted_and_named(tmp_path):
     facts |= {"judged": ["conv1"], "convolutions": ["conv1"]}
     (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
     assert converted(tmp_path)[1] == "in high precision, as only linear layers are converted: 1 convolution (conv1)"
+    facts |= {"judged": ["conv1", "out"], "recurrent": {"LSTM": [2, 0.9531]}}
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    assert converted(tmp_path)[1] == (
+        "in high precision, as only linear layers are converted: 1 convolution (conv1), 1 other product (out) and "
+        "2 LSTM (95.3% of all parameters)"
+    )
 
 
 @pytest.mark.parametrize("attention", ["attention", ""])

@@ -317,6 +317,16 @@ def test_a_forked_child_that_exits_says_nothing_of_ours(tmp_path):
     assert open_run(tmp_path / "out").status == "complete"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_where_only_a_forked_child_trains_that_is_told(tmp_path):
+    script = FORKS.replace("train(2)", "").replace("train(1)", "")
+    done = run(tmp_path, "train.py", options=("--every", "1"), script=script)
+    assert (done.returncode, done.stdout) == (0, "hooks in the child: 0\nthe child made 5 steps\n")
+    [told] = open_run(tmp_path / "out").meta["not_found"]
+    assert told.startswith("No step was seen: no torch.optim optimizer stepped. What a forked child trains is not seen")
+    assert told in quiet(done.stderr)
+
+
 COMPILES_ELSEWHERE = """
 import os
 from torch._inductor.async_compile import AsyncCompile

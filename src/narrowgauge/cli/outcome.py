@@ -82,7 +82,11 @@ def _beside(ranks: dict[int, dict[str, Any]], rows: Sequence[dict[str, Any]]) ->
     judged -= linear | packed
     kinds = (("convolution", sorted(judged & images)), ("other product", sorted(judged - images)))
     told = [f"{len(found)} {kind}{'s'[: len(found) > 1]} ({_some(found)})" for kind, found in kinds if found]
-    return [f"in high precision, as only linear layers are converted: {' and '.join(told)}"] if told else []
+    recurrent = dict(each for facts in ranks.values() for each in (facts.get("recurrent") or {}).items())
+    told += [f"{many} {kind} ({share:.1%} of all parameters)" for kind, (many, share) in recurrent.items()]
+    *first, last = told or [""]
+    which = f"{', '.join(first)} and {last}" if first else last
+    return [f"in high precision, as only linear layers are converted: {which}"] if told else []
 
 
 def _some(names: list[str]) -> str:

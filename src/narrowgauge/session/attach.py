@@ -93,6 +93,7 @@ class Session:
         self.optimizers_made = 0
         self._estimates = False  # an optimizer was made on the meta device
         self._others_train = False  # beside the one model that is watched
+        self.forks = 0  # children, in which nobody listens
         self.recorder = Recorder(plan, writer)
         self.recorder.mine = lambda: self.calls.of_training()
         self._compiled = (compiled or CompiledCalls()) if plan.compiling else None
@@ -338,6 +339,7 @@ class Session:
                 converting=bool(self.plan.recipe),
                 elsewhere=self.ranks.others_have("loss"),
                 estimates=self._estimates,
+                forks=self.forks,
                 closed=CLOSED in self.plain.notes,
                 gone=self._gone,
             ),
@@ -362,7 +364,7 @@ class Session:
             ],
             "judged_by": self.plan.judge,
             "gradients_not_seen": self.plain.shown.ungraded.names,
-            **(self.plain.shown.kept_high if self.plan.recipe else {}),
+            **(self.plain.kept_high if self.plan.recipe else {}),
             "unrecorded": few or ("" if conversions.observed else self.plain.shown.unrecorded),
             "unmet": [*conversions.unmet, *self.recorder.notes],  # of the settings: told once more when it ends
             "same_weights": [] if probe is None else [{"recipe": name, **asdict(row)} for name, row in probe.results],

@@ -18,6 +18,7 @@ def not_found(
     converting: bool,
     elsewhere: bool,
     estimates: bool,
+    forks: int,
     closed: bool,
     gone: int | None,
 ) -> list[str]:
@@ -30,6 +31,7 @@ def not_found(
         converting: whether something was to be converted.
         elsewhere: whether another rank has a loss.
         estimates: whether an optimizer was made on the meta device.
+        forks: how many children this process forked.
         closed: whether something ran that was compiled before anybody listened.
         gone: steps made when the model that was to be watched was gone and others trained; None if it never was.
     """
@@ -45,6 +47,11 @@ def not_found(
     elif not steps:
         beside = " One was made on the meta device, where nothing is trained." if estimates else ""
         whose = " of the watched model" if others else ""
+        if forks:
+            beside += (
+                " What a forked child trains is not seen where its optimizer was made before the fork: make it in the "
+                "child, or start the child by spawn."
+            )
         found.append(f"No step was seen: no torch.optim optimizer{whose} stepped.{beside}")
     if steps and not roots.taken:
         why = (

@@ -81,3 +81,12 @@ def test_totals_are_of_all_models():
     del model
     _model = made(census, nn.Linear(4, 4, bias=False))
     assert census.unseen() == "Linear (1 of them, 36.4% of all parameters: '0')"
+
+
+def test_what_multiplies_inside_one_kernel_is_counted_with_its_share():
+    census = Census()
+    cell, lstm, out = nn.GRUCell(4, 4, bias=False), nn.LSTM(4, 4, 2, bias=False), nn.Linear(4, 4, bias=False)
+    model = made(census, cell, lstm, out)
+    assert census.recurrent == {"LSTM": (1, 256 / 368), "GRUCell": (1, 96 / 368)}
+    del model, lstm
+    assert census.recurrent["LSTM"] == (1, 256 / 368)

@@ -66,7 +66,8 @@ class Live:
         atexit.register(self._at_exit)
         self._follow_exit()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(_forked, ref(self)))
+            known = ref(self)
+            os.register_at_fork(after_in_child=partial(_forked, known), after_in_parent=partial(_forks, known))
 
     @property
     def open(self) -> bool:
@@ -174,3 +175,9 @@ def _forked(known: ref[Live]) -> None:
     live = known()
     if live is not None:
         live.forked()
+
+
+def _forks(known: ref[Live]) -> None:
+    live = known()
+    if live is not None and live.open:
+        live.session.forks += 1

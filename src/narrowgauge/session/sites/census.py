@@ -27,17 +27,13 @@ from narrowgauge.session.tensors.sharded import class_name, shape_of
 from narrowgauge.session.tensors.weakly import Weak, weakly
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _WHY = {
     "Bilinear": "a product of three tensors",
     "Embedding": "looked up, not multiplied",
     "EmbeddingBag": "looked up, not multiplied",
     "VocabParallelEmbedding": "looked up, not multiplied",
-    "LSTM": "multiplied inside one kernel",
-    "GRU": "multiplied inside one kernel",
-    "RNN": "multiplied inside one kernel",
-    "LSTMCell": "multiplied inside one kernel",
-    "GRUCell": "multiplied inside one kernel",
-    "RNNCell": "multiplied inside one kernel",
+    **dict.fromkeys(_RECURRENT, "multiplied inside one kernel"),
 }
 MOST_NAMED = 3  # parameters of one kind of owner
 
@@ -233,15 +229,26 @@ class Census:
 
     def unseen(self) -> str:
         """What was never multiplied, in words; "" if nothing."""
-        self._note_late()
-        total = self._gone_elements + _elements(self._noted.values())
-        missing = {kind: Unseen(of.owners, of.elements, {**of.names}) for kind, of in self._gone.items()}
-        _add(self._missing(), missing)
+        missing, total = self._by_kind()
         words = []
-        for kind, of in sorted(missing.items(), key=lambda item: -item[1].elements):
+        for kind, of in missing.items():
             why = f", {_WHY[kind]}" if kind in _WHY else f": {some([*of.names], MOST_NAMED)}"
             words.append(f"{kind} ({of.owners} of them, {of.elements / total:.1%} of all parameters{why})")
         return "; ".join(words)
+
+    @property
+    def recurrent(self) -> dict[str, tuple[int, float]]:
+        """By their class, how many layers multiply inside one kernel, and their share of all parameters, 0 to 1."""
+        missing, total = self._by_kind()
+        return {kind: (of.owners, of.elements / total) for kind, of in missing.items() if kind in _RECURRENT}
+
+    def _by_kind(self) -> tuple[dict[str, Unseen], int]:
+        """What was never multiplied, the largest share first, and of how many elements in all."""
+        self._note_late()
+        missing = {kind: Unseen(of.owners, of.elements, {**of.names}) for kind, of in self._gone.items()}
+        _add(self._missing(), missing)
+        total = self._gone_elements + _elements(self._noted.values())
+        return dict(sorted(missing.items(), key=lambda item: -item[1].elements)), total
 
     def _missing(self) -> list[Noted]:
         everything = list(self._noted.values())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -129,6 +130,11 @@ class PlainSites:
             if unseen := self._census.unseen():
                 notes.append(f"Not seen as a weight in any recorded step: {unseen}.")
         return notes
+
+    @property
+    def kept_high(self) -> dict[str, Any]:
+        """What the facts of a converted run have of what no conversion knows."""
+        return {**self.shown.kept_high, "recurrent": self._census.recurrent}
 
     def begin(self) -> None:
         """A recorded step begins."""
