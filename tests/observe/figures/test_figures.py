@@ -39,6 +39,11 @@ def test_loss_and_gap_survive(values):
     assert "loss gap to baseline, %" in as_json(figures.loss_gap(traces[0], traces[1:]))
 
 
+def test_small_losses_are_no_powers_of_ten():
+    figure = figures.loss_curves([trace("run", [0.007, 0.004, 0.002])])
+    assert 10.0 ** figure.yaxis[0].formatter.power_limit_low < 0.0001
+
+
 def test_a_step_without_a_finite_loss_is_marked():
     healthy = as_json(figures.loss_curves([trace("current", [3.0, 2.0, 1.0])]))
     sick = as_json(figures.loss_curves([trace("current", [3.0, np.nan, 1.0])]))

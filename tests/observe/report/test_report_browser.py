@@ -148,6 +148,14 @@ def test_a_page_of_one_run_says_nothing_of_equal_hashes(single, page):
     assert "Equal hashes" in page.inner_text("#facts")
 
 
+def test_a_page_of_one_run_says_nothing_of_a_baseline(single, page):
+    assert (single.inner_text("#facts h2"), page.inner_text("#facts h2")) == ("The run", "The runs")
+    assert "Baseline" not in single.inner_text("#facts")
+    assert "Baseline" in page.inner_text("#facts")
+    assert "baseline" not in single.inner_text("footer")
+    assert "mean|baseline|" in page.inner_text("footer")
+
+
 def test_names_are_never_markup_nor_tex(browser, tmp_path: Path):
     names = [EVIL + str(i) for i in range(7)]
     run = synthetic.write_run(tmp_path / "current", "current", steps=10, layers=1, names=names)

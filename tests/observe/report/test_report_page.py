@@ -164,11 +164,11 @@ def test_what_runs_differ_in_is_told_of_each(tmp_path: Path):
         writer.close()
         runs[name] = open_run(tmp_path / name)
         runs[name].manifest["started"] = started and f"2026-05-04T{started}:30:00.000+00:00"
-    found = [pair for pair in common_facts(runs, None) if pair[0] != "Baseline"]
-    assert found == [
+    assert common_facts(runs, None) == [
         ("Command: a", "t.py --lr 1"),
         ("Command: b, c", "t.py --lr 2"),
         ("Hardware", "a GPU"),
+        ("High precision", "float32"),
         ("Started: a", "2026-05-04 09:30 UTC"),
         ("Started: b", "2026-05-04 10:30 UTC"),
     ]

@@ -100,7 +100,7 @@ def common_facts(runs: Mapping[str, Run], verdict: Verdict | None) -> list[tuple
         "Command": lambda meta: words.command_line(meta.get("command")),
         "Git revision": lambda meta: str(meta.get("git_revision") or ""),
         "Hardware": lambda meta: words.scrub(str(meta.get("hardware") or "")),
-        "Baseline": lambda meta: str(meta.get("baseline_dtype") or ""),
+        "High precision" if verdict is None else "Baseline": lambda meta: str(meta.get("baseline_dtype") or ""),
         "Versions": lambda meta: _versions(meta.get("versions")),
         "Started": lambda meta: moment(str(meta.get("started") or "")),
     }
