@@ -1,6 +1,7 @@
 """A Jupyter notebook, its cells run by a kernel of its own: `ng.watch` in one, training in others, errors between; and
 the same cells in another kernel without us, where what layers see is measured by hand."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,7 +61,8 @@ def play(folder, cells):
     folder.mkdir()
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells.values()])
     client = nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True)
-    client.execute(cwd=str(folder), env=environment(folder))
+    # In an event loop of its own, which is closed: `execute` leaves each thread's to the collector, with its sockets.
+    asyncio.run(client.async_execute(cwd=str(folder), env=environment(folder)))
     return {name: cell.outputs for name, cell in zip(cells, notebook.cells, strict=True)}
 
 
