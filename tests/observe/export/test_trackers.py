@@ -165,6 +165,25 @@ def test_mlflow(run, tmp_path, monkeypatch):
     assert made.data.tags["worst/sqnr_db/input"].startswith("layers.")
 
 
+def test_mlflow_takes_sites_whose_names_have_characters_that_it_refuses(tmp_path, monkeypatch):
+    """A whole tracker was dropped for a module in a `ModuleDict` of edge types, and its run said RUNNING for ever."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    site = "convs.<user___rates___item>.lin[0]:input"
+    with RunWriter(tmp_path / "run") as writer:
+        writer.add_tensors(1, [site], {"amax": np.array([2.5])})
+    uri = (tmp_path / "mlruns").as_uri()
+    follower = export(make("mlflow", tmp_path / "run", {"uri": uri}), tmp_path / "run", ["convs"])
+    assert follower.problem == ""
+    client = MlflowClient(tracking_uri=uri)
+    (made,) = client.search_runs([client.get_experiment_by_name("narrowgauge").experiment_id])
+    assert made.info.status == "FINISHED"
+    assert made.data.metrics["tensors/sites/convs._user___rates___item_.lin_0_.input/amax"] == 2.5
+    assert made.data.tags["worst/amax/input"] == site
+
+
 def test_mlflow_without_its_server_is_told_within_seconds(run, monkeypatch):
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     for name in ("MAX_RETRIES", "TIMEOUT"):

@@ -1,12 +1,13 @@
 """MLflow: one run, through its client and in batches; the active run of the program itself is left alone.
 
-MLflow knows numbers, parameters and tags. So an event counts under `events/KIND` and leaves its last sentence as a tag.
+An event counts under `events/KIND` and leaves its last sentence as a tag; what a name may not have (`<`, `[`) is `_`.
 Its client asks a server that does not answer again for minutes; the first time, unless the user said how often, once.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -75,4 +76,4 @@ class MLflow(Exporter):
 
 
 def _metrics(step: int, when: float, folder: str, values: Mapping[str, float]) -> list[Metric]:
-    return [Metric(f"{folder}/{name}", value, int(when * 1000), step) for name, value in values.items()]
+    return [Metric(re.sub(r"[^\w./ -]", "_", f"{folder}/{n}"), v, int(when * 1000), step) for n, v in values.items()]
