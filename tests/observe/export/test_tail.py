@@ -241,6 +241,13 @@ def test_globs_that_leave_out_everything_are_told_as_such(globs, says):
     assert chosen.unmet() == [f"export.sites: {says}"]
 
 
+def test_a_name_with_brackets_is_that_name():
+    chosen = Chosen(["m.heads[0]", "!m.x[1]:weight"])
+    sites = ["m.heads[0].up:input", "m.heads[1]:input", "m.x[1]:weight"]
+    assert [chosen.takes(site) for site in sites] == [True, False, False]
+    assert chosen.unmet() == []
+
+
 def test_each_glob_that_no_site_matches_is_told():
     chosen = Chosen(["layers", "haed", "!layers.0"])
     assert chosen.unmet() == []  # nobody asked

@@ -458,6 +458,11 @@ def test_only_takes_globs_and_whatever_lies_below_a_name(tmp_path):
     assert seen.parameters == 16  # the file's
 
 
+def test_only_takes_a_name_with_brackets_as_it_stands(tmp_path):
+    save_file({f"heads[{i}].weight": torch.ones(2, 2) for i in range(2)}, tmp_path / "a.safetensors")
+    assert set(kinds(tmp_path / "a.safetensors", only=["heads[0]"])) == {"heads[0].weight"}
+
+
 def test_only_that_matches_nothing_names_what_is_near(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({f"layers.{i}.up.weight": torch.ones(2, 2) for i in range(3)}, path)

@@ -18,6 +18,7 @@ from narrowgauge.session.selection.globs import SiteGlobs
         ({"roles": ["output"]}, "a.0:output b:output"),
         ({"sites": ["b"], "roles": ["output"]}, "b:output"),
         ({"sites": ["c"]}, ""),
+        ({"sites": ["[bc]:[io]*"]}, "b:input b:output"),
     ],
 )
 def test_globs_select(globs, selected):
@@ -26,6 +27,15 @@ def test_globs_select(globs, selected):
     assert found == selected.split()
     modules = {site.partition(":")[0] for site in selected.split()}
     assert {m for m in ("a.0", "b") if chosen.reaches(m)} == modules
+
+
+def test_a_name_with_brackets_is_that_name():
+    """`[0]` is a choice of characters in a glob, so that a `ModuleDict`'s `heads[0]`, written out, matched nothing."""
+    globs = SiteGlobs("watch.sites", ["m.heads[0]", "!m.heads[0].norm", "m.x[1]:input"])
+    sites = [("m.heads[0]", "input"), ("m.heads[0].norm", "input"), ("m.heads[1]", "input")]
+    sites += [("m.x[1]", role) for role in ("input", "weight")]
+    assert [globs.selects(*site) for site in sites] == [True, False, False, True, False]
+    assert globs.unmatched() == []
 
 
 def test_globs_that_matched_nothing_are_told_with_what_is_near():

@@ -105,5 +105,6 @@ def _covers(glob: str, site: str) -> bool:
     if not colon:
         wanted, wanted_role = glob, "*"
     parts = module.split(".")
-    named = any(fnmatchcase(".".join(parts[:end]), wanted) for end in range(len(parts), 0, -1))
+    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    named = wanted in heads or any(fnmatchcase(head, wanted) for head in heads)  # brackets may be part of a name
     return named and fnmatchcase(role, wanted_role)

@@ -184,7 +184,8 @@ def _chosen(checkpoint: Checkpoint, only: Sequence[str]) -> list[Entry]:
 def _covers(glob: str, name: str) -> bool:
     """Whether a glob matches a name, or what it begins with up to a dot: `layers.0` takes all of a block."""
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), glob) for end in range(len(parts), 0, -1))
+    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return glob in heads or any(fnmatchcase(head, glob) for head in heads)  # brackets may be part of a name
 
 
 def _scales(entries: Sequence[Entry]) -> dict[str, str]:

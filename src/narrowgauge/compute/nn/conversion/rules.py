@@ -93,9 +93,14 @@ def covers(pattern: str, layer: Layer) -> bool:
 
 
 def covers_name(pattern: str, name: str) -> bool:
-    """Whether a glob matches a qualified name or a prefix of it that ends at a dot."""
+    """Whether a glob matches a qualified name or a prefix of it that ends at a dot, or is one of these as it stands.
+
+    >>> covers_name("tower.*", "tower.head[0]"), covers_name("tower.head[0]", "tower.head[0]")
+    (True, True)
+    """
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
+    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return pattern in heads or any(fnmatchcase(head, pattern) for head in heads)
 
 
 def is_router(layer: Layer) -> bool | str:
