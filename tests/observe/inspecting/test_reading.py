@@ -66,6 +66,21 @@ def test_nested_dicts_are_joined_by_dots(tmp_path, old):
     assert len(open_checkpoint(path).notes) == old  # that it was read as a whole is said
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_torch_checkpoint_that_is_named_as_safetensors(tmp_path, old):
+    """torch.load goes by the name: it was called damaged."""
+    path = tmp_path / "model.safetensors"
+    torch.save({"up": torch.full((2, 2), 1.5)}, path, _use_new_zipfile_serialization=not old)
+    file = open_checkpoint(path)
+    assert file.read("up").tolist() == [[1.5, 1.5], [1.5, 1.5]]
+    assert file.notes == (
+        "model.safetensors is a torch checkpoint, whatever its name says. Under a name with .safetensors it is read as "
+        "a whole.",
+    )
+    path.write_bytes(path.read_bytes()[:-30])
+    assert "is no whole torch checkpoint" in refused(path)
+
+
 def test_a_bare_tensor_has_a_name(tmp_path):
     torch.save(torch.ones(2, 2), tmp_path / "a.pt")
     assert kinds(tmp_path / "a.pt") == {"tensor": "matrix"}

@@ -35,6 +35,8 @@ _NAMED = re.compile(r"(?:unsupported GLOBAL|Unsupported global: GLOBAL|Unsupport
 # What it reads once these are imported: nested tensors of the layout `jagged`, and DTensors.
 JAGGED, SPREAD = "torch._dynamo", "torch.distributed.tensor"
 
+SAFE = ".safetensors"  # by which torch.load takes a path for such a file, whatever is in it
+
 # What the format from before 2020 begins with: torch.serialization.MAGIC_NUMBER, pickled.
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -49,7 +51,10 @@ class TorchFile:
         self.path, self.size = path, path.stat().st_size
         with path.open("rb") as file:
             mapped = file.read(2) == b"PK"  # a zip archive, of which bytes can be mapped
-        self.notes = () if mapped else (f"{path.name} is in torch's old format, which is read as a whole.",)
+        whole = "" if mapped else "in torch's old format, which"
+        if path.name.endswith(SAFE):
+            whole, mapped = f"a torch checkpoint, whatever its name says. Under a name with {SAFE} it", False
+        self.notes = (f"{path.name} is {whole} is read as a whole.",) if whole else ()
         self._tensors: dict[str, Tensor] = {}
         self.entries = tuple(self._entries(_load(path, mapped)))
 
@@ -112,9 +117,9 @@ def _load(path: Path, mapped: bool) -> Any:
 
 
 def _read(path: Path, mapped: bool) -> Any:
-    with warnings.catch_warnings(), _stand_ins():
+    with warnings.catch_warnings(), _stand_ins(), path.open("rb") as file:
         warnings.simplefilter("ignore")  # what is wrong is said once, by `_load`
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        return torch.load(path if mapped else file, map_location="cpu", mmap=mapped, weights_only=True)
 
 
 @contextmanager
