@@ -321,6 +321,18 @@ def test_flop_share_counts_layers_that_ran():
     assert any("converted but never called: b" in note for note in verdict.notes)
 
 
+def test_a_product_that_stays_high_is_in_neither_share_of_what_ran_in_fp8():
+    """`[[high]]`: all of a layer's products were in the share of all FLOPs, more than that of its layers."""
+    rows = [
+        {"name": name, "recipe": "current", "calls": 3, "flops_per_token": 300, "fp8_gemms": gemms}
+        for name, gemms in (("a", 2), ("b", 1))
+    ]
+    flops = {"total": 1200, "linear": {"a": 300, "b": 300}}
+    baseline = evidence("baseline", FLAT, meta={"flops": flops})
+    _, variant = judge_one(evidence("current", FLAT, meta={"conversion": rows}), baseline=baseline)
+    assert (variant.flop_share_pct, variant.linear_share_pct) == pytest.approx((25.0, 50.0))
+
+
 def test_a_recipe_none_of_whose_layers_was_called_is_not_judged_and_says_why():
     """A program that multiplies by `F.linear(x, layer.weight)`: its run is the baseline again."""
     rows = [{"name": name, "recipe": "current", "calls": 0, "flops_per_token": 300} for name in "ab"]

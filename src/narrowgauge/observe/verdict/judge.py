@@ -274,10 +274,13 @@ def _flop_share(run: Evidence, baseline: Evidence) -> float | None:
     """Percent of the model's matmul FLOPs, forward and backward, that ran in FP8."""
     flops = baseline.meta.get("flops") or {}
     total, per_layer = flops.get("total"), flops.get("linear") or {}
-    converted = {row["name"] for row in run.conversion() if row.get("recipe") and row.get("calls")}
+    # In thirds, as the linear layers' share: what `[[high]]` keeps of a layer is told by the number of its products.
+    converted = {
+        row["name"]: row.get("fp8_gemms", 3) / 3 for row in run.conversion() if row.get("recipe") and row.get("calls")
+    }
     if not total or not per_layer or not converted or int(baseline.meta.get("models", 1)) > 1:
         return None  # of several models, one loss was counted
-    return float(100.0 * sum(per_layer.get(name, 0) for name in converted) / total)
+    return float(100.0 * sum(per_layer.get(name, 0) * part for name, part in converted.items()) / total)
 
 
 def _linear_share(run: Evidence) -> float | None:
