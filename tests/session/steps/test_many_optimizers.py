@@ -28,3 +28,23 @@ def test_their_norm_is_added_up_once(monkeypatch, tmp_path, clips):
             model.zero_grad()
     assert added == [18 if clips else 20] * 3
     assert list(writer.column("grad_norm").values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_that_two_of_them_step_count_once(tmp_path):
+    """An encoder that actor and critic share: its weights before the step are held no more as the second one steps."""
+    torch.manual_seed(0)
+    encoder, actor, critic = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+    expected = []
+    with followed(tmp_path, every=1) as (_, writer):
+        optimizers = [torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1) for head in (actor, critic)]
+        weights = [p for part in (encoder, actor, critic) for p in part.parameters()]
+        for _ in range(3):
+            expected.append(float(torch.cat([p.detach().reshape(-1) for p in weights]).norm()))
+            hidden = encoder(torch.randn(8, 8))
+            (actor(hidden).square().mean() + critic(hidden).square().mean()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert list(writer.column("param_norm").values()) == pytest.approx(expected, rel=1e-5)
+    assert not writer.column("update_ratio")

@@ -54,6 +54,31 @@ def test_of_weights_that_are_nothing_the_ratio_is_that_of_numbers(walks, by, rat
     assert found == pytest.approx({"param_norm": 0.0, "update_ratio": ratio}, nan_ok=True)
 
 
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("more", [0, 1], ids=["the same weights", "others as well"])
+def test_weights_that_two_optimizers_step_count_once_and_no_update_is_told(more, ready, monkeypatch):
+    """An outer optimizer behind the inner one (DiLoCo), or two of one encoder: the weights before are held no more."""
+    if not ready:
+        monkeypatch.setattr(host, "ready", lambda: False)
+    inner = made()
+    (group,) = inner.param_groups
+    others = [nn.Parameter(torch.full((30, 2), 0.5)) for _ in range(more)]
+    outer = torch.optim.SGD([*group["params"], *others], lr=0.7)
+    want = torch.cat([p.detach().double().flatten() for p in [*group["params"], *others]]).norm()
+    movement = Movement()
+    for optimizer in (inner, outer):
+        movement.before(optimizer)
+        optimizer.step()
+        movement.after(optimizer)
+    assert movement.scalars().keys() == {"param_norm"}
+    assert float(movement.scalars()["param_norm"]) == pytest.approx(float(want), rel=1e-6)
+    movement.begin_anew()
+    movement.before(inner)
+    inner.step()
+    movement.after(inner)
+    assert movement.scalars().keys() == {"param_norm", "update_ratio"}
+
+
 @pytest.mark.parametrize("walked", [0, 1])
 def test_what_one_optimizer_walked_and_another_passed_adds_up(walked):
     """The other's weights are float64, of which the walk knows nothing."""

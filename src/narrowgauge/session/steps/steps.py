@@ -31,7 +31,7 @@ from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.usual import Usual
 from narrowgauge.session.tensors.batches import Batches
 from narrowgauge.session.tensors.counting import Width
-from narrowgauge.session.tensors.movement import Movement
+from narrowgauge.session.tensors.movement import SCALARS, Movement
 from narrowgauge.session.tensors.rooms import Room
 
 
@@ -234,6 +234,8 @@ class Steps:
     def _moved(self) -> None:
         line = self.ledger.line
         if line is not None and line.movement is not None:
+            for name in SCALARS:  # what an optimizer of the step told before, another one may take back
+                line.scalars.pop(name, None)
             line.scalars.update(line.movement.scalars())
             self.moved_share = min(self.moved_share, line.movement.share)
 

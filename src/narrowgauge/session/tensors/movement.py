@@ -40,6 +40,7 @@ from narrowgauge.session.tensors.rooms import Launched, Room, Walked, widths
 from narrowgauge.session.tensors.shares import some_in_groups
 
 BUDGET = 1 << 24  # elements: 64 MiB in float32
+SCALARS = ("param_norm", "update_ratio", "param_square_local", "update_square_local")  # all that it may tell
 
 
 class Held(NamedTuple):
@@ -75,17 +76,28 @@ class Movement:
         self._weights: Squares | None = None
         self._moved: Squares | None = None
         self._early: list[int] = []
+        self._seen: set[int] = set()  # the ids of all weights that count so far
         self._lost = False  # some weights could not be looked at when they had moved
         self.share = 1.0  # of the elements that were copied
 
     def begin_anew(self) -> None:
         """No step came of what was looked at."""
         self._held, self._copied, self._weights, self._moved = {}, {}, None, None
+        self._seen, self._lost = set(), False
 
     def before(self, optimizer: Optimizer, *, in_parts: bool = False) -> None:
-        """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`."""
+        """The optimizer is about to step; other ranks hold more of what it trains if `in_parts`.
+
+        Of weights that another optimizer has stepped before, in the same step, the first copy is gone: they count once,
+        and nobody can tell how far both moved them together.
+        """
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         number = id(optimizer)
+        if not self._seen.isdisjoint(map(id, weights)):
+            weights, self._lost = [p for p in weights if id(p) not in self._seen], True
+            if not weights:
+                return
+        self._seen.update(map(id, weights))
         # Where some are in groups, these count once for several ranks.
         plan = None if some_in_groups(weights) else self._room.plan(number, weights, self._budget)
         if plan is None:
