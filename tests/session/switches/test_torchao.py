@@ -137,6 +137,16 @@ def test_tables_that_no_layer_takes_are_told(tmp_path):
     ]
 
 
+def test_a_table_whose_layers_are_plain_is_told_beside_one_that_is_taken(tmp_path):
+    high = [{"sites": [name], "gemms": ["wgrad"], "roles": [], "keep": "high"} for name in ("2", "1")]
+    with followed(tmp_path, every=1, judge="current", compiling=True, convert={"high": high}) as (session, _):
+        train(model())
+    assert session.facts()["switched"] == {"1": "wgrad high"}
+    assert session.facts()["unmet"] == [
+        "high[0]: none of the layers that it names is in FP8, so there was nothing to switch."
+    ]
+
+
 def test_a_comparison_s_baseline_is_as_it_is_written(tmp_path):
     high = [{"sites": ["*"], "gemms": ["wgrad"], "roles": [], "keep": "high"}]
     with followed(tmp_path, every=1, judge="current", convert={"high": high}) as (session, _):

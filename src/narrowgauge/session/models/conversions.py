@@ -20,6 +20,7 @@ from torch import nn
 from narrowgauge.compute.nn import ConversionReport, convert, revert
 from narrowgauge.compute.nn.conversion.rules import covers_name
 from narrowgauge.compute.nn.conversion.structure import clean
+from narrowgauge.compute.nn.conversion.switches import Switch
 from narrowgauge.compute.nn.layer_state import LayerState
 from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
@@ -46,6 +47,8 @@ class Conversions:
         self._switched: dict[str, str] = {}  # layers that the program has in FP8, and which products stay high
         self._asked = False  # the settings name some
         self._kept: list[foreign.Kept] = []
+        self._met: set[int] = set()  # of the tables of switches those that met a layer in FP8
+        self._in_parts = False  # other ranks may have other layers of a model
         self._idle: list[str] = []  # switches that did nothing
         self._layers: WeakValueDictionary[str, LayerState] = WeakValueDictionary()  # converted ones, by their names
         self.observed = False  # layers that are converted are looked at
@@ -79,6 +82,7 @@ class Conversions:
             self._hear(model, prefix)
             return
         which = part() if self._plan.recipe is not None else ""  # before a conversion makes anything of its weights
+        self._in_parts = self._in_parts or bool(which)
         if shared and not any(_is_plain(m) and id(m) not in shared for m in model.modules()):
             return  # a wrapper, say
         try:
@@ -145,6 +149,7 @@ class Conversions:
         if high and self._plan.compiling:  # a comparison's baseline is the program as it is written
             kept = foreign.switch(model, high, called, converting=self._plan.recipe is not None)
             self._switched |= {named(prefix, name): what for name, what in kept.told.items()}
+            self._met |= kept.met
             self._kept.append(kept)
             self._asked = True
 
@@ -154,16 +159,25 @@ class Conversions:
         if self._plan.recipe is not None:
             if self.refusal and self._plan.compiling and not self._ended:  # a comparison tells of refusals itself
                 return [f"--convert matched nothing in this program; {self.refusal}", *self._idle]
-            return self._idle
+            return [*self._idle, *(self._met_nothing() if self._any else ())]
         idle = []
         if self._plan.compiling and self._plan.convert.keys() - {"high"}:
             live = self._plan.command == ("ng.watch",)
             why = "ng.watch converts nothing; call ng.convert" if live else "`--convert RECIPE` was not given"
             idle.append(f"convert: the table was not used: {why}.")
         if not self._asked or self._switched:
-            return [*idle, *self._idle]
+            return [*idle, *self._idle, *(self._met_nothing() if self._switched else ())]
         whose = "layers that --convert or the program takes to FP8, torchao's and TransformerEngine's"
         return [*idle, f"high matched nothing in this program; it is for {whose}."]
+
+    def _met_nothing(self) -> list[str]:
+        """The tables of switches all of whose layers are in no FP8, beside others that met some."""
+        tables = () if self._in_parts else self._plan.convert.get("high", ())
+        return [
+            f"high[{i}]: none of the layers that it names is in FP8, so there was nothing to switch."
+            for i in range(len(tables))
+            if i not in self._met
+        ]
 
     def _hear(self, model: nn.Module, prefix: str) -> None:
         """Look at the layers that the program itself converted, unless somebody does already."""
@@ -195,7 +209,10 @@ class Conversions:
             if skip:
                 asked = rules.get("skip", ())
                 rules["skip"] = [*([asked] if isinstance(asked, str) else asked), *skip]
-            return convert(model, by_name(self._plan.recipe), **rules)[1]
+            report = convert(model, by_name(self._plan.recipe), **rules)[1]
+            switches = [Switch.of(table) for table in self._plan.convert.get("high", ())]
+            self._met |= {i for i, switch in enumerate(switches) if any(map(switch.met, report.rows))}
+            return report
         refusals: dict[str, ConversionError] = {}
         for name in self._plan.rehearse:
             try:

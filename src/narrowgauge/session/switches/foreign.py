@@ -30,10 +30,12 @@ class Kept:
 
     told      layer -> what stays high, in words
     tables    those that still speak of other layers, for `convert`
+    met       which of the tables, by their places, met a layer that the program has in FP8
     """
 
     told: dict[str, str]
     tables: list[Mapping[str, Any]]
+    met: set[int] = field(default_factory=set)
     _undo: list[Callable[[], list[str]]] = field(default_factory=list)
 
     def undo(self) -> list[str]:
@@ -74,7 +76,9 @@ def switch(model: nn.Module, tables: Sequence[Mapping[str, Any]], called: nn.Mod
     if ours:
         kept, as_before = own.switch(ours, switches)
         told, undo = told | kept, [*undo, as_before]
-    return Kept(told, left, undo)
+    taken = [layer for layer in (*casting, *(layer for layer, _, _ in chosen), *ours) if layer.name in told]
+    met = {place for place, each in enumerate(switches) if any(map(each.names, taken))}
+    return Kept(told, left, met, undo)
 
 
 def _of_others(tables: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> list[Mapping[str, Any]]:

@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from narrowgauge.compute.nn.conversion.report import Row
 from narrowgauge.compute.nn.conversion.rule_checks import check_patterns
-from narrowgauge.compute.nn.conversion.rules import covers
+from narrowgauge.compute.nn.conversion.rules import covers_name
 from narrowgauge.compute.nn.conversion.structure import Layer
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.compute.recipes.switched import OPERANDS, check, described, switched
 from narrowgauge.errors import ConversionError, nearest
+
+ALL_HIGH = "high= keeps all of its products"  # why such a layer stays high
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,17 @@ class Switch:
 
     def names(self, layer: Layer) -> bool:
         """Whether it applies to a layer."""
+        return self._covers(layer.names)
+
+    def met(self, row: Row) -> bool:
+        """Whether it applied to a layer of a report: one in FP8, or that would be if switches had not kept it whole."""
+        return (row.recipe is not None or row.reason == ALL_HIGH) and self._covers((row.name, *row.aliases))
+
+    def _covers(self, names: Sequence[str]) -> bool:
         chosen = [glob for glob in self.sites if not glob.startswith("!")] or ["*"]
-        return any(covers(glob, layer) for glob in chosen) and not any(
-            covers(glob.removeprefix("!"), layer) for glob in self.sites if glob.startswith("!")
+        left_out = [glob.removeprefix("!") for glob in self.sites if glob.startswith("!")]
+        return any(covers_name(glob, name) for glob in chosen for name in names) and not any(
+            covers_name(glob, name) for glob in left_out for name in names
         )
 
 
@@ -74,5 +85,5 @@ def apply(switches: Sequence[Switch], layer: Layer, recipe: Recipe) -> tuple[Rec
         if switch.names(layer):
             recipe = switched(recipe, switch.gemms, switch.roles, switch.keep)
     if all(getattr(recipe, name).high == "ab" for name in OPERANDS):
-        return None, "high= keeps all of its products"
+        return None, ALL_HIGH
     return recipe, described(recipe)
