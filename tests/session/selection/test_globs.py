@@ -2,6 +2,7 @@
 
 import pytest
 
+from narrowgauge.metrics.site import OPERAND_ROLES
 from narrowgauge.session.selection.globs import SiteGlobs
 
 
@@ -50,6 +51,23 @@ def test_globs_that_matched_nothing_are_told_with_what_is_near():
         "'blocks.0.fc2', 'head'.",
         "watch.sites: '!heda' matched nothing in this program; did you mean 'head'?",
         "watch.skip: 'xyz' matched nothing in this program; there are: 'blocks.0.fc1', 'blocks.0.fc2', 'head'.",
+    ]
+
+
+def test_a_glob_whose_module_is_there_is_told_of_its_role():
+    """It named the block's first layer as what was meant."""
+    dumped = SiteGlobs("dump[0].sites", ["blocks.0:output", "blocks.0.fc1"], roles=OPERAND_ROLES)
+    watched = SiteGlobs("watch.sites", ["blocks.0:output"])
+    for globs in (dumped, watched):
+        for name in ("blocks.0.fc1", "blocks.0.fc2"):
+            globs.reaches(name)
+            globs.selects(name, "input")
+    assert dumped.unmatched() == [
+        "dump[0].sites: 'blocks.0:output' matched nothing in this program; dump[0] has no other roles than input, "
+        "weight, grad_output."
+    ]
+    assert watched.unmatched() == [
+        "watch.sites: 'blocks.0:output' matched nothing in this program; there are: 'blocks.0.fc1', 'blocks.0.fc2'."
     ]
 
 

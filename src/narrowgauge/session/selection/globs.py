@@ -74,7 +74,7 @@ class SiteGlobs:
         seen = list(dict.fromkeys([*self._modules, *(module for module, _ in self._asked)]))
         every = [(module, role) for module in seen for role in ROLES]
         told = [
-            f"{key}: {glob!r} matched nothing in this program; {_hint(glob, seen)}"
+            f"{key}: {glob!r} matched nothing in this program; {self._of_roles(glob) or _hint(glob, seen)}"
             for key, glob, leaves_out in self._written
             # What is left out may never be asked for: its module was.
             if seen and not _any(glob.removeprefix("!"), self._asked if ":" in glob and not leaves_out else every)
@@ -86,6 +86,13 @@ class SiteGlobs:
                 f"{self._table}: its sites and roles together matched nothing in this program; {_there_is(seen)}{only}"
             )
         return [*told, *self._roles_that_never_came()]
+
+    def _of_roles(self, glob: str) -> str:
+        """What is to be said of a glob on roles that the choice has not; "" of another."""
+        _, colon, wanted = glob.rpartition(":")
+        if not colon or any(fnmatchcase(role, wanted) for role in self._roles):
+            return ""
+        return f"{self._table} has no other roles than {', '.join(role for role in ROLES if role in self._roles)}."
 
     def _roles_that_never_came(self) -> list[str]:
         """One sentence for each role that was chosen, if others of the choice came and it did not."""
@@ -119,7 +126,8 @@ def _hint(glob: str, modules: list[str]) -> str:
     bare = (glob.rpartition(":")[0] or glob).strip("!*.")
     ends = {name.rpartition(".")[2]: name for name in modules} | {name: name for name in modules}
     close = get_close_matches(bare, ends, n=1, cutoff=0.5)
-    if close and ends[close[0]] != bare:  # the module is right, then: it has no such role
+    module = glob.removeprefix("!").rpartition(":")[0]
+    if close and not any(covers_name(module, name) for name in modules):  # else it has no such role
         return f"did you mean {ends[close[0]]!r}?"
     return _there_is(modules)
 
