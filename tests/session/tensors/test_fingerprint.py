@@ -57,6 +57,18 @@ def test_no_tensor_waits_for_a_compiler(monkeypatch):
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("walks", [False, True])
+def test_memory_that_was_hashed_can_be_freed_and_made_anew(walks, monkeypatch):
+    """FSDP2 resizes the storage of gathered weights, which may be there when a model is first seen to train."""
+    assert not walks or host.wait()
+    if not walks:
+        monkeypatch.setattr(host, "ready", lambda: False)
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    weights_hash([("weight", weight)])
+    weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(128)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("piece", [1, 2, 5])
 @pytest.mark.parametrize("kind", [torch.Tensor, Elsewhere])

@@ -61,8 +61,18 @@ def _digest(x: Tensor) -> Chained:
         if walk is not None:
             found: int = walk.digest(start, x.nbytes)
             return found
-    octets = x.reshape(-1).view(torch.uint8)
-    return _of_array(octets.numpy()) if start else _of_bytes(octets)
+    return _of_array(np.asarray(_Octets(x, start))) if start else _of_bytes(x.reshape(-1).view(torch.uint8))
+
+
+class _Octets:
+    """A contiguous tensor's bytes for numpy, read by address.
+
+    `Tensor.numpy()` would forbid to resize the storage for as long as it lives, and FSDP2 frees gathered weights so.
+    """
+
+    def __init__(self, x: Tensor, start: int) -> None:
+        self._held = x
+        self.__array_interface__ = {"data": (start, True), "shape": (x.nbytes,), "typestr": "|u1", "version": 3}
 
 
 def _of_array(octets: npt.NDArray[np.uint8]) -> int:
