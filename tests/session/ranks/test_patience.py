@@ -240,3 +240,13 @@ def test_one_whose_part_is_on_another_machine_is_waited_for(tmp_path, living, mo
     began = time.monotonic()
     program[0].finish()
     assert time.monotonic() - began > 1
+
+
+def test_a_rank_that_makes_no_step_is_said_to_make_none(tmp_path, living, monkeypatch):
+    """It evaluates, say: no number of its own is missing."""
+    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
+    program = made(tmp_path, every=1)
+    train(program[:1], 6, SHOWN)
+    program[0].finish()
+    (note,) = program[0].ranks.notes
+    assert note.endswith("rank 1 made no step: loss, tokens and others of steps 1 to 6 are of the other ranks alone.")

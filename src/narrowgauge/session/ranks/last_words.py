@@ -44,6 +44,8 @@ def fetch(agreement: Agreement, waiting: Waiting, landing: Landing, world: int, 
         return _of_later_steps([rank for rank in sorted(others) if patience.coming(rank)])
     who = f"rank {', '.join(map(str, sorted(others)))}"
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    if not any(map(agreement.is_here, others)):  # it evaluates, or feeds the others: there may be nothing to tell
+        return f"{who} made no step: loss, tokens and others of {which} are of the other ranks alone"
     return f"{who} had not told the last numbers when rank 0 ended: loss, tokens and others of {which} are without them"
 
 
