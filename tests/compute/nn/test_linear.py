@@ -118,6 +118,44 @@ def test_a_pickled_model_goes_on_where_it_was(model):
     assert clock_of(twin).step == 5
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the strided layout, in torch's words
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by torch's compiler
+@pytest.mark.parametrize(("layout", "compiled"), [(torch.jagged, False), (torch.jagged, True), (torch.strided, False)])
+def test_pieces_of_a_nested_tensor_are_multiplied_as_the_rows_of_one_batch(layout, compiled):
+    torch.manual_seed(0)
+    layer = adopt(nn.Linear(32, 32))
+    twin = copy.deepcopy(layer)
+    call, dense = (
+        torch.compile(each, fullgraph=True, backend="aot_eager") if compiled else each for each in (layer, twin)
+    )
+    pieces = [torch.randn(rows, 32, requires_grad=True) for rows in (3, 7, 6)]
+    batch = torch.cat([piece.detach() for piece in pieces]).requires_grad_()
+    x = torch.nested.as_nested_tensor(pieces, layout=layout)
+    y = x + call(x)  # which torch allows those alone that are nested alike
+    rows = torch.cat(y.unbind())
+    expected = batch + dense(batch)
+    assert torch.equal(rows, expected)
+    dy = torch.randn_like(expected)
+    (rows * dy).sum().backward()
+    (expected * dy).sum().backward()
+    assert torch.equal(torch.cat([piece.grad for piece in pieces]), batch.grad)
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+    assert torch.equal(layer.bias.grad, twin.bias.grad)
+
+
+def test_what_a_plain_layer_refuses_of_nested_tensors_is_refused_in_the_same_words():
+    layer = nn.Linear(32, 32)
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 4])
+    holes = torch.nested.narrow(torch.randn(2, 9, 32), 1, starts, lengths, layout=torch.jagged)
+    heads = torch.nested.nested_tensor([torch.randn(rows, 4, 32) for rows in (3, 7)], layout=torch.jagged)
+    for x in (holes, heads.transpose(1, 2)):
+        with pytest.raises(ValueError) as plain:
+            layer(x)
+        with pytest.raises(ValueError) as converted:
+            adopt(copy.deepcopy(layer))(x)
+        assert str(converted.value) == str(plain.value)
+
+
 def test_conversions_that_make_no_sense_are_refused():
     class Custom(nn.Linear):
         pass

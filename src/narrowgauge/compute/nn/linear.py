@@ -7,6 +7,7 @@ copied. What the layer needs to know hangs on it as one plain attribute, which n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from narrowgauge.compute.nn.compiled import compiled_linear
 from narrowgauge.compute.nn.function import expected_dtype, fp8_linear
 from narrowgauge.compute.nn.gathered import gathered_linear
 from narrowgauge.compute.nn.layer_state import LayerState
+from narrowgauge.compute.nn.nested import product_of_pieces
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.nn.parallel.parts import product_in_parts
 from narrowgauge.compute.nn.parallel.placements import is_distributed
@@ -110,6 +112,8 @@ class Fp8Linear(nn.Linear):
         if _transforming():
             raise ConversionError(_TRANSFORMED)
         weight = self.weight
+        if input.is_nested:
+            return product_of_pieces(partial(Fp8Linear.forward, self), input, weight, self.bias)
         if is_distributed(weight):
             self._fp8.lies(weight)
             y, everywhere = product_in_parts(self._product, input, weight, self.bias)
