@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 
 import narrowgauge as ng
 from narrowgauge.observe.stats import host
+from narrowgauge.session.models.conversions import COPIED
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -103,6 +104,17 @@ def test_a_model_that_is_copied_with_its_optimizer_is_followed(tmp_path, again):
     assert session.optimizers_made == 2
     assert set(writer.column("tokens").values()) == {8}
     assert operands(writer, 5) == {f"Sequential1.{name}:{role}" for name in ("0", "2") for role in OPERANDS}
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, through_a_file])
+def test_so_is_a_copy_of_a_model_that_was_converted(tmp_path, again):
+    with followed(tmp_path, every=1, recipe="current") as (session, writer):
+        model = stack(16, 32, 16)
+        both = model, torch.optim.Adam(model.parameters())
+        train(*both)
+        train(*again(both), steps=(4, 5))
+    assert operands(writer, 5) == {f"Sequential1.{name}:{role}" for name in ("0", "2") for role in OPERANDS}
+    assert session.roots.conversions.notes == [COPIED]
 
 
 def test_a_model_that_takes_the_place_of_another_has_no_name_of_one_that_lives(tmp_path):

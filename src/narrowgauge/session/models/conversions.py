@@ -34,6 +34,11 @@ from narrowgauge.session.sites.part import named
 from narrowgauge.session.switches import foreign
 from narrowgauge.session.tensors.sharded import lowest
 
+COPIED = (
+    "A model came with its layers in FP8, as a copy of one that was converted does: they train so and are recorded; "
+    "the table of conversions has those of the first."
+)
+
 
 class Conversions:
     """The converted layers of all models of one program, and those that could not be."""
@@ -85,6 +90,10 @@ class Conversions:
         self._in_parts = self._in_parts or bool(which)
         if shared and not any(_is_plain(m) and id(m) not in shared for m in model.modules()):
             return  # a wrapper, say
+        if self._any and self._is_copy(model, shared):
+            self._notes += [] if COPIED in self._notes else [COPIED]
+            self._observe(model, prefix)
+            return
         try:
             report = self._converted(model, beside=bool(shared))
         except RecipeError as refusal:  # a backend that cannot: no other model of this program will be converted
@@ -108,6 +117,12 @@ class Conversions:
         self._rows.put(model, prefix, report, self._recorder.under(prefix, model).name, shared, which)
         if report.converted:
             self._observe(model, prefix)
+
+    def _is_copy(self, model: nn.Module, shared: Set[int]) -> bool:
+        """Whether layers of its own came in FP8, all of them as the command asks."""
+        own = [m for m in model.modules() if isinstance(m, Fp8Linear) and id(m) not in shared]
+        recipe = self._plan.recipe
+        return recipe is not None and bool(own) and all(m._fp8.recipe == by_name(recipe) for m in own)
 
     def _stayed(self, model: nn.Module, refusal: ConversionError, *, beside: bool) -> ConversionReport:
         """Why each layer of a refused model stays high."""
