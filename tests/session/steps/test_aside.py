@@ -108,6 +108,45 @@ def test_a_teachers_call_is_the_steps(metric, tmp_path, now):
     assert seconds_of(tmp_path, now, between) == (20.0, 1.0)
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_so_is_one_that_was_trained_before_in_the_same_run(mode, tmp_path, now):
+    """A distillation whose first half trains the teacher; what its pupil does not learn from is an evaluation."""
+    teacher, pupil = Ticks(now), Ticks(now)
+    with ng.watch(out=tmp_path / "run", every=100):
+        for model in (teacher, pupil):
+            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            for _ in range(4):
+                x = torch.randn(8, 4)
+                with torch.no_grad():
+                    if model is pupil:
+                        teacher.train(mode)(torch.randn(8, 4))
+                        y = teacher(x)
+                    else:
+                        y = x
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    table = ng.open_run(tmp_path / "run").scalars(["step_seconds", "clean"])
+    assert table["step_seconds"].tolist()[1:] == [10.0] * 3 + [20.0] * 4
+    assert table["clean"].tolist()[1:] == [1.0] * 3 + [0.0] * 4
+
+
+def test_an_evaluation_on_the_batch_that_the_same_model_trains_on_next_teaches_nobody(tmp_path, now):
+    """All nodes of a graph, whose accuracy is no loss. Another model trains on them after that."""
+    model, other = Ticks(now), Ticks(now)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 1e-3)
+    x = torch.randn(8, 4)
+    with ng.watch(out=tmp_path / "run", every=100):
+        for _ in range(4):
+            with torch.no_grad():
+                model.eval()(x)
+            F.mse_loss(model.train()(x), other(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    table = ng.open_run(tmp_path / "run").scalars(["step_seconds", "clean"])
+    assert (table["step_seconds"][1:].tolist(), table["clean"][1:].tolist()) == ([20.0] * 3, [0.0] * 3)
+
+
 def test_gradient_cachings_first_pass_is_the_steps(tmp_path, now):
     """Chunks are called without gradients, and again with them."""
 

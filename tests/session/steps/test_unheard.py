@@ -154,3 +154,21 @@ def test_the_last_evaluation_is_told_though_nothing_follows(tmp_path):
             by_hand(model, x)
 
     assert notes_of(tmp_path, evaluate, steps=1) == ([TOLD.format(3)], {})
+
+
+def test_a_teachers_call_behind_an_evaluation_is_none_of_it(tmp_path):
+    """It was trained before, and is asked about the first batch that its pupil learns from."""
+    with followed(tmp_path) as (session, _):
+        teacher, pupil = nn.Linear(4, 4), nn.Linear(4, 4)
+        for model in (teacher, pupil):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x in DataLoader(torch.randn(6, 4), batch_size=2):
+                with torch.no_grad():
+                    y = teacher(x) if model is pupil else x
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for x in DataLoader(torch.randn(6, 4), batch_size=2):
+                    by_hand(model.eval(), x)
+    assert session.steps.evals.notes == [TOLD.format(6)]

@@ -87,6 +87,7 @@ class Calls:
         self._generates = self._in_generator = False
         self._eval_began = self._waited = 0.0
         self._again: Known = {}
+        self._evaluates: int | None = None  # the model, in evaluation mode
         self.scripted = False  # a model that is trained is TorchScript
 
     @property
@@ -210,7 +211,8 @@ class Calls:
                 self._steps.evals.reference_begins()
                 return
             self._waited = self._loading.evaluated()
-            self._again = known_by((args, kwargs)) if root.module.training else {}
+            self._again = known_by((args, kwargs))
+            self._evaluates = None if root.module.training else id(root)
             self._eval_began = time.perf_counter()
             self._steps.evals.model_begins(root, evaluates=root.evaluates)
             return
@@ -306,7 +308,8 @@ class Calls:
                 self._steps.evals.reference_ended(output)
                 return
             self._steps.evals.model_ended(output)
-            self._steps.ledger.aside.called(time.perf_counter() - self._eval_began, self._waited, self._again)
+            seconds = time.perf_counter() - self._eval_began
+            self._steps.ledger.aside.called(seconds, self._waited, self._again, self._evaluates)
             return
         self._steps.evals.training_ended(root, output)
         root.exit_autocast()

@@ -9,7 +9,8 @@
                                                      and nobody tells of it here
 
 An evaluation may be on the batch that the next step has (all nodes of a graph): it is told by its loss, or by a model
-in evaluation mode. Of a model that does not train the batch alone tells: a teacher's own loss may be looked at, too.
+in evaluation mode that is trained on it next. If another model is, the first one teaches: it was trained before. Of a
+model that does not train the batch alone tells: a teacher's own loss may be looked at, too.
 What was waited for the batch goes with the call.
 """
 
@@ -31,6 +32,7 @@ class _Call(NamedTuple):
     late: float  # of that, since the last step: in `seconds` as well
     ours: bool  # of a model that trains
     judged: bool = False  # a loss without gradients came of it
+    evaluated: int | None = None  # the model, in evaluation mode
 
 
 class Aside:
@@ -51,9 +53,9 @@ class Aside:
         self._late = 0.0  # what was waited for lately, before it
         self._waited = 0.0  # for batches that came with calls, and are trained on
 
-    def called(self, seconds: float, waited: float, given: Known) -> None:
-        """A model that trains was called without gradients, and `given` these, if they may come again."""
-        self._add(given, seconds, waited, self.lately, ours=True)
+    def called(self, seconds: float, waited: float, given: Known, evaluated: int | None) -> None:
+        """A model that trains was called without gradients, and `given` these; which, if it is in evaluation mode."""
+        self._add(given, seconds, waited, self.lately, ours=True, evaluated=evaluated)
 
     def another_called(self, inputs: Any) -> None:
         """A model that does not train is called without gradients, the first one since the last loss or step."""
@@ -67,15 +69,25 @@ class Aside:
             self._add(self._given, time.perf_counter() - self._began, self.waits(), self._late, ours=False)
         self._began, self._given = None, {}
 
-    def trained(self, inputs: Any) -> None:
-        """A model is called with gradients: what was called with the same was for this step."""
+    def trained(self, inputs: Any, model: int) -> int:
+        """This model is called with gradients: what was called with the same was for this step.
+
+        Returns how many of these calls were a teacher's, in evaluation mode.
+        """
         self._began, self._given, self.lately = None, {}, 0.0
+        taught = 0
         if any(call.given for call in self._calls):
             now = known_by(inputs).keys()
+            self._calls = [
+                call._replace(given={}) if call.evaluated == model and call.given.keys() == now else call
+                for call in self._calls
+            ]
             again = [bool(call.given) and call.given.keys() == now for call in self._calls]
             self._waited += sum(call.waited for call, same in zip(self._calls, again, strict=True) if same)
+            taught = sum(same and call.evaluated is not None for call, same in zip(self._calls, again, strict=True))
             self._fresh -= sum(again[: self._fresh])
             self._calls = [call for call, same in zip(self._calls, again, strict=True) if not same]
+        return taught
 
     def loaded(self, seconds: float) -> None:
         """A batch was waited for: the calls before it were with others."""
@@ -101,8 +113,10 @@ class Aside:
         self._began, self._given, self.lately, self._fresh = None, {}, 0.0, 0
         return seconds
 
-    def _add(self, given: Known, seconds: float, waited: float, lately: float, *, ours: bool) -> None:
+    def _add(
+        self, given: Known, seconds: float, waited: float, lately: float, *, ours: bool, evaluated: int | None = None
+    ) -> None:
         late = min(waited, lately)  # what was before the last step was its own
         known = given if len(self._calls) < MOST else {}
-        self._calls.append(_Call(known, seconds + late, waited, late, ours))
+        self._calls.append(_Call(known, seconds + late, waited, late, ours, evaluated=evaluated))
         self.lately = 0.0

@@ -172,10 +172,13 @@ class EvalLosses:
         measure = Measure(function, _number(loss), summed)
         self._losses.append(_Loss(self._steps(), (measure,), self._last_was_ours, further, returned, unsure, beside))
 
-    def training_begins(self) -> None:
-        """A model's call with gradients begins: until one without is heard, losses without are of what it returns."""
+    def training_begins(self, *, taught: int = 0) -> None:
+        """A model's call with gradients begins: until one without is heard, losses without are of what it returns.
+
+        So many calls without, in evaluation mode, were its teacher's.
+        """
         self._called_since.clear()
-        self._unheard.over()
+        self._unheard.over(taught=taught)
         self._after_call = False
         self._trains = self.fed = True
 

@@ -115,8 +115,7 @@ class Steps:
             self.nothing_learned()
             self._recorder.begin_anew()
             self._plain.shown.begin()
-        self.evals.training_begins()
-        self.ledger.aside.trained(inputs)
+        self.evals.training_begins(taught=self.ledger.aside.trained(inputs, model))
         self._doubted = False
         self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs, model=model, width=width)

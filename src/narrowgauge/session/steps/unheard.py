@@ -29,8 +29,9 @@ class Unheard:
         """A loss was heard without gradients, or is told of otherwise."""
         self._loss = True
 
-    def over(self) -> None:
-        """What comes now is of no evaluation that was."""
+    def over(self, *, taught: int = 0) -> None:
+        """What comes now is of no evaluation that was, nor were so many calls: a teacher's."""
+        self._since = max(0, self._since - taught)
         if not (self._since or self._loss or self._came):  # as mostly
             return
         self._calls = self._in_all()
