@@ -136,6 +136,16 @@ def test_memory_that_begins_anywhere_and_numbers_to_be_negated_are_read_as_what_
         assert digest(lazy) == digest(lazy.clone()) == digest(lazy.resolve_conj().resolve_neg())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_that_was_read_can_be_resized(compiled, monkeypatch):
+    """As torch's observers of quantization-aware training resize what they were given."""
+    if not compiled:
+        monkeypatch.setattr(host, "ready", lambda: False)
+    x = torch.arange(5.0)
+    assert digest(x) == digest(x.clone())
+    assert x.resize_(1000)[:5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_what_numba_has_compiled_is_of_these_keys():
     assert zlib.crc32(Path(digest_keys.__file__).read_bytes()) == host_digest.KEYS_SUM, "write it into host_digest.py"
 
