@@ -178,3 +178,10 @@ def test_a_tensor_in_place_of_its_codes_is_refused():
         measure(x, x)
     with pytest.raises(UsageError, match=r"found a ndarray and a QTensor\."):
         measure(x.numpy(), quantize(x, E4M3FN))
+
+
+def test_a_tensor_that_was_measured_can_be_resized():
+    """torch lets nobody resize memory again that numpy has seen."""
+    x = torch.ones(4, 32)
+    measure(x, quantize(x, E4M3FN, PerTensor()))
+    assert x.resize_(8, 32)[:4].sum() == 128

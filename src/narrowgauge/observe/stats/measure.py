@@ -50,7 +50,7 @@ def measure(x: Tensor, q: QTensor, *, amax_ratio: float | None = None) -> dict[s
         )
     granules = (q.granularity.expand(s, q.shape).cpu().numpy() for s in (q.scale, q.inv_scale))
     vector = oracle_moments(
-        x.detach().float().cpu().numpy().reshape(q.shape),
+        x.detach().float().cpu().clone().numpy().reshape(q.shape),  # what numpy has seen cannot be resized any more
         q.codes.float().cpu().numpy(),
         *granules,
         scales=q.scale.cpu().numpy(),
