@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -177,3 +178,17 @@ def test_no_wrong_kind_meets_anything_else(run):
         ):
             with suppress(UsageError, RunError):
                 ask(given)
+
+
+def test_a_folder_that_was_moved_away_is_told_and_has_no_empty_answer(run: Run, tmp_path, monkeypatch):
+    here = open_run(shutil.copytree(run.path, tmp_path / "here"))
+    moved = here.path.rename(tmp_path / "moved")
+    for ask in (lambda: here.scalars("loss"), lambda: here.steps, here.tensors, lambda: here.scalar_names):
+        with pytest.raises(RunError, match=r"is no longer there: it was moved or deleted, or the working directory"):
+            ask()
+    monkeypatch.chdir(tmp_path)
+    beside = open_run("moved")
+    monkeypatch.chdir("/")
+    with pytest.raises(RunError, match=r"moved is no longer there"):
+        beside.scalars("loss")
+    assert open_run(moved).scalars("loss")["loss"].size

@@ -133,6 +133,11 @@ class Source:
 
     def _refresh(self) -> None:
         """Point the views at the segments that are there now."""
+        if not self.folder.is_dir():  # no rows would be an answer that the run never gave
+            raise RunError(
+                f"{self.folder} is no longer there: it was moved or deleted, or the working directory has changed. "
+                "Open the run anew, where it lies now."
+            )
         self._listed = now = {kind: self.files(kind) for kind in KINDS}
         if now == self._seen:
             return
