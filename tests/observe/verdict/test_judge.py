@@ -79,6 +79,24 @@ def test_a_gradient_of_another_length_is_not_safe_though_its_direction_and_the_l
     assert (said in variant.sentence) == (abs(length - 1) > 0.05)
 
 
+def test_a_length_that_rounding_alone_can_make_is_called_no_wrong_scale():
+    _, variant = judge_one(
+        evidence("current", FLAT), noise=evidence("noise", FLAT), same=same_weights(3.4, 0.997, 1.06)
+    )
+    assert "its length is 1.06 times the baseline's: by a wrong or stale scale where a tensor's gain is off" in (
+        variant.sentence
+    )
+
+
+def test_a_run_that_ended_by_itself_in_another_step_is_noted():
+    verdict, variant = judge_one(evidence("current", FLAT[:30]))
+    assert variant.window == (24, 30)
+    (note,) = verdict.notes
+    assert note.startswith("The current run ended by itself after 30 steps, the baseline after 40: ")
+    for verdict, _ in (judge_one(evidence("x", FLAT)), judge_one(evidence("x", FLAT[:30], exit_code=1))):
+        assert not verdict.notes
+
+
 def test_a_lower_loss_of_gradients_of_another_length_is_to_be_watched():
     _, variant = judge_one(evidence("current", shifted(-3.0)), same=same_weights(length=1.1))
     assert variant.outcome == "watch"

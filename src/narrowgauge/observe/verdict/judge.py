@@ -9,7 +9,7 @@ For each FP8 variant three questions are asked in turn, and a later one never wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ def judge(
     failed = {v.recipe.removeprefix("fake-") for v, _ in found if v.outcome == "fail"}
     judged = tuple(replace(v, next_step=advised(failed=failed)) for v, advised in found)
     notes = _near_zero(baseline) + _evaluations_left_out(baseline)
+    if not why_not:
+        notes += _other_lengths(baseline, [*([noise] if noise else []), *variants.values()])
     notes += [note for run in (baseline, *variants.values()) for note in run.meta.get("notes", [])]
     notes += [f"The {run.name} run: {note}" for run in variants.values() for note in _never_called(run)]
     return Verdict(
@@ -124,6 +126,12 @@ def _evaluations_left_out(baseline: Evidence) -> list[str]:
     values = baseline.series("eval_loss").values
     lost = int((~np.isfinite(values)).sum())
     return [words.evaluations_left_out(lost, values.size)] if lost else []
+
+
+def _other_lengths(baseline: Evidence, others: Iterable[Evidence]) -> list[str]:
+    """Of one that failed its own sentence tells how far it came."""
+    whole = [run for run in others if run.steps and not run.exit_code and not run.meta.get("refused")]
+    return [words.other_length(run.name, run.steps, baseline.steps) for run in whole if run.steps != baseline.steps]
 
 
 def _judge_variant(

@@ -61,6 +61,14 @@ def evaluations_left_out(lost: int, evaluations: int) -> str:
     )
 
 
+def other_length(name: str, steps: int, baseline: int) -> str:
+    """A note: one run ended by itself in another step, as one that stops where its evaluation no longer falls."""
+    return (
+        f"The {name} run ended by itself after {steps} steps, the baseline after {baseline}: they are held against "
+        "each other, evaluations too, where both have been."
+    )
+
+
 def percent(value: float) -> str:
     """A signed percentage with three significant digits."""
     return f"{value:+.3g}%"
@@ -115,7 +123,11 @@ def _same(v: VariantVerdict) -> str:
     loss = max((s.loss_gap_pct for s in v.same_weights), key=abs)
     cosine = min(s.grad_cosine for s in v.same_weights)
     length = max((s.grad_norm_ratio for s in v.same_weights), key=lambda ratio: abs(ratio - 1.0))
-    scaled = f", and its length is {length:.3g} times the baseline's: a wrong or stale scale"
+    # Beside a loss that is small already, rounding alone moves the residual, and the gradient with it.
+    scaled = (
+        f", and its length is {length:.3g} times the baseline's: by a wrong or stale scale where a tensor's gain is "
+        "off 1 by more than 3%, else by rounding, as beside a small loss"
+    )
     return (
         f" At the same weights and batch the loss differs by {percent(loss)} at most, "
         f"gradient cosine {cosine:.4f} or more{scaled if abs(length - 1.0) > CLEAN_LENGTH else ''}."
