@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from html import unescape
@@ -236,3 +237,30 @@ def test_of_many_runs_inside_some_are_named(tmp_path, capsys):
     said = told(capsys, tmp_path / "run")[1]
     assert "9 further runs are inside of this run's folder: process-8, process-9, process-10 and 6 more." in said
     assert said.endswith(f"narrowgauge report {tmp_path}/run/process-*")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys, monkeypatch):
+    for place in ("a/run", "b/run", "b/other"):
+        with RunWriter(tmp_path / place, {"steps": 1}) as writer:
+            writer.add_scalars(1, loss=2.0)
+    monkeypatch.chdir(tmp_path / "a" / "run")
+    main(["report", ".", "../../b/run", str(tmp_path / "a" / "run"), "../../b/other", "-o", "../../page.html"])
+    said = capsys.readouterr().out
+    assert [line.partition(": ")[0] for line in said.splitlines()] == ["a/run", "b/run", "other", "The report"]
+    assert "<title>narrowgauge · a/run, b/run and other</title>" in (tmp_path / "page.html").read_text()
+    main(["report", "."])
+    assert capsys.readouterr().out.startswith("run: 1 step, ")
+
+
+def test_a_run_beside_a_comparison_leaves_its_runs_their_names(folder, tmp_path, capsys):
+    with RunWriter(folder / "before" / "current", {"steps": 1}) as writer:
+        writer.add_scalars(1, loss=7.0)
+    main(["report", "--text", str(folder), str(folder / "before" / "current")])
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert heads == ["# baseline", "# current", "# before/current"]
+
+
+def test_two_comparisons_are_no_page(folder, tmp_path, capsys):
+    shutil.copytree(folder, other := tmp_path / "other")
+    assert "are two comparisons, and a page has one verdict. Make a page of each" in refused(capsys, folder, other)
+    assert not (folder / "report.html").exists()

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,17 +47,23 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     from narrowgauge.observe.verdict.began import began
     from narrowgauge.observe.verdict.worst import worst_tensors
 
-    verdict = None
+    verdict, judged = None, None
+    named: list[Path] = []  # by the verdict, whose names they keep
     folders: list[Path] = []
     for path in runs:
         found = path / "verdict.json"
         if not found.is_file():
             folders.append(path)
-            continue
-        verdict = _verdict(found)
-        names = ["baseline", "noise", *(v.name for v in verdict.variants)]
-        folders += [path / name for name in names if (path / name).is_dir()]
-    opened = {folder.name: open_run(folder, skip_corrupt=True) for folder in folders}
+        elif judged is None:
+            verdict, judged = _verdict(found), path
+            names = ["baseline", "noise", *(v.name for v in verdict.variants)]
+            named += [path / name for name in names if (path / name).is_dir()]
+        elif path.resolve() != judged.resolve():
+            raise RunError(
+                f"{judged} and {path} are two comparisons, and a page has one verdict. Make a page of each, or name "
+                f"runs of them: {judged}/baseline {path}/baseline"
+            )
+    opened = {name: open_run(folder, skip_corrupt=True) for name, folder in _names(named, folders).items()}
     for run in opened.values():
         for facts in run.metas.values():
             if wrong := fault(facts, FACTS):
@@ -92,6 +99,21 @@ def _report(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
         if inside := further(run.path, shlex.quote(str(run.path))):
             click.echo(f"{name}: {inside}")
     click.echo(f"The report: {target}")
+
+
+def _names(named: Sequence[Path], others: Sequence[Path]) -> dict[str, Path]:
+    """Each folder by its name; of several of one name by as much of their paths as tells them apart."""
+    found = {folder.resolve(): folder for folder in (*named, *others)}  # "." has no name, and a folder may come twice
+    keep = {folder.resolve() for folder in named}
+    names: dict[str, Path] = {}
+    for whole, folder in found.items():
+        parts = 1
+        while whole not in keep and any(
+            other != whole and other.parts[-parts:] == whole.parts[-parts:] for other in found
+        ):
+            parts += 1
+        names["/".join(whole.parts[-parts:])] = folder
+    return names
 
 
 def _ended(run: Run) -> str:
