@@ -269,3 +269,12 @@ def test_names_without_room_are_cut_in_their_middle_as_ever():
 def test_shorten_keeps_both_ends():
     assert shorten("short") == "short"
     assert len(shorten("a" * 99, 20)) == 20
+
+
+def test_the_names_at_the_ends_of_lines_have_the_room_that_they_need():
+    def room(name: str, last: int) -> float:
+        return figures.shared_steps([trace(name, np.zeros(last), 1), trace("z", np.zeros(101), 1)]).end - 101.0
+
+    assert room("current", 101) == pytest.approx(11.0)
+    assert room("s11_accum_eval/current", 101) == pytest.approx(13.5)  # cut to 18 letters
+    assert room("s11_accum_eval/current", 50) == pytest.approx(13.5 + 0.75 * len(" (ended)"))

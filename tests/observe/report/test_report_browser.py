@@ -137,6 +137,18 @@ def test_a_narrow_page_has_the_facts_of_a_run_beside_their_names(single):
     assert max(ends) <= 420
 
 
+def test_many_runs_with_long_names_lie_beside_each_other_and_the_page_is_no_wider(browser, tmp_path: Path):
+    run = synthetic.write_run(tmp_path / "current", "current", steps=10, layers=1)
+    runs = {f"sweep_of_learning_rates/lr_0.00{i}": open_run(run) for i in range(12)}
+    page = opened(browser, html(None, runs, tmp_path / "report.html"))
+    for width in (420, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        wider = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
+        assert page.eval_on_selector_all(".summary thead th, .summary tbody td", wider) == []
+
+
 def test_a_narrow_page_leaves_the_names_of_converted_layers_whole_as_far_as_it_can(single):
     widths = single.eval_on_selector_all(".conversion td:first-child", "all => all.map(e => e.offsetWidth)")
     assert widths

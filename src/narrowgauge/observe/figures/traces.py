@@ -13,7 +13,9 @@ from narrowgauge.observe.figures.frame import FONT, plain, shorten, spread, step
 from narrowgauge.observe.figures.palette import MUTED, NOISE
 from narrowgauge.observe.figures.sampling import Floats, keep_extrema
 
-LABEL_ROOM = 0.11  # of the x range, right of the last step
+LABEL_ROOM = 0.11  # of the x range, right of the last step, at least
+ENDED = " (ended)"
+ROOM_PER_LETTER = 0.0075  # of a label, in a wide page
 LEFT = 66  # pixels left of the axis, the same in all pictures over training steps
 
 
@@ -29,7 +31,9 @@ class Trace:
 
 def shared_steps(traces: Sequence[Trace]) -> Range1d:
     """The x range that holds all traces and their direct labels."""
-    return step_range(*ends(traces), LABEL_ROOM)
+    first, last = ends(traces)
+    letters = (len(_said(t.name)) + len(ENDED if len(t.steps) and t.steps[-1] < last else "") for t in traces)
+    return step_range(first, last, max(LABEL_ROOM, ROOM_PER_LETTER * max(letters, default=0)))
 
 
 def ends(traces: Sequence[Trace]) -> tuple[float, float]:
@@ -59,7 +63,7 @@ def direct_labels(p: Any, traces: Sequence[Trace], curves: Sequence[Floats], y_r
     for (trace, x, _), y in zip(found, heights, strict=True):
         # A trace of every second step need not be in the last one.
         spacing = float(np.diff(trace.steps).max(initial=0.0))
-        stopped = "" if x >= right or x + spacing > right else " (NaN)" if trace.steps[-1] > x else " (ended)"
+        stopped = "" if x >= right or x + spacing > right else " (NaN)" if trace.steps[-1] > x else ENDED
         p.add_layout(
             Label(
                 x=max(x, right),
