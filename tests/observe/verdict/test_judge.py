@@ -271,8 +271,20 @@ def test_an_evaluation_of_the_twin_without_a_number_leaves_the_band_to_the_other
     baseline = evidence("baseline", FLAT, eval_loss={20: 2.0, 30: 2.0, 40: 2.0})
     noise = evidence("noise", FLAT, eval_loss={20: 2.0, 30: 2.02, 40: NAN})
     _, variant = judge_one(evidence("x", FLAT, eval_loss={20: 2.0, 30: 2.0, 40: 2.03}), noise=noise, baseline=baseline)
-    assert variant.eval_band_pct == pytest.approx(3.18)
+    assert variant.eval_band_pct == pytest.approx(12.71)  # of the one that is left
     assert variant.outcome == "pass"
+
+
+@pytest.mark.parametrize(("evaluations", "band"), [(1, 12.71), (3, 4.30), (6, 3.18), (10, 3.18)])
+def test_few_evaluations_know_little_of_chance(evaluations, band):
+    steps = [4 * (i + 1) for i in range(evaluations)]
+    baseline, noise = (
+        evidence(name, FLAT, eval_loss=dict.fromkeys(steps, value)) for name, value in (("b", 2.0), ("noise", 2.02))
+    )
+    run = evidence("current", FLAT, eval_loss=dict.fromkeys(steps, 2.08))
+    _, variant = judge_one(run, noise=noise, baseline=baseline)
+    assert variant.eval_band_pct == pytest.approx(band)
+    assert (variant.outcome == "fail") == (band < 4.0)
 
 
 def test_never_evaluated_is_said_by_an_empty_name():

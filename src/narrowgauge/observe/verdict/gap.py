@@ -27,6 +27,7 @@ QUARTER = 4
 FEWEST_STEPS = 20  # fewer can show that a recipe is broken, never that it is safe
 CLEAN_LENGTH = 0.05  # how far a gradient's length may be off the baseline's at the same weights and show no fault
 STUDENT_T = 3.18  # 95%, three degrees of freedom
+FEW_T = {1: 12.71, 2: 4.30}  # of one look at chance and of two: a program may evaluate no more than once
 
 Floats = NDArray[np.float64]
 

@@ -21,6 +21,7 @@ from narrowgauge.observe.verdict.converted import label
 from narrowgauge.observe.verdict.evidence import Evidence, first_difference
 from narrowgauge.observe.verdict.gap import (
     CLEAN_LENGTH,
+    FEW_T,
     FEWEST_STEPS,
     PASS_PCT,
     QUARTER,
@@ -258,7 +259,7 @@ def _evaluation(run: Evidence, baseline: Evidence, noise: Evidence | None) -> tu
     if shared.size == 0:
         return gap, None
     gaps = [relative(twin.at(step) - base.at(step), base.at(step)) for step in shared[:, None]]
-    return gap, STUDENT_T * float(np.sqrt(np.mean(np.square(gaps))))
+    return gap, FEW_T.get(len(gaps), STUDENT_T) * float(np.sqrt(np.mean(np.square(gaps))))
 
 
 def _speedup(run: Evidence, baseline: Evidence) -> float | None:
