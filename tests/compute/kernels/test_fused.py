@@ -138,6 +138,23 @@ def test_amaxes_that_share_a_scratch_leave_it_as_it_was(dtype):
         assert scratch.tolist() == [0, 0]
 
 
+def test_kernels_write_float32_whatever_the_program_s_default_is():
+    x = torch.randn(33, 130, device=DEVICE) / 3
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        largest = amax.amax(x)
+        found = {name: quantize.quantize_both(x, rule, None, shared=False).plain for name, rule in RULES.items()}
+        turned = quantize.quantize_both(x, None, RULES["row"], shared=False).turned
+    finally:
+        torch.set_default_dtype(before)
+    assert largest.dtype == torch.float32
+    assert largest == x.abs().max()
+    for name, q in found.items():
+        assert_same(q, by_reference(x, RULES[name], None, shared=False).plain)
+    assert_same(turned, by_reference(x, None, RULES["row"], shared=False).turned)
+
+
 @pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda fmt: fmt.name)
 def test_powers_of_two_beside_every_binade(fmt, margin):

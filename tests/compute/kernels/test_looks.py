@@ -439,6 +439,20 @@ def test_one_layout_and_any_strides(wanted):
         assert_packed(packed, moments(x, QTensor(codes, scale, E4M3FN, PerTensor())))
 
 
+def test_what_is_counted_is_float32_whatever_the_program_s_default_is():
+    x = hard("normal", 70, 60).to(torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        room = looks.Looks(DEVICE)
+        quantize.count(x, RULES[0], room.open("site", x, RULES[0], 0, turned=False))
+        packed = room.pack()[1][0]
+    finally:
+        torch.set_default_dtype(before)
+    codes, _, scale = tensorwise.cast(x, RULES[0], amax.amax(x))
+    assert_packed(packed, moments(x, QTensor(codes, scale, E4M3FN, PerTensor())))
+
+
 @pytest.mark.parametrize("recipe", [CURRENT_RECIPE, ROWWISE_RECIPE, BLOCKWISE], ids=["tensor", "rows", "blocks"])
 def test_a_view_whose_numbers_are_negated(recipe):
     rule, _ = recipe.uses("input")

@@ -123,6 +123,24 @@ def test_static_keeps_its_scales_and_refreshes_on_time():
     assert table.scale_of(1, INPUT, torch.tensor(2.0), write=True)[0].item() == pytest.approx(2 / 448)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_scales_and_histories_are_float32_whatever_the_program_s_default_is(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        table = table_of(DELAYED.with_(history=2), "a", "b")
+        table.record(0, torch.tensor(1.01, dtype=torch.float32))
+        table.record(2, torch.tensor(1e-9, dtype=torch.float32))
+        table.roll()
+        table.reset("b")
+    finally:
+        torch.set_default_dtype(before)
+    kept = table.history, table.scale, table.inv_scale, table.amax_now
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+    assert table.history[:3, 0].tolist() == torch.tensor([1.01, 0, 1e-9]).tolist()
+    assert table.inv_scale[:3].tolist() == (torch.tensor([448, 0, 57344.0]) / torch.tensor([1.01, 1, 1e-9])).tolist()
+
+
 def test_the_least_scale_that_another_run_can_have_used_makes_no_nan():
     least = quantize(torch.full((1, 16), 1e-42), INPUT.fmt).scale
     layer = adopt(nn.Linear(16, 16), STATIC.with_(scales={"layer:input": float(least)}))

@@ -70,7 +70,7 @@ def amax(x: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) ->
         scratch: int32 [2], zeros, which it holds again afterwards; calls on one stream may share it.
     """
     if out is None or scratch is None:
-        out, scratch = torch.zeros((), device=x.device), None
+        out, scratch = torch.zeros((), dtype=torch.float32, device=x.device), None
     programs, n, constants = _how(x, scratch is not None)
     launch(_amax, programs, (x, out, scratch), (n,), constants, num_warps=WARPS, maxnreg=REGISTERS)
     return out

@@ -31,7 +31,7 @@ def turned_matrix(rows: int, columns: int, x: Tensor) -> Tensor:
     if _EMPTY is not None and x.is_cuda:
         made: Tensor = _EMPTY((rows, columns), (1, rows), torch.float32)
         return made
-    return torch.empty_strided((rows, columns), (1, rows), device=x.device)
+    return torch.empty_strided((rows, columns), (1, rows), dtype=torch.float32, device=x.device)
 
 
 def number(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def number(x: Tensor) -> Tensor:
     if _EMPTY is not None and x.is_cuda:
         made: Tensor = _EMPTY((), (), torch.float32)
         return made
-    return torch.empty((), device=x.device)
+    return torch.empty((), dtype=torch.float32, device=x.device)
 
 
 def room(x_MK: Tensor, fmt: Format, plain: bool, turned: bool) -> tuple[Tensor | None, Tensor | None]:

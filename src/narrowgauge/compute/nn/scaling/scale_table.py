@@ -46,10 +46,11 @@ class ScaleTable:
     """
 
     def __init__(self, device: torch.device | str = "cpu", reduce_amax: Any = True) -> None:
-        self.history = torch.zeros(0, 1, device=device)
-        self.scale = torch.zeros(0, device=device)
-        self.inv_scale = torch.zeros(0, device=device)  # kept beside scale, whose reciprocal would round twice
-        self.amax_now = torch.zeros(0, device=device)
+        self.history = torch.zeros(0, 1, dtype=torch.float32, device=device)  # whatever the program's default dtype is
+        self.scale = torch.zeros(0, dtype=torch.float32, device=device)
+        # Kept beside scale, whose reciprocal would round twice.
+        self.inv_scale = torch.zeros(0, dtype=torch.float32, device=device)
+        self.amax_now = torch.zeros(0, dtype=torch.float32, device=device)
         self.scratch = torch.zeros(0, 2, dtype=torch.int32, device=device)  # where kernels count their programs
         self.steps = 0
         self.sites: list[str] = []
@@ -74,7 +75,7 @@ class ScaleTable:
             raise ConversionError(f"{module!r} already has its rows in this table; release it before converting again.")
         device, given = self.scale.device, dict(recipe.scales)
         width = max(self.history.shape[1], recipe.history)
-        history = torch.zeros(first + 3, width, device=device)
+        history = torch.zeros(first + 3, width, dtype=torch.float32, device=device)
         history[:first, : self.history.shape[1]] = self.history
         start = NOT_YET if recipe.initial == "current" else 1.0
         sites = [f"{module}:{role}" for role in ROLES]
@@ -84,7 +85,7 @@ class ScaleTable:
         self.scale = torch.cat([self.scale, fresh])
         inv_scale = fresh.reciprocal().clamp(max=FLOAT32_MAX)  # that of the least scale rounds up to Inf
         self.inv_scale = torch.cat([self.inv_scale, torch.where(fresh > 0, inv_scale, NOT_YET)])
-        self.amax_now = torch.cat([self.amax_now, torch.full((3,), NO_DATA, device=device)])
+        self.amax_now = torch.cat([self.amax_now, torch.full((3,), NO_DATA, dtype=torch.float32, device=device)])
         self.scratch = torch.zeros(first + 3, 2, dtype=torch.int32, device=device)
         self.sites += sites
         self._waiting |= {first + i for i, scale in enumerate(scales) if scale == NOT_YET}

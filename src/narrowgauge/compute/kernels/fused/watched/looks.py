@@ -206,7 +206,7 @@ class Looks:
         if self._headers is None:
             self._headers = torch.zeros(LOOKS, packing.WORDS, dtype=torch.int64, device=self.device)
         if self._numbers is None:
-            self._numbers = torch.zeros(LOOKS, 4, device=self.device)
+            self._numbers = torch.zeros(LOOKS, 4, dtype=torch.float32, device=self.device)
         own, amax = self._numbers[order, :2].unbind()
         scratch = self._numbers[order, 2:].view(torch.int32)
         words = [plan.programs, plan.errors, plan.samples, plan.lines, plan.segments, plan.bands, plan.K, int(whole), 0]
