@@ -111,6 +111,7 @@ def test_the_guard_is_needed():
 
 CHANGES = {
     "in place": lambda layer, new: layer.weight.detach().copy_(new),
+    "behind autograd's back": lambda layer, new: layer.weight.data.copy_(new),
     "another memory": lambda layer, new: setattr(layer.weight, "data", new.clone()),
     "a checkpoint": lambda layer, new: layer.load_state_dict({"weight": new, "bias": layer.bias.detach()}),
     "an assigned checkpoint": lambda layer, new: layer.load_state_dict(
@@ -131,6 +132,22 @@ def test_a_weight_changed_between_microbatches_is_quantized_anew(change):
             change(layer, torch.linspace(-1, 1, 48 * 64).reshape(48, 64))
         found.append(microbatch(layer, 101))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("lies", ["turned", "odd"])
+def test_a_weight_that_lies_otherwise_and_was_changed_is_quantized_anew(lies):
+    layer = adopt(nn.Linear(64, 48, bias=False), CURRENT)
+    values = layer.weight.detach().clone()
+    room = values.t().contiguous().t() if lies == "turned" else torch.cat([torch.zeros(1), values.flatten()])[1:]
+    layer.weight = nn.Parameter(room.view(48, 64) if lies == "odd" else room)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    train(layer, optimizer, steps=2)
+    before, _ = microbatch(layer, 100)
+    assert torch.equal(microbatch(layer, 100)[0], before)
+    layer.weight.data.mul_(torch.linspace(0.5, 2, 64))
+    fresh = adopt(nn.Linear(64, 48, bias=False), CURRENT)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(microbatch(layer, 100)[0], microbatch(fresh, 100)[0])
 
 
 def test_weights_updated_by_hand_are_never_kept():
