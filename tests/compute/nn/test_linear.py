@@ -143,6 +143,20 @@ def test_pieces_of_a_nested_tensor_are_multiplied_as_the_rows_of_one_batch(layou
     assert torch.equal(layer.bias.grad, twin.bias.grad)
 
 
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_input_is_refused(sparse):
+    layer = adopt(nn.Linear(32, 32))
+    with pytest.raises(ConversionError) as caught:
+        layer(sparse(torch.eye(4, 32)))
+    layout = "torch.sparse_coo" if sparse is torch.Tensor.to_sparse else "torch.sparse_csr"
+    assert str(caught.value) == (
+        f"the converted layer 'layer' was given a sparse tensor ({layout}), and FP8 products are those of dense ones. "
+        "Keep the layer high (skip=['layer'], or `skip` of [convert] in a settings file, --config), or give it "
+        "x.to_dense()."
+    )
+
+
 def test_what_a_plain_layer_refuses_of_nested_tensors_is_refused_in_the_same_words():
     layer = nn.Linear(32, 32)
     starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 4])

@@ -267,6 +267,10 @@ def test_what_does_not_fit_is_said():
     for granularity in (PerRow, "row"):
         with pytest.raises(UsageError, match=r"is no granularity; expected PerTensor\(\), PerRow\(\),"):
             quantize(x, E4M3FN, granularity)
+    with pytest.raises(UsageError, match=r"'e8m0_up' is no scaling; expected CURRENT, ROWWISE or another of "):
+        quantize(x, E4M3FN, scaling="e8m0_up")
+    with pytest.raises(FormatError, match=r"takes a dense tensor, found torch\.sparse_coo; x\.to_dense\(\) is one\."):
+        quantize(x.to_sparse(), E4M3FN)
     for other in (x.numpy(), [1.0, 2.0]):
         with pytest.raises(UsageError, match=r"quantize takes a torch tensor, found a (ndarray|list); "):
             quantize(other, E4M3FN)

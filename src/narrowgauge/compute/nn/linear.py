@@ -39,6 +39,10 @@ _EXPORTED = (
     "a converted layer cannot be exported: its scales and its watching live in this process, and an exported program "
     "would look for them elsewhere. Export the plain model: narrowgauge.revert(model) first."
 )
+_SPARSE = (
+    "the converted layer {name!r} was given a sparse tensor ({layout}), and FP8 products are those of dense ones. Keep "
+    "the layer high (skip=[{name!r}], or `skip` of [convert] in a settings file, --config), or give it x.to_dense()."
+)
 
 
 # Below a graph break a compiler would look into it, and compile its kernels anew in its own way: ten times slower.
@@ -114,6 +118,8 @@ class Fp8Linear(nn.Linear):
         weight = self.weight
         if input.is_nested:
             return product_of_pieces(partial(Fp8Linear.forward, self), input, weight, self.bias)
+        if input.layout is not torch.strided:
+            raise ConversionError(_SPARSE.format(name=self._fp8.name, layout=input.layout))
         if is_distributed(weight):
             self._fp8.lies(weight)
             y, everywhere = product_in_parts(self._product, input, weight, self.bias)

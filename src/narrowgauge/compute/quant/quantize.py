@@ -46,14 +46,18 @@ def quantize(
     shape) and `scaling` and `margin` are not. `inv_scale` given beside it: the factor whose reciprocal `scale`
     is, so that it is not rounded twice. `amax` given: `granularity.amax` of this same x, to save its
     being computed twice. Raises FormatError for a dtype or format that cannot be quantized, ShapeError for
-    shapes that do not fit, UsageError for a scale that is no positive float32, and for what is no tensor or no
-    granularity.
+    shapes that do not fit, UsageError for a scale that is no positive float32, and for what is no tensor, no
+    granularity or no scaling.
     """
     dtype = torch_dtype(fmt)
     given_MK = as_matrix(x)
     if not isinstance(granularity, Granularity):
         raise UsageError(
             f"{granularity!r} is no granularity; expected PerTensor(), PerRow(), PerColumn() or Block(rows, cols)."
+        )
+    if not isinstance(scaling, Scaling):
+        raise UsageError(
+            f"{scaling!r} is no scaling; expected CURRENT, ROWWISE or another of narrowgauge.compute.quant."
         )
     x_MK = given_MK.float()
     shape = (x_MK.shape[0], x_MK.shape[1])
@@ -104,6 +108,8 @@ def as_matrix(x: Tensor) -> Tensor:
         raise UsageError(f"quantize takes a torch tensor, found a {type(x).__name__}; torch.as_tensor makes one of it.")
     if not x.is_floating_point() or x.element_size() == 1:
         raise FormatError(f"quantize takes float16, bfloat16, float32 or float64, found {x.dtype}.")
+    if x.layout is not torch.strided:
+        raise FormatError(f"quantize takes a dense tensor, found {x.layout}; x.to_dense() is one.")
     if x.dim() == 0:
         raise ShapeError("quantize takes at least one dimension [..., K], found a scalar; reshape it.")
     x = x.detach()
