@@ -14,6 +14,7 @@ from narrowgauge.compute.nn.gathered import gathered_linear
 from narrowgauge.compute.nn.linear import set_observer
 from narrowgauge.compute.quant import quantize
 from narrowgauge.compute.recipes import BLOCKWISE, CATALOG, CURRENT, DELAYED, MXFP8, ROWWISE, fake
+from narrowgauge.compute.recipes.switched import switched
 from narrowgauge.errors import ConversionError
 
 # dB of out, dX, dW for N(0,1), 512x1024x2048.
@@ -321,6 +322,18 @@ def test_a_constant_upstream_gradient_does_not_hide_that_it_depends_on_the_weigh
     penalty = (dx.norm() - 1).square() + layer(x).sum()
     with pytest.raises(RuntimeError, match=r"differentiate twice a converted layer: .*\[convert\]"):
         penalty.backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # by which torch makes derivatives in forward mode
+@pytest.mark.parametrize("high", [(), ("wgrad",)], ids=["FP8", "switched"])
+def test_a_derivative_in_forward_mode_is_an_error(high):
+    layer = adopt(nn.Linear(64, 48), switched(CURRENT, high) if high else CURRENT)
+    x = torch.randn(8, 64)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(ConversionError, match=r"forward mode .*\[convert\]"):
+            layer(dual)
+        layer(x).sum().backward()
 
 
 def test_vmap_is_an_error():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, compute_dtype, without_autocast
-from narrowgauge.compute.nn.once import once
+from narrowgauge.compute.nn.once import no_forward_mode, once
 from narrowgauge.compute.nn.operands import quantize_operand
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.switched import Switched
@@ -64,6 +64,8 @@ def expected_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtyp
 
 
 class _Fp8Linear(torch.autograd.Function):
+    jvp = staticmethod(no_forward_mode)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         keep = call.mode != "read"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrowgauge.compute.nn import gemms
 from narrowgauge.compute.nn.call import Call, Mode, without_autocast
-from narrowgauge.compute.nn.once import once
+from narrowgauge.compute.nn.once import no_forward_mode, once
 from narrowgauge.compute.nn.operands import OperandRole, quantize_operand
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.capture import capturing
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 class Switched(torch.autograd.Function):
     """The layer where nothing is compiled."""
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
