@@ -204,3 +204,25 @@ def test_a_scale_for_a_site_that_is_not_converted_is_refused(gpt):
 def test_revert_drops_the_state_from_the_metadata(trained):
     revert(trained)
     assert "narrowgauge" not in str(trained.state_dict()._metadata)
+
+
+class _Counts(nn.Module):
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self.loaded = True
+
+
+class _ByName(nn.Linear, _Counts):
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        named = {"missing_keys": missing_keys, "unexpected_keys": unexpected_keys, "error_msgs": error_msgs}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata=local_metadata, strict=strict, **named)
+
+
+def test_a_linear_layer_of_the_programs_own_is_loaded_as_it_says():
+    """It may name what it hands on, and have another class behind nn.Linear."""
+    layer, weights = _ByName(4, 3), {"weight": torch.ones(3, 4)}
+    assert layer.load_state_dict(weights, strict=False).missing_keys == ["bias"]
+    assert layer.loaded
+    assert torch.equal(layer.weight, weights["weight"])

@@ -43,6 +43,24 @@ class SaysWhatIsKept(Net):
         return {**self.__dict__, "saved": True}
 
 
+class Kept:
+    """What a class may have behind nn.Module."""
+
+    def __reduce_ex__(self, protocol):
+        return _rebuilt, (self.state_dict(), self.a)
+
+
+class PickledInItsOwnWay(Net, Kept):
+    pass
+
+
+def _rebuilt(state, first):
+    model = PickledInItsOwnWay()
+    model.load_state_dict(state)
+    model.rebuilt = first
+    return model
+
+
 def nothing(module, args):
     """A hook of the program's own."""
 
@@ -227,3 +245,9 @@ def test_pickling_is_as_it_was_found(tmp_path):
     with followed(tmp_path, judge="current", compiling=True):
         assert "__reduce_ex__" in vars(nn.Module)
     assert "__reduce_ex__" not in vars(nn.Module)
+
+
+@pytest.mark.parametrize("how", COPIED)
+def test_a_class_with_another_base_is_pickled_as_that_says(tmp_path, how):
+    _, copies, _, _ = training(PickledInItsOwnWay(), tmp_path, COPIED[how])
+    assert [sum(len(getattr(twin.rebuilt, name)) for name in HOOKS) for twin in copies] == [0, 0, 0, 0]

@@ -48,8 +48,11 @@ def leave_models_clean(seams: Seams, models: Models | None = None) -> None:
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    inherited = original is object.__reduce_ex__
+
     def run(module: nn.Module, protocol: Any) -> Any:
-        reduced = original(module, protocol)
+        # What the program's class has behind nn.Module may be pickled in its own way.
+        reduced = super(nn.Module, module).__reduce_ex__(protocol) if inherited else original(module, protocol)
         return tuple(map(_clean, reduced)) if isinstance(reduced, tuple) else reduced
 
     return run

@@ -84,9 +84,10 @@ def take_pending(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _keep_for_later(
-    module: nn.Linear, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    module: nn.Linear, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any, **named: Any
 ) -> None:
-    nn.Module._load_from_state_dict(module, state_dict, prefix, local_metadata, *rest)
+    # Not nn.Module's: what the program's class has behind nn.Linear may load in its own way.
+    super(nn.Linear, module)._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
     if class_of(module) is not nn.Linear:
         return
     module.__dict__.pop(_PENDING, None)
