@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from narrowgauge.compute.quant import PerColumn, PerRow, PerTensor, QTensor, quantize
+from narrowgauge.compute.quant import Block, PerColumn, PerRow, PerTensor, QTensor, quantize
 from narrowgauge.errors import ShapeError, UsageError
 from narrowgauge.formats import E4M3FN, E4M3FNUZ, E5M2
 from narrowgauge.metrics import CATALOG, HISTOGRAMS, OPERAND_COLUMNS, by_name, finalize
 from narrowgauge.observe.stats import measure, moments
+from narrowgauge.observe.stats.scales import scale_values
 
 
 def watched(x, q):
@@ -183,5 +184,11 @@ def test_a_tensor_in_place_of_its_codes_is_refused():
 def test_a_tensor_that_was_measured_can_be_resized():
     """torch lets nobody resize memory again that numpy has seen."""
     x = torch.ones(4, 32)
-    measure(x, quantize(x, E4M3FN, PerTensor()))
+    for granularity in (PerTensor(), Block(1, 32)):
+        q = quantize(x, E4M3FN, granularity)
+        measure(x, q)
+        scale_values(q.scale)  # what a collector asks, of a scale that may be the program's
+        scale_values(q.scale.double())
+        assert q.scale.untyped_storage().resizable()
+        assert q.codes.untyped_storage().resizable()
     assert x.resize_(8, 32)[:4].sum() == 128

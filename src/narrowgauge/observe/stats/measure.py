@@ -48,12 +48,12 @@ def measure(x: Tensor, q: QTensor, *, amax_ratio: float | None = None) -> dict[s
             f"the tensor is {list(x.shape)}, as rows [{rows}, {width}], but its codes are {list(q.shape)};"
             " give the tensor that was quantized"
         )
-    granules = (q.granularity.expand(s, q.shape).cpu().numpy() for s in (q.scale, q.inv_scale))
+    granules = (q.granularity.expand(s, q.shape).cpu().clone().numpy() for s in (q.scale, q.inv_scale))
     vector = oracle_moments(
         x.detach().float().cpu().clone().numpy().reshape(q.shape),  # what numpy has seen cannot be resized any more
         q.codes.float().cpu().numpy(),
         *granules,
-        scales=q.scale.cpu().numpy(),
+        scales=q.scale.cpu().clone().numpy(),
         fmt_max=q.fmt.max,
         amax_ratio=amax_ratio,
     )

@@ -49,7 +49,7 @@ def _on_cpu(scale: Tensor) -> dict[str, Tensor | float]:
     """The same through numpy, which is the quicker one for a few numbers."""
     if scale.numel() == 1 and np.isfinite(value := float(scale)):
         return {"scale_n": 1.0, "scale_mean": value, "scale_m2": 0.0, "scale_min": value, "scale_max": value}
-    wide = scale.numpy().astype(np.float64).reshape(-1)
+    wide = scale.to(torch.float64, copy=True).numpy().reshape(-1)  # what numpy has seen cannot be resized any more
     wide = wide[np.isfinite(wide)]
     if not wide.size:
         return {"scale_n": 0.0, "scale_max": -np.inf}
