@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.session.inline import followed
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import narrowgauge as ng
@@ -236,3 +237,25 @@ def test_a_closure_that_was_interrupted_leaves_nothing_in_the_next_one(tmp_path)
     assert found["loss"].tolist() == pytest.approx([loss for loss, _ in losses])
     assert found["grad_norm"].tolist() == pytest.approx([norm for _, norm in losses])
     assert found["tokens"].tolist() == [8, 8, 8]
+
+
+def test_a_scaled_loss_that_is_dropped_takes_its_graph_with_it(tmp_path):
+    """Else the next forward would need room for its activations beside those of the loss that was not finite."""
+    torch.manual_seed(0)
+    model, scaler = torch.nn.Linear(16, 16), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, expected = torch.randn(8, 16), []
+    with followed(tmp_path, every=1, judge="current", compiling=True) as (_, writer):
+        for _ in range(3):
+            out = model(x)
+            dropped, memory = scaler.scale(out.sum()), StorageWeakRef(out.untyped_storage())
+            del out, dropped
+            assert memory.expired()
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            (scaler.scale(loss) + scaler.scale(loss.sqrt())).backward()  # of products that nobody holds
+            scaler.step(optimizer)
+            scaler.update()
+            expected.append(loss.item() + loss.sqrt().item())
+    assert list(writer.column("loss").values()) == pytest.approx(expected)
+    assert list(writer.column("loss_scale").values()) == [4.0] * 3

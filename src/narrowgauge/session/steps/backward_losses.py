@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from narrowgauge.session.steps.returned import name_of
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.tensors.weakly import Weak, weakly
 
@@ -20,7 +21,9 @@ NEAR = 100  # operations before a loss, among which products are looked for
 
 
 class _Scaled(NamedTuple):
-    after: Tensor
+    """What a loss became, which is not held, nor what it was computed of: the program may never call backward on it."""
+
+    after: Weak
     before: Tensor
     scale: float | Tensor | None
 
@@ -30,9 +33,9 @@ class BackwardLosses:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._scaled: dict[int, _Scaled] = {}  # what a loss became, by its id
-        # The same of what was multiplied before the last backward, held as long as the program does.
-        self._waiting: dict[int, tuple[Weak, Tensor, float | Tensor | None]] = {}
+        self._scaled: dict[int, _Scaled] = {}  # by the id of what it became
+        self._products: dict[tuple[int, str], float | Tensor] = {}  # the scales of the latest, by their nodes' names
+        self._waiting: dict[int, _Scaled] = {}  # of what was multiplied before the last backward, if it still is there
         self.numbers = self._vectors = 0  # microbatches with a loss, and without
 
     def multiplied(self, before: Any, after: Any, scale: Any) -> None:
@@ -42,15 +45,18 @@ class BackwardLosses:
                 self.multiplied(one, scaled, scale)
         if isinstance(before, Tensor) and isinstance(after, Tensor):
             kept = scale.detach().clone() if isinstance(scale, Tensor) else scale
-            self._scaled[id(after)] = _Scaled(after, before, kept)
+            self._scaled[id(after)] = _Scaled(weakly(after), before.detach(), kept)
+            if after.grad_fn is not None and kept is not None:
+                self._products[name_of(after.grad_fn)] = kept
+                if len(self._products) > NEAR:
+                    del self._products[next(iter(self._products))]
 
     def forget(self) -> None:
         """A backward is over; what was multiplied and the program still has may have its own, or another."""
         if self._scaled or self._waiting:
-            self._waiting = {at: kept for at, kept in self._waiting.items() if kept[0]() is not None}
-            for at, (after, before, scale) in self._scaled.items():
-                self._waiting[at] = weakly(after), before.detach(), scale
-            self._scaled = {}
+            both = self._waiting | self._scaled
+            self._waiting = {at: each for at, each in both.items() if each.after() is not None}
+            self._scaled, self._products = {}, {}
 
     def add(self, loss: Any, *, staged: bool) -> Tensor | None:
         """A microbatch has this loss, or several; if `staged`, what is no number is the gradient of a later stage.
@@ -97,11 +103,9 @@ class BackwardLosses:
     def _unscaled(self, loss: Any) -> Any:
         if not isinstance(loss, Tensor):
             return loss
-        scaled, waiting = self._scaled.get(id(loss)), self._waiting.get(id(loss))
-        if scaled is not None:
+        scaled = self._scaled.get(id(loss)) or self._waiting.get(id(loss))
+        if scaled is not None and scaled.after() is loss:
             _, before, scale = scaled
-        elif waiting is not None and waiting[0]() is loss:
-            _, before, scale = waiting
         elif (scale := self._made_of(loss)) is not None:
             before = loss.detach().float() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
         else:
@@ -112,13 +116,12 @@ class BackwardLosses:
 
     def _made_of(self, loss: Tensor) -> float | Tensor | None:
         """The scale of the product that a loss was computed of; None of what was computed of none."""
-        products = {each.after.grad_fn: each.scale for each in self._scaled.values() if each.scale is not None}
-        products.pop(None, None)
+        products = self._products
         nodes = [loss.grad_fn] if products and loss.grad_fn is not None else []
         seen = set(nodes)
         for node in nodes:
-            if node in products:
-                return products[node]
+            if (name := name_of(node)) in products:
+                return products[name]
             more = {each for each, _ in node.next_functions if each is not None} - seen
             if len(seen) < NEAR:
                 seen |= more

@@ -104,7 +104,7 @@ class ReturnedLosses:
                 return
             # It may be multiplied where it is. Of what is spread over ranks a number would be a collective of theirs.
             value = loss.detach().clone() if type(loss) is Tensor and _ranks() > 1 else None
-            self._made.append(_Made(_name(node), loss.output_nr, _get_sequence_nr(), get_ident(), value))
+            self._made.append(_Made(name_of(node), loss.output_nr, _get_sequence_nr(), get_ident(), value))
 
     def backward(self, losses: Any, number: Tensor | None = None) -> None:
         """Backward is called on this, or these; `number`: what that is without a scaler's scale, if there is one."""
@@ -133,7 +133,7 @@ class ReturnedLosses:
                     self._compare(given[0] if number is None else number, wanted.value)
                 return
             node, output = edges.pop()
-            if _name(node) == wanted.node and output == wanted.output:
+            if name_of(node) == wanted.node and output == wanted.output:
                 found = True
                 continue
             before, least = node.next_functions, 0
@@ -148,7 +148,8 @@ class ReturnedLosses:
             self._ranks, self._factor = _ranks(), loss.detach().reshape(()) / returned.reshape(())
 
 
-def _name(node: Any) -> tuple[int, str]:
+def name_of(node: Any) -> tuple[int, str]:
+    """What tells a node of a graph from the others that its thread made, and holds none of them."""
     return node._sequence_nr(), node.name()
 
 
