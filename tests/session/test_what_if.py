@@ -221,6 +221,20 @@ def test_experts_in_one_parameter_are_scaled_each_for_itself_by_every_recipe(tmp
     assert delayed["scale_min"] == pytest.approx(float(w[2].abs().max()) / 448, rel=1e-6)
 
 
+def test_experts_are_asked_about_under_the_programs_autocast_as_well(tmp_path):
+    called = "model(torch.ones(3, 4, 32))"
+    program = EXPERTS.replace(f"    {called}", f"    with torch.autocast('cpu'):\n        y = {called}\n    y")
+    facts = follow(tmp_path, program, judge="current", what_if=("blockwise",), seldom=True)  # of 24 rows to an expert
+    assert facts["unmet"] == []
+    rule = by_name("blockwise").uses("weight")[0]
+    torch.manual_seed(0)
+    w = torch.randn(3, 24, 32) * torch.tensor([1.0, 300.0, 0.01]).view(3, 1, 1)
+    each = torch.stack([ng.quantize(x, rule.fmt, rule.granularity, scaling=rule.scaling).dequantize() for x in w])
+    xx, ee = w.double().square().sum(), (w.double() - each.double()).square().sum()
+    row = rows(open_run(tmp_path / "out" / "what_if" / "blockwise"))["up:weight"]
+    assert row["sqnr_db"] == pytest.approx(float(10 * torch.log10(xx / ee)), rel=1e-6)
+
+
 PICTURES = """
 import torch
 from torch import nn

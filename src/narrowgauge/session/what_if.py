@@ -23,6 +23,7 @@ from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.store import RunWriter
 from narrowgauge.session.judge import Judge
 from narrowgauge.session.selection.selection import Columns, Selection
+from narrowgauge.session.sites.judging import plain_math
 
 FOLDER = "what_if"
 SHORTEST = 16  # elements of a row that FP8 tensor cores take
@@ -110,14 +111,18 @@ class WhatIf:
             self._weights.add(site)
         self._now.add(site)
         try:
-            for judge in self._judges:
-                if judge.counted(module, role, x) or (self.seldom and not x.is_cpu):
-                    continue  # a GPU's memory is the program's: where nobody asked, nothing is made there to be counted
-                codes, ratio = judge.quantized(site, role, x)
-                judge.collector.operand(module, role, x, codes, amax_ratio=ratio)
+            with plain_math(x.device.type):  # the program's autocast refuses to join codes, of experts say
+                self._ask_all(module, role, x)
         except Exception as error:
             self._failed(error)
         self.seconds += time.perf_counter() - began
+
+    def _ask_all(self, module: str, role: str, x: Tensor) -> None:
+        for judge in self._judges:
+            if judge.counted(module, role, x) or (self.seldom and not x.is_cpu):
+                continue  # a GPU's memory is the program's: where nobody asked, nothing is made there to be counted
+            codes, ratio = judge.quantized(f"{module}:{role}", role, x)
+            judge.collector.operand(module, role, x, codes, amax_ratio=ratio)
 
     def end_step(self) -> None:
         """The step ended."""

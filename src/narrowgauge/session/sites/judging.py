@@ -31,7 +31,7 @@ def judge(state: LayerState, role: OperandRole, x: Tensor, rule: Rule, own: bool
         return  # and nothing had to be quantized for it
     if x.numel():
         x = x.detach()
-        with torch.no_grad(), torch.cuda.device_of(x), _plain_math(x.device.type):
+        with torch.no_grad(), torch.cuda.device_of(x), plain_math(x.device.type):
             if own:
                 _look_by(state, role, x, rule)
             elif matrix:
@@ -44,9 +44,9 @@ def judge(state: LayerState, role: OperandRole, x: Tensor, rule: Rule, own: bool
 
 
 @contextmanager
-def _plain_math(device_type: str) -> Iterator[None]:
+def plain_math(device_type: str) -> Iterator[None]:
     """Without autocast; `torch.autocast` would cost as much as counting a small tensor does."""
-    was = torch.is_autocast_enabled(device_type)
+    was = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     if was:
         torch.set_autocast_enabled(device_type, False)
     try:
