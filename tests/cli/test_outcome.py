@@ -141,6 +141,9 @@ def test_what_is_multiplied_beside_linear_layers_is_counted_and_named(tmp_path):
         "in high precision, as only linear layers are converted: 1 convolution (conv1), 1 other product (out) and "
         "2 LSTM (95.3% of all parameters)"
     )
+    facts |= {"judged": ["fc.lora_A", "out"], "linear_gone": ["fc.lora_A"], "recurrent": {}}
+    (tmp_path / "run.json").write_text(json.dumps({"meta": facts}))
+    assert converted(tmp_path)[1].endswith(": 1 other product (out)")
 
 
 @pytest.mark.parametrize("attention", ["attention", ""])

@@ -1,5 +1,7 @@
 """A program adds to a model that it trains, or exchanges a part of it: its new layers are watched and converted."""
 
+import copy
+
 import pytest
 import torch
 from tests.session.inline import followed
@@ -344,6 +346,54 @@ def test_what_was_added_or_is_gone(tmp_path):
     }
     high = stays_high({0: {"recipe": "current", **facts}})
     assert [high(site) for site in ("top.0:input", "top:input", "body.0:input")] == [True, True, False]
+
+
+class Around(nn.Module):
+    """A layer that an adapter was put around."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base, nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def test_a_layer_that_is_moved_keeps_its_row_under_the_name_of_its_sites(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (session, writer):
+        model = Body()
+        train(model, 1)
+        model.body = Around(model.body)  # as an adapter comes around a layer
+        train(model, 1)
+    high = {"body.lora_A": None, "body.lora_B": None}
+    assert {row["name"]: row["calls"] for row in session.facts()["conversion"]} == {"body": 2, "top": 2, **high}
+    assert session.facts()["conversion_summary"][0]["coverage"] == 2048 / (2048 + 256)
+    assert operands("body", "top") <= sites(writer, 2)
+    assert "linear_gone" not in session.facts()
+
+
+def test_so_does_one_whose_adapter_was_merged_and_is_gone(tmp_path):
+    with followed(tmp_path, recipe="current", every=1, judge="current") as (session, writer):
+        model = Body()
+        model.body, model.top = Around(model.body), nn.Sequential(nn.Linear(32, 10))
+        train(model, 1)
+        model.body, model.top = model.body.base_layer, model.top[0]
+        train(model, 1)
+    facts = session.facts()
+    assert rows(facts) == {"body.base_layer": ("current", (32, 32)), "top": (None, (10, 32))}
+    assert [row["calls"] for row in facts["conversion"]] == [2, None]
+    assert operands("body.base_layer") <= sites(writer, 2)
+    # These were linear layers, and no product that a conversion knows nothing of.
+    assert facts["linear_gone"] == ["body.lora_A", "body.lora_B", "top.0"]
+
+
+def test_a_copy_that_takes_its_layers_place_has_its_row(tmp_path):
+    with followed(tmp_path, recipe="current", every=1) as (session, _):
+        model = Body()
+        train(model, 1)
+        model.body, model.extra = copy.deepcopy(model.body), nn.Linear(32, 32)
+        train(model, 1)
+    assert [row["name"] for row in session.facts()["conversion"]] == ["body", "top", "extra"]
 
 
 def test_a_name_that_is_an_fp8_layers_by_now_is_not_high():

@@ -80,6 +80,7 @@ def _beside(ranks: dict[int, dict[str, Any]], rows: Sequence[dict[str, Any]]) ->
     packed = {f"{name}.in_proj_weight".lstrip(".") for name in linear}  # counted as its attention's layer already
     judged = {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("judged") or ()}
     judged -= linear | packed
+    judged -= {name_of(rank, str(n)) for rank, facts in ranks.items() for n in facts.get("linear_gone") or ()}
     kinds = (("convolution", sorted(judged & images)), ("other product", sorted(judged - images)))
     told = [f"{len(found)} {kind}{'s'[: len(found) > 1]} ({_some(found)})" for kind, found in kinds if found]
     recurrent = dict(each for facts in ranks.values() for each in (facts.get("recurrent") or {}).items())

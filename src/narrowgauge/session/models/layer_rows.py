@@ -3,11 +3,12 @@
 a model that could not be converted    has rows, too: each says why its layer stays high
 layers that two models share           are the first one's, as their sites are
 a model whose names another has now    its rows stay, but for those of layers of one name, shape and recipe
+a layer that is moved in its model     keeps its row, as its sites their name: around it came an adapter, or one went
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -31,6 +32,7 @@ class _Told:
     name: Callable[[str], str]
     added: set[str]  # layers that the model had not at first, as the report names them
     part: str  # of a model that other ranks may have others of (everywhere.py)
+    layers: dict[str, ref[nn.Module]]  # by the names of their rows, which they keep wherever they are moved
 
     def rows(self) -> list[dict[str, Any]]:
         """Ready for JSON."""
@@ -57,6 +59,7 @@ class LayerRows:
     def __init__(self) -> None:
         self._told: dict[str, _Told] = {}  # by the prefix of the model's names
         self._gone: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._left_names: set[str] = set()  # of layers that are in no model any more, or have a row by another name
         self.notes: list[str] = []
 
     def put(
@@ -74,7 +77,8 @@ class LayerRows:
             self._leave(before)
         modules = _linear(model)
         rows = tuple(row for row in report.rows if id(modules.get(row.name)) not in shared)
-        self._told[prefix] = _Told(ref(model), replace(report, rows=rows), name, set(), part)
+        layers = {row.name: ref(modules[row.name]) for row in rows if row.name in modules}
+        self._told[prefix] = _Told(ref(model), replace(report, rows=rows), name, set(), part, layers)
 
     def join(
         self, model: nn.Module, prefix: str, later: ConversionReport, name: Callable[[str], str], shared: Set[int]
@@ -89,7 +93,12 @@ class LayerRows:
             known, told = {(row.name, row.recipe is None) for row in before.report.rows}, before
             here = _linear(model)
             rows = tuple(row for row in later.rows if id(here.get(row.name)) not in shared)
-            told.report = told.report.within(here.keys()).joined(replace(later, rows=rows))
+            stay = _staying(told.layers, here, {id(here.get(row.name)) for row in rows})
+            left = {row.name for row in before.report.rows} - stay
+            self._left_names |= set(map(told.name, left)) if len(self._left_names) < MOST_GONE else set()
+            told.report = told.report.within(stay).joined(replace(later, rows=rows))
+            told.layers = {name: at for name, at in told.layers.items() if name in stay}
+            told.layers |= {row.name: ref(here[row.name]) for row in rows if row.name in here}
             told.name = name
         new = tuple(row for row in rows if row.recipe is not None or (row.name, True) not in known)
         told.added.update(row.name for row in new)
@@ -102,6 +111,7 @@ class LayerRows:
         return {
             "conversion": [*(row for key, row in self._gone.items() if key not in here), *rows],
             "conversion_summary": [told.summary() for told in self._told.values()],
+            **({"linear_gone": gone} if (gone := sorted(self._left_names - {row["name"] for row in rows})) else {}),
         }
 
     def _leave(self, told: _Told) -> None:
@@ -128,6 +138,22 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
     """The model's linear layers, by all names that its report may have for them."""
     modules = model.named_modules(remove_duplicate=False)
     return {clean(name): module for name, module in modules if linear_shape(module) is not None}
+
+
+def _staying(layers: Mapping[str, ref[nn.Module]], here: Mapping[str, nn.Module], anew: Set[int]) -> set[str]:
+    """The names of rows whose layers the model still has: by another name, too, unless it has a row `anew` by that.
+
+    Where a copy of a layer has its name, the row speaks of the copy.
+    """
+    present = {id(module) for module in here.values()}
+    known = {name: id(module) for name, at in layers.items() if (module := at()) is not None}
+    told = set(known.values())
+    return {
+        name
+        for name in layers
+        if (known.get(name) in present and known[name] not in anew)
+        or (name in here and (known.get(name) == id(here[name]) or id(here[name]) not in told))
+    }
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
