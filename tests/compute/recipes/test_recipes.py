@@ -125,6 +125,8 @@ def test_fake_keeps_the_operands_and_happens_once():
         (lambda: CURRENT.with_(weight="E4M3F"), "no number format is called 'E4M3F'; did you mean 'E4M3FN'?"),
         (lambda: DELAYED.with_(history=0), "recipe 'delayed': history is 0; it counts steps, so 1 or more."),
         (lambda: STATIC.with_(refresh_every=-1), "recipe 'static': refresh_every is -1; give steps, or 0 for never."),
+        (lambda: CURRENT.with_(margin=1.5), "recipe 'current': margin is 1.5; give a whole number."),
+        (lambda: DELAYED.with_(history=2.5), "recipe 'delayed': history is 2.5; give a whole number."),
         (
             lambda: CURRENT.with_(scales={"a:input": 1.0}),
             "recipe 'current': a table of scales needs state='static', found state='none'.",

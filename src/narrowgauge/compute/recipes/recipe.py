@@ -53,6 +53,7 @@ _USES: dict[Role, tuple[tuple[str, str], tuple[str, str]]] = {
 }
 _POWER_OF_TWO = {CURRENT: CURRENT_POW2, ROWWISE: ROWWISE_POW2}
 _PLAIN = {pow2: plain for plain, pow2 in _POWER_OF_TWO.items()}
+_WHOLE = ("margin", "history", "refresh_every")  # powers of two, and steps
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ class Recipe:
         return result
 
     def _change(self, word: str, value: Any) -> Recipe:
+        if word in _WHOLE and value != int(value):
+            raise RecipeError(f"recipe {self.name!r}: {word} is {value}; give a whole number.")
         if word == "margin":
             return self._map_operands(lambda role, operand: replace(operand, margin=int(value)))
         if word == "power_of_two":
@@ -216,7 +219,8 @@ class Recipe:
         if word not in fields:
             words = fields | {"margin", "power_of_two", "fast_accum", *ROLES}
             raise RecipeError(f"a recipe has nothing called {word!r}; {nearest(word, words)}")
-        return replace(self, **{word: value})
+        changed: dict[str, Any] = {word: int(value) if word in _WHOLE else value}
+        return replace(self, **changed)
 
     def _map_operands(self, change: Any) -> Recipe:
         gemms = {name: getattr(self, name) for name in ("fprop", "dgrad", "wgrad")}

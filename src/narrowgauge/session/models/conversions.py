@@ -35,8 +35,8 @@ from narrowgauge.session.switches import foreign
 from narrowgauge.session.tensors.sharded import lowest
 
 COPIED = (
-    "A model came with its layers in FP8, as a copy of one that was converted does: they train so and are recorded; "
-    "the table of conversions has those of the first."
+    "A model came with layers in FP8, as a copy of one that was converted has them, or a new one made of its layers: "
+    "they train so and are recorded; the table of conversions has those of the first."
 )
 
 
