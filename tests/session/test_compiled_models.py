@@ -1,5 +1,7 @@
 """Of which models the call of something compiled is."""
 
+import copy
+
 import pytest
 import torch
 from tests.session.inline import followed
@@ -348,6 +350,37 @@ def test_a_model_that_is_compiled_in_place_is_called(tmp_path, compiles):
     assert writer.column("tokens") == dict.fromkeys(range(1, 5), 4.0)
     assert list(writer.column("eval_loss").values()) == pytest.approx(evaluated)
     assert not session.hearing.notes
+
+
+class Stepping(nn.Sequential):
+    def training_step(self, x):
+        return self(x).square().mean()
+
+
+def test_methods_that_are_compiled_by_what_made_a_compiled_module_are_heard(tmp_path):
+    """Lightning takes such a module apart, and never calls it."""
+    with followed(tmp_path, every=2, judge="current", compiling=True) as (_, writer):
+        model = Stepping(nn.Linear(8, 8))
+        whole = compiled(model)
+        model.training_step = whole.dynamo_ctx(model.training_step)
+        optimizer, said = sgd(model), []
+        for _ in range(4):
+            loss = model.training_step(torch.randn(4, 8))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            said.append(loss.item())
+    assert list(writer.column("loss").values()) == pytest.approx(said)
+    assert list(writer.column("tokens").values()) == [4] * 4
+    assert {step for step, sites, _ in writer.tensors if "0:input" in sites} == {2, 4}
+
+
+def test_a_copy_of_a_compiled_module_is_made_with_torchs_own_context(tmp_path):
+    alone = type(compiled(nn.Linear(8, 8)).dynamo_ctx)
+    with followed(tmp_path, every=2, compiling=True):
+        whole = compiled(nn.Linear(8, 8))
+        assert whole.dynamo_ctx.fullgraph is False
+        assert type(copy.deepcopy(whole).dynamo_ctx) is alone
 
 
 def test_a_module_that_is_compiled_in_place_and_does_not_train_is_no_model(tmp_path):

@@ -2,7 +2,8 @@
 
     torch.compile(function)     its result is wrapped
     module.compile()            does so with what the module calls
-    torch.compile(module)       makes a module, which is called like any other
+    torch.compile(module)       makes a module, which is called like any other; Lightning compiles the methods of the
+                                module by what that was made with (compiling_context.py)
 
 While a graph is traced nothing is told. Without a listener, before there is one and once it is gone, nothing is either.
 
@@ -35,6 +36,7 @@ from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.compute.nn.tracing.marks import inlined
 from narrowgauge.session.doors import compilations, recorded_graphs
 from narrowgauge.session.doors.compilations import Compilations, HearsCompiled, HearsGraphs, Whose
+from narrowgauge.session.doors.compiling_context import Context
 from narrowgauge.session.doors.entries import Entries, Leave, nothing
 from narrowgauge.session.doors.stance import Uncompiled, count_as_compiled, stance
 from narrowgauge.session.doors.unseen import unseen
@@ -221,7 +223,11 @@ class CompiledCalls(Compilations):
 
         forward.followed = True  # type: ignore[attr-defined]
         module.forward = forward
+        module.dynamo_ctx = Context(module.dynamo_ctx, self._of_context)
         return module
+
+    def _of_context(self, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return self._followed(compilations.called_by(function), compiled)
 
     @unseen
     def _run(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
