@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import pickle
 import threading
 import time
 from contextlib import nullcontext
@@ -540,6 +541,17 @@ def test_what_is_compiled_once_may_be_watched_often(what, whole, compiled, tmp_p
         assert tables == [6] * 10
     if compiled == "before" or what != "step":
         assert seen == alone
+
+
+@pytest.mark.parametrize("owner", [os, torch.cuda, torch.cuda.graphs], ids=lambda module: module.__name__)
+def test_what_stands_in_a_functions_place_is_pickled_as_that(tmp_path, owner):
+    """As the target of a process that is spawned."""
+    name = "_exit" if owner is os else "make_graphed_callables"
+    before = getattr(owner, name)
+    with ng.watch(out=tmp_path / "run"):
+        assert getattr(owner, name) is not before
+        assert pickle.loads(pickle.dumps(getattr(owner, name))) is getattr(owner, name)
+    assert getattr(owner, name) is before
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -68,8 +68,8 @@ def follow(seams: Seams, graphs: HearsGraphs) -> None:
     seams.replace(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
     seams.replace(torch.cuda.CUDAGraph, "capture_end", capture_end)
     seams.replace(torch.cuda.CUDAGraph, "replay", replay)
-    for owner in (torch.cuda, torch.cuda.graphs):
-        seams.replace(owner, "make_graphed_callables", _graphing(graphs))
+    name = "make_graphed_callables"
+    seams.replace(torch.cuda, name, _graphing(graphs), also=(torch.cuda.graphs, name))
 
 
 def follow_transformer_engine(seams: Seams, graphs: HearsGraphs) -> bool:

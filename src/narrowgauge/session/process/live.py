@@ -151,6 +151,7 @@ class Live:
                 closing.join(PATIENCE)
             original(status)
 
+        leave.__module__, leave.__qualname__ = "os", "_exit"  # by which a pickle finds it, of a child's target say
         self._leave = os._exit = leave  # type: ignore[assignment]
 
     def _restore_exit(self) -> None:
