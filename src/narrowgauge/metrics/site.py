@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from narrowgauge.errors import UsageError, nearest
 
@@ -65,6 +66,17 @@ class Site:
                 f"{text!r} is not a site; write module:role, for example layers.0.w2:input (roles: {', '.join(ROLES)})"
             )
         return cls(module, role)
+
+
+def covers_name(glob: str, name: str) -> bool:
+    """Whether a glob matches a dotted name or a prefix of it that ends at a dot, or is one of these as it stands.
+
+    >>> covers_name("tower.*", "tower.head[0]"), covers_name("tower.head[0]", "tower.head[0]")
+    (True, True)
+    """
+    parts = name.split(".")
+    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return glob in heads or any(fnmatchcase(head, glob) for head in heads)
 
 
 def natural(name: str) -> list[tuple[int, str | int]]:

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from narrowgauge.errors import there_are
+from narrowgauge.metrics.site import covers_name
 from narrowgauge.observe.export.exporter import Summary
 from narrowgauge.observe.export.names import METRICS
 
@@ -104,7 +105,4 @@ def _covers(glob: str, site: str) -> bool:
     wanted, colon, wanted_role = glob.rpartition(":")
     if not colon:
         wanted, wanted_role = glob, "*"
-    parts = module.split(".")
-    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    named = wanted in heads or any(fnmatchcase(head, wanted) for head in heads)  # brackets may be part of a name
-    return named and fnmatchcase(role, wanted_role)
+    return covers_name(wanted, module) and fnmatchcase(role, wanted_role)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from narrowgauge.compute.quant.dtypes import TORCH_DTYPES
 from narrowgauge.compute.recipes import CATALOG, ROLES, Operand, Recipe
 from narrowgauge.errors import UsageError, nearest
+from narrowgauge.metrics.site import covers_name
 from narrowgauge.observe.inspect import scales, walk
 from narrowgauge.observe.inspect.entry import Checkpoint, Entry, role_in, word
 from narrowgauge.observe.inspect.ranking import Judgement, best, judge, order
@@ -173,19 +173,12 @@ def distinct(recipes: Sequence[Recipe], roles: Collection[str]) -> tuple[Rule, .
 def _chosen(checkpoint: Checkpoint, only: Sequence[str]) -> list[Entry]:
     names = [entry.name for entry in checkpoint.entries]
     for glob in only:
-        if not any(_covers(glob, name) for name in names):
+        if not any(covers_name(glob, name) for name in names):
             near = get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
             hint = f"near it: {', '.join(near)}" if near else "it holds no tensors"
             raise UsageError(f"--only {glob!r} matches no tensor of {checkpoint.path.name}; {hint}.")
-    wanted = [entry for entry in checkpoint.entries if any(_covers(glob, entry.name) for glob in only)]
+    wanted = [entry for entry in checkpoint.entries if any(covers_name(glob, entry.name) for glob in only)]
     return wanted if only else list(checkpoint.entries)
-
-
-def _covers(glob: str, name: str) -> bool:
-    """Whether a glob matches a name, or what it begins with up to a dot: `layers.0` takes all of a block."""
-    parts = name.split(".")
-    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    return glob in heads or any(fnmatchcase(head, glob) for head in heads)  # brackets may be part of a name
 
 
 def _scales(entries: Sequence[Entry]) -> dict[str, str]:

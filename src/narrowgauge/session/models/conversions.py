@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from narrowgauge.compute.nn import ConversionReport, convert, revert
-from narrowgauge.compute.nn.conversion.rules import covers_name
 from narrowgauge.compute.nn.conversion.structure import clean
 from narrowgauge.compute.nn.conversion.switches import Switch
 from narrowgauge.compute.nn.layer_state import LayerState
@@ -26,6 +25,7 @@ from narrowgauge.compute.nn.linear import Fp8Linear
 from narrowgauge.compute.nn.observer import Observer
 from narrowgauge.compute.recipes import by_name
 from narrowgauge.errors import ConversionError, RecipeError
+from narrowgauge.metrics.site import covers_name
 from narrowgauge.session.machine import native_fp8
 from narrowgauge.session.models.layer_rows import LayerRows, stayed
 from narrowgauge.session.plan import Plan

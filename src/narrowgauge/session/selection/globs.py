@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from narrowgauge.compute.nn.conversion.rules import covers_name
 from narrowgauge.errors import there_are
-from narrowgauge.metrics.site import OPERAND_ROLES, ROLES
+from narrowgauge.metrics.site import OPERAND_ROLES, ROLES, covers_name
 
 
 class SiteGlobs:

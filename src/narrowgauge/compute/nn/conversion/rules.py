@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from narrowgauge.compute.nn.conversion.structure import Layer
+from narrowgauge.metrics.site import covers_name
 
 if TYPE_CHECKING:
     from narrowgauge.compute.recipes import Recipe
@@ -90,17 +90,6 @@ class Rule:
 def covers(pattern: str, layer: Layer) -> bool:
     """Whether a glob matches one of the layer's names or of the modules that hold it."""
     return any(covers_name(pattern, name) for name in layer.names)
-
-
-def covers_name(pattern: str, name: str) -> bool:
-    """Whether a glob matches a qualified name or a prefix of it that ends at a dot, or is one of these as it stands.
-
-    >>> covers_name("tower.*", "tower.head[0]"), covers_name("tower.head[0]", "tower.head[0]")
-    (True, True)
-    """
-    parts = name.split(".")
-    heads = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    return pattern in heads or any(fnmatchcase(head, pattern) for head in heads)
 
 
 def is_router(layer: Layer) -> bool | str:

@@ -16,11 +16,11 @@ from typing import Any
 
 from narrowgauge.compute.nn.conversion.report import Row
 from narrowgauge.compute.nn.conversion.rule_checks import check_patterns
-from narrowgauge.compute.nn.conversion.rules import covers_name
 from narrowgauge.compute.nn.conversion.structure import Layer
 from narrowgauge.compute.recipes import Recipe
 from narrowgauge.compute.recipes.switched import OPERANDS, check, described, switched
 from narrowgauge.errors import ConversionError, nearest
+from narrowgauge.metrics.site import covers_name
 
 ALL_HIGH = "high= keeps all of its products"  # why such a layer stays high
 
