@@ -276,5 +276,5 @@ def test_the_names_at_the_ends_of_lines_have_the_room_that_they_need():
         return figures.shared_steps([trace(name, np.zeros(last), 1), trace("z", np.zeros(101), 1)]).end - 101.0
 
     assert room("current", 101) == pytest.approx(11.0)
-    assert room("s11_accum_eval/current", 101) == pytest.approx(13.5)  # cut to 18 letters
-    assert room("s11_accum_eval/current", 50) == pytest.approx(13.5 + 0.75 * len(" (ended)"))
+    assert room("s11_accum_eval/current", 101) == pytest.approx(16.2)  # cut to 18 letters
+    assert room("s11_accum_eval/current", 50) == pytest.approx(16.2 + 0.9 * len(" (ended)"))

@@ -15,7 +15,7 @@ from narrowgauge.observe.figures.sampling import Floats, keep_extrema
 
 LABEL_ROOM = 0.11  # of the x range, right of the last step, at least
 ENDED = " (ended)"
-ROOM_PER_LETTER = 0.0075  # of a label, in a wide page
+ROOM_PER_LETTER = 0.009  # of a label, in a wide page; they are bold
 LEFT = 66  # pixels left of the axis, the same in all pictures over training steps
 
 
