@@ -1,18 +1,22 @@
-"""Can it be measured that a program is followed, in its steps that are not recorded?
+"""Can it be measured that a program is watched, in its steps that are not recorded?
 
     alone       a block of the program's steps
     again       another one, the same: what blocks differ by where nothing differs
-    followed    a block under `ng.watch`, none of whose steps is recorded
-    rested      the same with `scalars = "recorded"`, where such steps are left alone
+    loss        a block under `ng.watch`, none of whose steps is recorded, with `scalars = "loss"`: rows are brief,
+                as by default once it is known that steps are short
+    all         the same with `scalars = "all"`: each row is whole, as by default where steps are long
+    recorded    the same with `scalars = "recorded"`: there is no row
 
-The four take turns, in another order each round. Told are the medians over rounds of a block's median step over
-that of the round's `alone`, less 1, in percent, each with the interval that holds the median of as many rounds drawn
-from these in 95 of 100 draws. What is told of `followed` and `rested` is measurable where its interval lies above that
-of `again`.
+All take turns, in another order each round. Told are the medians over rounds of a block's median step over that of the
+round's `alone`, less 1, in percent, each with the interval that holds the median of as many rounds drawn from these in
+95 of 100 draws. What is told of a setting is measurable where its interval lies above that of `again`.
+
+A block's first steps are not counted: opening a run reads all weights once.
 
 On a GPU each block is timed as a whole, from one idle GPU to the next.
 
-    python -m benchmarks.watch_measurable [--sizes tiny layers-1024 ...] [--rounds 24] [--steps 8] [--device cuda]
+    python -m benchmarks.watch_measurable [--sizes tiny layers-1024 ...] [--rounds 24] [--steps 8]
+        [--settings loss all recorded] [--device cuda]
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +40,7 @@ from narrowgauge.bench.shapes import sized
 from narrowgauge.observe.stats import host
 from narrowgauge.scripts import gpt
 
-WARM = 3  # steps of each block that are not counted: opening a run reads all weights once
+WARM = 3  # steps of each block that are not counted
 SIZES = ("layers-512", "tiny", "layers-512-float32", "layers-1024", "small")
 DRAWS = 2000
 Train = Callable[[], None]
@@ -77,7 +82,7 @@ def training(name: str, device: str) -> Train:
 
 
 def block(train: Train, steps: int, device: str) -> float:
-    """Milliseconds of a step of this block: the median, or on a GPU the mean."""
+    """Milliseconds of a step of this block behind its first ones: the median, or on a GPU the mean."""
     for _ in range(WARM):
         train()
     if device == "cpu":
@@ -102,27 +107,27 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), medians[DRAWS // 40], medians[-DRAWS // 40 - 1]
 
 
-def row_of(name: str, rounds: int, steps: int, device: str) -> dict[str, Any]:
+def row_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A program's row."""
-    train = training(name, device)
-    took: dict[str, list[float]] = {"alone": [], "again": [], "followed": [], "rested": []}
+    train = training(name, args.device)
+    took: dict[str, list[float]] = {kind: [] for kind in ("alone", "again", *args.settings)}
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"followed": Path(folder) / "followed.toml", "rested": Path(folder) / "rested.toml"}
-        settings["followed"].write_text("")
-        settings["rested"].write_text('[watch]\nscalars = "recorded"\n')
-        for number in range(rounds + 1):
+        for setting in args.settings:
+            (Path(folder) / f"{setting}.toml").write_text(f'[watch]\nscalars = "{setting}"\n')
+        for number in range(args.rounds + 1):
             kinds = list(took)
             turn = number % len(kinds)
             for kind in kinds[turn:] + kinds[:turn]:
-                if kind in settings:
-                    with ng.watch(out=Path(folder) / f"{number}_{kind}", every=NEVER, config=settings[kind]):
-                        ms = block(train, steps, device)
-                else:
-                    ms = block(train, steps, device)
+                watched: AbstractContextManager[object] = nullcontext()
+                if kind in args.settings:
+                    settings = Path(folder) / f"{kind}.toml"
+                    watched = ng.watch(out=Path(folder) / f"{number}_{kind}", every=NEVER, config=settings)
+                with watched:
+                    ms = block(train, args.steps, args.device)
                 if number:  # the first round compiles and imports
                     took[kind].append(ms)
     row: dict[str, Any] = {"program": name, "alone_ms": round(statistics.median(took["alone"]), 2)}
-    for kind in ("again", "followed", "rested"):
+    for kind in ("again", *args.settings):
         median, low, high = interval([100 * (b / a - 1) for a, b in zip(took["alone"], took[kind], strict=True)])
         row |= {f"{kind}_pct": round(median, 2), f"{kind}_from": round(low, 2), f"{kind}_to": round(high, 2)}
     return row
@@ -133,12 +138,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--settings", nargs="+", default=("loss", "all", "recorded"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     host.wait()
     if args.device == "cpu":
         torch.set_num_threads(1)
-    rows = [row_of(name, args.rounds, args.steps, args.device) for name in args.sizes]
+    rows = [row_of(name, args) for name in args.sizes]
     settings = {"rounds": args.rounds, "steps": args.steps, "threads": torch.get_num_threads()}
     record("watch_measurable", settings, rows)
 
