@@ -140,7 +140,7 @@ class Session:
         self.seams = Seams()
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
-        self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
+        self._hear_modules = self.calls.alone.hear = calling.follow(self.seams, self.calls, self.loading)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)
@@ -227,7 +227,7 @@ class Session:
 
     def _deaf(self, deaf: bool) -> None:
         """Modules' calls are not heard for a while; unless something is compiled, which asks what hooks there are."""
-        if not deaf or (self._compiled is not None and not self._compiled.any()):
+        if not deaf or self.seams.resting or (self._compiled is not None and not self._compiled.any()):
             self._hear_modules(not deaf)
 
     def _rest(self, rests: bool) -> None:
@@ -240,6 +240,8 @@ class Session:
         """Why the program is never left alone; "" if it may be."""
         if self.ranks.several():
             return "several ranks train"
+        if self._others_train and self.steps.rest.keeps:
+            return "other models train as well"
         # What is traced would be traced once more with what stands in torch's places at rest.
         return "the program compiles" if self._compiled is not None and self._compiled.any() else ""
 
@@ -326,7 +328,7 @@ class Session:
                 "every": self.plan.every,
                 "update_share": steps.moved_share,
                 **steps.ledger.rows.pace.facts(),
-                **({"steps_left_alone": steps.rest.steps} if steps.rest.steps else {}),
+                **steps.rest.facts(),
                 **({"steps_in_graphs": self.plain.choice.steps} if self.plain.choice.steps else {}),
                 **self.recorder.facts(),
             },

@@ -342,7 +342,7 @@ def test_what_a_program_puts_in_the_place_of_torchs_graph_break_is_left_alone(mo
         return "own"
 
     monkeypatch.setattr(step_breaks, "_original", [])
-    monkeypatch.setattr(step_breaks, "_tell", [])
+    monkeypatch.setattr(step_breaks, "TELLS", [])
     monkeypatch.setattr(torch._dynamo, "graph_break", torchs)
     codes = torchs.__code__, own.__code__
     assert step_breaks.hear(lambda optimizer, ended: None, lambda *_: True)

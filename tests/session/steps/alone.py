@@ -125,9 +125,19 @@ def compared(tmp_path, program, turns=False, **more):
     found, session, writer = run(tmp_path, program, **more)
     assert found == wanted == alone
     assert session.facts()["steps"] == 24
-    with patch.multiple(Usual, begins=lambda *_: False, made=lambda *_: False):
+    with patch.multiple(Usual, begun=lambda *_: None, made=lambda *_: False):
         _, *looked_at = run(tmp_path, program, **more)
     assert told(session, writer) == told(*looked_at)  # each step looked at, none taken to be as the one before
+    kept, in_brief, brief = run(tmp_path, program, "loss", **more)
+    with patch.multiple(Usual, begun=lambda *_: None, made=lambda *_: False):
+        _, *looked_at = run(tmp_path, program, "loss", **more)
+    assert kept == wanted
+    assert told(in_brief, brief) == told(*looked_at)
+    assert set(brief.scalars) == set(every.scalars)
+    for name in (*SAME, "eval_loss"):
+        there = brief.column(name)
+        assert there == {at: every.column(name)[at] for at in there}, name
+    assert set(brief.column("lr")) == set(every.column("lr"))
     assert set(writer.scalars) <= set(every.scalars)
     for name in (*SAME, "eval_loss"):
         there = writer.column(name)

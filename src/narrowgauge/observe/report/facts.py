@@ -184,11 +184,12 @@ def _hash(value: Any) -> str:
 
 
 def _last_digest(run: Run) -> str:
-    """The chained digest of all data that the run saw, in hexadecimal; "" where none was recorded."""
+    """The chained digest of all data that the run saw, in hexadecimal; "" where none was recorded, or not of all."""
     if "data_digest" not in run.scalar_names:
         return ""
     values = run.scalars("data_digest")["data_digest"]
-    return f"{int(values[-1]):013x}" if len(values) and np.isfinite(values[-1]) else ""
+    known = np.isfinite(values)
+    return f"{int(values[-1]):013x}" if known.any() and known[known.argmax() :].all() else ""
 
 
 def _watch(watch: Any) -> str:
@@ -207,6 +208,9 @@ def _watch(watch: Any) -> str:
     recorded, other = (watch.get(f"{kind}_step_seconds") for kind in ("recorded", "other"))
     if isinstance(recorded, (int, float)) and isinstance(other, (int, float)) and other > 0:
         parts.append(f"a recorded one takes {recorded / other:.2f} times as long as another")
+    brief = watch.get("steps_in_brief")
+    if isinstance(brief, int) and brief:
+        parts.append(f"{words.count(brief)} of the others in brief (loss, learning rates and time)")
     graphs = watch.get("steps_in_graphs")
     if isinstance(graphs, int) and graphs:
         parts.append(f"{graphs} recorded ones in compiled graphs of their own")

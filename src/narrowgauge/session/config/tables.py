@@ -78,9 +78,10 @@ class Watch(Table):
     compiled: Literal["auto", "graphs", "uncompiled"] = "auto"
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""
-    scalars: Literal["all", "recorded"] = "all"
-    """Which steps have a row of scalars (loss, norms, rates): `all`; or those that are `recorded`, one before and one
-    behind each, and a program of one process is left alone between them. In `compare` all have one."""
+    scalars: Literal["auto", "all", "loss", "recorded"] = "auto"
+    """What a step's row of scalars has (loss, norms, rates, tokens) in a program of one process: `all` of it in each
+    step; between recorded ones, one before and one behind each, only the `loss`, the learning rates and the time, or no
+    row at all (`recorded`). `auto`: `loss` while steps are shorter than 0.1 s, else `all`. `compare` has all."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 

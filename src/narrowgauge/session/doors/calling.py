@@ -22,8 +22,18 @@ from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.session.doors.seams import Seams
 
 
+class Expects(Protocol):
+    """Expects calls of a model while steps are left alone."""
+
+    expected: Callable[[], nn.Module | None]  # the one that was called last
+
+
 class HearsCalls(Protocol):
     """Hears of modules and checkpoints."""
+
+    @property
+    def alone(self) -> Expects:
+        """Who hears of models while steps are left alone."""
 
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run its forward."""
@@ -53,7 +63,8 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
             return
-        if not (seams.resting and torch.is_grad_enabled() and calls.known(module)):  # evaluations are heard always
+        learns = seams.resting and torch.is_grad_enabled()  # evaluations are heard always
+        if not (learns and (module is calls.alone.expected() or calls.known(module))):
             calls.module_called(module, args)
 
     def hear(heard: bool) -> None:

@@ -63,11 +63,11 @@ class HearsUpdates(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
-    def alone(self, optimizer: Optimizer | None = None) -> bool:
-        """Whether an optimizer's step, or else a backward, that begins while seams rest is to be left alone."""
+    def alone(self, optimizer: Optimizer | None = None, loss: Any = None) -> bool:
+        """Whether an optimizer's step, or else a backward on this, that begins while seams rest is to be left alone."""
 
-    def backward_passed(self) -> None:
-        """Such a backward returned, or raised."""
+    def backward_passed(self, *, failed: bool = False) -> None:
+        """Such a backward returned, or `failed`."""
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """It ended while seams rest; whether nobody else is to be told."""
@@ -114,14 +114,17 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if backward_task() != NO_TASK:  # a reentrant checkpoint's own backward is no new microbatch
+            # A reentrant checkpoint's own backward is no new microbatch.
+            if backward_task() != NO_TASK or not seams.telling:
                 original(tensors, *args, **kwargs)
                 return
-            if seams.resting and updates.alone():
+            if seams.resting and updates.alone(loss=tensors):
                 try:
                     original(tensors, *args, **kwargs)
-                finally:
-                    updates.backward_passed()
+                except BaseException:
+                    updates.backward_passed(failed=True)
+                    raise
+                updates.backward_passed()
                 return
             if capturing():
                 graphs.backward_captured(tensors)
@@ -160,14 +163,14 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if not torch.compiler.is_dynamo_compiling():
+            if not torch.compiler.is_dynamo_compiling() and seams.telling:
                 updates.gradients_zeroed(self)
 
         return run
 
-    seams.replace(torch.autograd, "backward", backward)
-    seams.replace(Optimizer, "zero_grad", zero_grad, rests=True)
-    seams.replace(nn.Module, "zero_grad", zero_grad, rests=True)
+    seams.replace(torch.autograd, "backward", backward, alone=True)
+    seams.replace(Optimizer, "zero_grad", zero_grad, alone=True)
+    seams.replace(nn.Module, "zero_grad", zero_grad, alone=True)
     seams.replace(torch.amp.GradScaler, "step", scaler_step)
     heard: set[type] = set()
 

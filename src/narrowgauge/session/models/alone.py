@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, heard
+from narrowgauge.session.models.frames import CALLING
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.running import Running
 from narrowgauge.session.steps.loading import Loading
@@ -41,24 +45,30 @@ class CallsAlone:
         self.rest = steps.rest
         self._running, self.hearing, self._steps, self._loading = running, hearing, steps, loading
         self._learns, self._recover = learns, recover
+        self.hear: Callable[[bool], None] = lambda heard: None  # has calls of modules heard, or none of them
+        self.expected: Callable[[], nn.Module | None] = lambda: None  # the model that was called last, while it lives
 
     @partial(passed_over, below=True)
     def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A model is called while the program is left alone; whether it is left alone with that."""
+        running, steps = self._running, self._steps
         if self.hearing.ident != get_ident():
             return False
         if backward_task() != NO_TASK:
             return True
-        running = self._running
         if running.depth:
             self._recover()
         if not running.depth:
             if not (torch.is_grad_enabled() or self._learns()):
                 return False
-            running.of(root)
-            running.alone = True
-            if self.hearing.plainly() and self._steps.usual.begins(root):
-                self._loading.evaluated()
+            frame: FrameType | None = sys._getframe(1)  # as `Running.of`, in one function
+            while frame is not None and frame.f_code is not CALLING:
+                frame = frame.f_back
+            running.call, running.root, running.alone = frame, root, True
+            self.hear(False)
+            if root is steps.usual.model and steps.evals.idle and self.hearing.plainly():
+                self.rest.called = steps.evals.fed = True
+                self._loading.of_thread.waited = 0.0
             else:
                 self._called(root, args, kwargs)
         elif not running.alone:  # in an evaluation
@@ -79,6 +89,7 @@ class CallsAlone:
         self._loading.evaluated()
         self._steps.evals.training_begins()
         self._steps.usual.begun(root)
+        self.expected = root.reference
 
     @partial(passed_over, below=True)
     def passed(self) -> bool:
@@ -88,5 +99,8 @@ class CallsAlone:
             return False
         running.depth -= 1
         if not running.depth:
-            running.over()
+            if running.rerouted is not None or running.inside is not None:
+                running.over()
+            running.call, running.root, running.alone = None, None, False
+            self.hear(True)
         return True

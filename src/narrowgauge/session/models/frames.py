@@ -7,13 +7,13 @@ from types import FrameType
 
 from torch import nn
 
-_CALLING = nn.Module._call_impl.__code__
+CALLING = nn.Module._call_impl.__code__
 
 
 def innermost_call() -> FrameType | None:
     """The nearest call of a module on this thread; None outside of any."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALLING:
+    while frame is not None and frame.f_code is not CALLING:
         frame = frame.f_back
     return frame
 

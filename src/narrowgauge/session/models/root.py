@@ -96,6 +96,11 @@ class Root:
         return whole is not None and (whole is module or whole._modules.get("_orig_mod") is module)
 
     @property
+    def reference(self) -> ref[nn.Module]:
+        """What is called, held weakly."""
+        return self._module
+
+    @property
     def followed(self) -> bool:
         """Whether its own hooks tell of its calls; or a compiled function's around it do."""
         return self._around is not None

@@ -30,6 +30,7 @@ class Running:
         refers: it is without gradients, on a batch that trains.
         alone: it is of a step that is left alone.
         inside: hears its end, where what is called is inside of what `root` tells of.
+        call: torch's; None where a compiled function is called.
         rerouted: takes back what `first_call.reroute` did.
     """
 
@@ -40,11 +41,11 @@ class Running:
         self.training = self.teaches = self.refers = self.alone = False
         self.inside: RemovableHandle | None = None
         self.rerouted: Callable[[], None] | None = None
-        self._call: FrameType | None = None  # torch's; None where a compiled function is called
+        self.call: FrameType | None = None
 
     def of(self, root: Root) -> None:
         """The outermost call is one of this."""
-        self._call, self.root = innermost_call(), root
+        self.call, self.root = innermost_call(), root
         self._deaf(True)
 
     def refused(self) -> None:
@@ -54,15 +55,15 @@ class Running:
 
     def lost(self) -> bool:
         """Whether it was left without a word."""
-        return self.depth > 0 and self._call is not None and not still_runs(self._call)
+        return self.depth > 0 and self.call is not None and not still_runs(self.call)
 
     def raised(self) -> bool:
         """Whether the error that is being handled came out of it."""
-        return self._call is not None and left_by_an_error(self._call)
+        return self.call is not None and left_by_an_error(self.call)
 
     def over(self) -> None:
         """It has ended."""
-        self._call = self.root = None
+        self.call = self.root = None
         self._deaf(False)
         self.training = self.teaches = self.refers = self.alone = False
         if self.rerouted is not None:

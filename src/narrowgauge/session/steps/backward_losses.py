@@ -63,25 +63,29 @@ class BackwardLosses:
 
         Returns its number, without a scaler's scale.
         """
-        if type(loss) is Tensor and not (self._scaled or self._waiting) and loss.numel() == 1:  # as it mostly is
+        number = self.number(loss)
+        if number is not None:
             self.numbers += 1
-            self._steps.ledger.add_microbatch(loss)
+            self._steps.ledger.add_microbatch(number)
+        elif not staged and any(isinstance(x, Tensor) for x in (loss if isinstance(loss, tuple | list) else (loss,))):
+            self._vectors += 1
+            self._steps.ledger.add_microbatch(None)
+        return number
+
+    def number(self, loss: Any) -> Tensor | None:
+        """What it is without a scaler's scale, of several their sum; None if that is no number."""
+        if type(loss) is Tensor and not (self._scaled or self._waiting) and loss.numel() == 1:  # as it mostly is
             return loss
         losses = [self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))]
         tensors = [each for each in losses if isinstance(each, Tensor)]
-        if tensors and len(tensors) == len(losses) and all(each.numel() == 1 for each in tensors):
-            self.numbers += 1
-            first, *others = tensors
-            if others:
-                first = first.detach().float().reshape(())
-            for other in others:
-                first = first + other.detach().to(first).reshape(())
-            self._steps.ledger.add_microbatch(first)
-            return first
-        if tensors and not staged:
-            self._vectors += 1
-            self._steps.ledger.add_microbatch(None)
-        return None
+        if not tensors or len(tensors) < len(losses) or any(each.numel() != 1 for each in tensors):
+            return None
+        first, *others = tensors
+        if others:
+            first = first.detach().float().reshape(())
+        for other in others:
+            first = first + other.detach().to(first).reshape(())
+        return first
 
     def notes(self, backwards: int) -> list[str]:
         """Of how many of all backward passes there is none, if there is of others."""

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.aside import Aside
 from narrowgauge.session.steps.line import Events, Line
-from narrowgauge.session.steps.looking import gradients
+from narrowgauge.session.steps.looking import gradients, learning_rates
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.turns import held
 from narrowgauge.session.tensors.deferred import kept
@@ -62,10 +62,7 @@ class Ledger:
         self.line.before = self.line.loss, self.line.microbatches
         self.line.microbatches += 1
         if loss is not None:
-            more = kept(here(loss))
-            if isinstance(more, Tensor) and (more.dim() or more.dtype != torch.float32):
-                more = more.reshape(()).float()
-            self.line.loss = more if self.line.loss is None else _added(self.line.loss, more)
+            add_loss(self.line, loss)
 
     def divide(self, by: float) -> None:
         """The step's gradients so far were divided: so is its loss."""
@@ -119,12 +116,30 @@ class Ledger:
             self.line.scalars["step_seconds"] = so_far + seconds
             self.steps = self.line.step
 
-    def left_alone(self, *, skipped: bool) -> None:
-        """A step was made of which nobody was told more."""
+    def left_alone(self, line: Line | None, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        """A step was made by this of which nobody was told more than is in the line, if that is kept."""
         self.steps += 1
-        self.aside.taken()
-        self.rows.skipped_steps += skipped
-        self.rows.pace.passed()
+        away = self.aside.taken()
+        if line is None:
+            self.rows.skipped_steps += skipped
+            self.rows.pace.passed()
+            return
+        if skipped:
+            line.scalars["skipped"] = 1.0
+        self._clock.away += away
+        self.keep(line, optimizer, disturbed=away > 0.0)
+
+    def keep(self, line: Line, optimizer: Optimizer, *, disturbed: bool = False) -> None:
+        """The line of a step that was left alone is finished."""
+        clock, groups = self._clock, optimizer.param_groups
+        if len(groups) == 1 and type(rate := groups[0].get("lr")) is float:  # as mostly
+            line.scalars["lr"] = rate
+        else:
+            learning_rates(line, optimizer)
+        line.disturbed = disturbed
+        line.scalars["step_seconds"] = clock.lap()
+        line.events, clock.pair = clock.pair, None
+        self.rows.hold(line)
 
     def heard_again(self, *optimizers: Optimizer) -> None:
         """These made the last step, that was left alone. What comes next is timed, what was so far is not."""
@@ -179,6 +194,14 @@ class Ledger:
         self.rows.finish()
 
 
+def add_loss(line: Line, loss: Tensor) -> None:
+    """A loss of a step, which has one more from now on; in float32, as it is now."""
+    more = kept(here(loss))
+    if isinstance(more, Tensor) and (more.dim() or more.dtype != torch.float32):
+        more = more.reshape(()).float()
+    line.loss = more if line.loss is None else _added(line.loss, more)
+
+
 def _added(loss: Tensor | float, more: Tensor | float) -> Tensor | float:
     """Both, in float32 wherever they are."""
     if isinstance(loss, Tensor):
@@ -199,7 +222,7 @@ class Laps:
         self.ending = 0.0  # and so many for what the step before had recorded
         self._last = time.perf_counter()
         self._before: torch.cuda.Event | None = None
-        self._pair: Events = None
+        self.pair: Events = None  # of the last lap, until somebody takes them
 
     def lap(self) -> float:
         """Host seconds since the last lap, less what was `away` or `ending`."""
@@ -209,7 +232,7 @@ class Laps:
         if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._pair = (self._before, event) if self._before is not None else None
+            self.pair = (self._before, event) if self._before is not None else None
             self._before = event
         return max(seconds, 0.0)
 
@@ -220,5 +243,5 @@ class Laps:
 
     def events(self) -> Events:
         """The two device events of the last lap, if there were any."""
-        pair, self._pair = self._pair, None
+        pair, self.pair = self.pair, None
         return pair

@@ -22,9 +22,11 @@ class Line:
     step: int
     loss: Tensor | float | None = None
     microbatches: int = 0
+    backwards: int = 0  # calls of backward, which microbatches are not where some were thrown away or tried
     tokens: int = 0
     scalars: dict[str, float | Tensor] = field(default_factory=dict)
     recorded: bool = False  # tensors are looked at in this step
+    brief: bool = False  # nobody looked at it: its loss, rates and time are all that is kept
     disturbed: bool = False  # an evaluation or a probe fell into its time
     before: tuple[Tensor | float | None, int] = (None, 0)  # loss and microbatches before the last one was added
     learned: int = 0  # tokens of those whose backward pass went through
@@ -66,7 +68,8 @@ class Line:
             numbers["data_digest"] = stored(self.digest)
         if self.loss is not None:
             numbers["loss"] = self.loss
-        numbers["microbatches"] = self.microbatches
+        if not self.brief:
+            numbers["microbatches"] = self.microbatches
         if self.tokens:  # or none were found, which is no number of tokens
             numbers["tokens"] = self.tokens
         if turn is not None:

@@ -32,17 +32,18 @@ class Loading:
 
     Attributes:
         seen: whether any loader was, where training is followed.
+        of_thread: what the calling thread has `waited` for batches that no model was called with yet, in seconds.
     """
 
     def __init__(self, hearing: Hearing, evals: EvalLosses, aside: Aside) -> None:
         self._hearing, self._evals, self._aside = hearing, evals, aside
         aside.waits = self.evaluated
-        self._thread = _OfThread()
+        self.of_thread = _OfThread()
         self.seen = False
 
     def batch_loaded(self, seconds: float, iterator: Any, *, last: bool = False) -> None:
         """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
-        self._thread.waited += seconds
+        self.of_thread.waited += seconds
         if self._hearing.perhaps_mine():
             self.seen = True
             self._aside.loaded(seconds)
@@ -55,7 +56,7 @@ class Loading:
 
     def evaluated(self) -> float:
         """A model is called without gradients: what was waited for is no step's, unless that trains on the batch."""
-        waited, self._thread.waited = self._thread.waited, 0.0
+        waited, self.of_thread.waited = self.of_thread.waited, 0.0
         return waited
 
     def trained(self, line: Line) -> None:

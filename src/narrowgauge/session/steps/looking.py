@@ -83,7 +83,9 @@ def learning_rates(line: Line, optimizer: Optimizer) -> None:
     What is stepped group by group has no parameters in the others meanwhile, and in none before its first step.
     """
     groups = optimizer.param_groups
-    for group in [group for group in groups if group["params"]] or groups:
+    if len(groups) > 1:
+        groups = [group for group in groups if group["params"]] or groups
+    for group in groups:
         rate, at = group.get("lr"), id(group)
         if rate is not None and at not in line.rates and len(line.rates) < MOST_RATES:
             line.rates[at] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)

@@ -16,6 +16,7 @@ from typing import Any
 
 LATEST = 64
 FEWEST = 3  # steps of a kind, before anything is said of it
+SHORT, SETTLED = 0.1, 32  # seconds of a step, and so many steps, before it is called short
 DEAR, CHEAP = 0.05, 0.02  # shares: of what is told, and of what is proposed
 WORTH_TELLING = 5.0  # seconds that the program lost
 CADENCES = tuple(step * 10**power for power in range(1, 6) for step in (1, 2, 5))
@@ -46,6 +47,12 @@ class Pace:
     def passed(self) -> None:
         """A step was made that nobody timed, and that was not recorded."""
         self._steps[False] += 1
+
+    @property
+    def short(self) -> bool:
+        """Whether steps are known to be so short that it can be measured what a whole row of each takes."""
+        others = self._seconds[False]
+        return self._steps[False] >= SETTLED and len(others) >= FEWEST and statistics.median(others) < SHORT
 
     def _medians(self) -> tuple[float, float] | None:
         """Of a recorded step and of another; None before there are enough of both."""

@@ -1,23 +1,31 @@
-"""Steps that are left alone, where the settings ask for it: those between the recorded ones.
+"""Steps that are left alone, where the settings say so: those between the recorded ones.
 
-    step    8   9  10  11  12 ... 18  19  20  21      every = 10, scalars = "recorded"
-    row         x   R   x              x   R   x      R: with tensors
+    step    8   9  10  11  12 ... 18  19  20  21      every = 10
+    row     -   x   R   x   -       -   x   R   x     x: of scalars, R: with tensors as well
+                                                      -: none (scalars = "recorded"); of loss, rates and time ("loss")
 
-Of such a step no more is heard than that a model was called with gradients, or backward was, and that the optimizer has
-stepped since: one look at a flag in each function of ours that a program passes. So it has neither a loss nor a norm.
-Evaluations are heard as ever. A program that goes on otherwise than in the two steps before (with another optimizer,
-by a graph) has a row of each step from there on; but none of one that had begun, of which a part was not heard.
+Of such a step no more is heard than that a model was called with gradients, or backward was, and on which number, and
+that the optimizer has stepped since: a few short functions. Evaluations are heard as ever. A program that goes on
+otherwise than in the two steps before (with another optimizer, by a graph) has a row of each step from there on; but
+none of one that had begun, of which a part was not heard.
+
+A loss is what `backward` was called on, so often as in the last step that was looked at. If it is otherwise, or not
+finite, the next step is looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from weakref import ReferenceType, ref
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.line import Line
 
+_UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
 AROUND = 1  # steps before a recorded one, and behind it, that have a row
 
 
@@ -25,18 +33,26 @@ class Rest:
     """Whether the program is left alone now.
 
     Args:
-        asked: whether it is to be, wherever that can be.
+        scalars: what the settings ask for (`watch.scalars`).
+        possible: whether the program may be left alone at all.
+        short: whether its steps are, where that is what it depends on.
 
     Attributes:
+        asked: whether it is to be left alone, wherever that can be.
+        keeps: whether the losses, rates and times of steps that are left alone are kept.
         on: it is, until its steps are `over`.
         called: in the step that it makes a model was called with gradients, or backward was called.
         steps: that were left alone so far.
         until: the last step that is left alone; None if nothing ends it but the program.
         refused: why it is not to be, asked before it is; "" if it may.
+        line: of the step that is being made, as far as it is kept.
+        backwards: calls of backward that such a step has.
     """
 
-    def __init__(self, *, asked: bool) -> None:
-        self.asked, self.on = asked, False
+    def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
+        self.asked, self.keeps, self.on = possible and scalars != "all", scalars != "recorded", False
+        self._said = scalars if scalars in ("loss", "recorded") else ""
+        self._short: Callable[[], bool] = short if scalars == "auto" else lambda: True
         self.refused: Callable[[], str] = lambda: ""
         self.called = False
         self.steps = 0
@@ -44,6 +60,9 @@ class Rest:
         self.until: int | None = None
         self._given_up = ""
         self._unlike = False  # a step was not as the one before
+        self.line: Line | None = None
+        self._trainers: set[int] = set()  # who makes these steps
+        self.backwards = 0
 
     def follows(self, line: Line, *, called: bool, before: set[int]) -> bool:
         """Whether a step of this line may be the last with a row: `called` in it was a model, and the same optimizer
@@ -52,18 +71,37 @@ class Rest:
         regular = called and line.microbatches > 0 and alone
         self._unlike |= bool(before) and not regular
         led = (leader := self.leader) is not None and id(leader) in line.optimizers
-        return not self.on and not line.recorded and regular and led
+        return not self.on and not line.recorded and regular and led and (not self.keeps or self._known(line))
 
-    def begin(self, step: int, due: int | None) -> bool:
-        """Leave the program alone, which begins the next step; False if a recorded one is `due` soon."""
+    def _known(self, line: Line) -> bool:
+        """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
+        heard = line.loss is not None and line.backwards == line.microbatches and "loss_scale" not in line.scalars
+        return heard and self._short()
+
+    def begin(self, line: Line, due: int | None) -> bool:
+        """Leave the program alone, which begins the step behind this one; False if a recorded one is `due` soon."""
         self.until = None if due is None else due - 1 - AROUND
-        if self.until is not None and self.until <= step:
+        if self.until is not None and self.until <= line.step:
             return False
         if why := self.refused():
             self.give_up(why)
             return False
         self.called = self.on = True
+        self._trainers, self.backwards = line.trainers, line.backwards
+        self.opened(line.step + 1)
         return True
+
+    def opened(self, step: int) -> None:
+        """This one is the next; it is left alone."""
+        self.line = Line(step, brief=True, trainers=self._trainers, clips=_UNCLIPPED) if self.keeps else None
+
+    def is_like(self, line: Line) -> bool:
+        """Whether the step of this line, which is made, is as those before; if backward was not, it has no loss."""
+        loss = line.loss
+        if line.backwards == self.backwards and loss is not None:
+            return isinstance(loss, Tensor) or isfinite(loss)
+        line.loss = None
+        return False
 
     def led_by(self, optimizer: Optimizer) -> None:
         """This one made a step that has a row."""
@@ -87,10 +125,14 @@ class Rest:
         if self.asked:
             self.asked, self._given_up = False, why
 
+    def facts(self) -> dict[str, int]:
+        """How many steps were left alone, by what is kept of them; nothing if none was."""
+        return {"steps_in_brief" if self.keeps else "steps_left_alone": self.steps} if self.steps else {}
+
     def notes(self, steps: int) -> list[str]:
         """How many of all steps were left alone, and why not more."""
         notes = []
-        if self.steps:
+        if self.steps and not self.keeps:
             notes.append(
                 f"{self.steps} of {steps} steps were left alone, as watch.scalars asks: they have no row, and what was "
                 "not finite or skipped in them is not counted."
@@ -98,6 +140,9 @@ class Rest:
         why = self._given_up
         if self.asked and self._unlike and not self.steps:
             why = "the program's steps are not each one step of the same optimizer, behind a model's call"
-        if why:
-            notes.append(f'watch.scalars is "recorded", but {why}: each step has a row{" since" * bool(self.steps)}.')
+        if why and self._said:
+            notes.append(
+                f'watch.scalars is "{self._said}", but {why}: each step has a {"whole " * self.keeps}row'
+                f"{' since' * bool(self.steps)}."
+            )
         return notes

@@ -68,6 +68,10 @@ class StepRows:
                 self._give()
                 self._put(line, self._merged)
             return
+        self.hold(line)
+
+    def hold(self, line: Line) -> None:
+        """The same where there are no other ranks."""
         self._held.append(line)
         alone = line.recorded or line.events is not None or (isinstance(line.loss, Tensor) and not line.loss.is_cpu)
         if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:

@@ -59,8 +59,9 @@ class Steps:
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses(lambda: self.ledger.steps, self.ledger.aside)
-        asked = plan.watch.get("scalars") == "recorded" and plan.compiling and plan.steps is None and probe is None
-        self.rest = Rest(asked=asked)
+        possible = plan.compiling and plan.steps is None and probe is None
+        pace = self.ledger.rows.pace
+        self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=lambda: pace.short)
         self.usual = Usual(self.rest, self.ledger, self.evals)
         self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
         self._fed = 0  # the last step in which a model was called with gradients
@@ -176,7 +177,7 @@ class Steps:
         line = self.ledger.line
         if line is None or not self.rest.follows(line, called=self._fed == line.step, before=self.stepped):
             return False
-        if not self.rest.begin(line.step, self._recorder.next_due(line.step)):
+        if not self.rest.begin(line, self._recorder.next_due(line.step)):
             return False
         self._who_stepped(line)
         self.ledger.close()
@@ -192,10 +193,13 @@ class Steps:
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """This optimizer has stepped, or was `skipped`, while the program is left alone."""
-        called, leader = self.rest.called, self.rest.leader
+        called, leader, line = self.rest.called, self.rest.leader, self.rest.line
         if called or optimizer is leader:
-            self.ledger.left_alone(skipped=skipped)
+            if line is not None and not self.rest.is_like(line):
+                self.rest.end_soon()
+            self.ledger.left_alone(line, optimizer, skipped=skipped)
             self.rest.steps += 1
+            self.rest.opened(self.ledger.steps + 1)
         self.rest.called = False
         self.evals.stepped()
         if not (called and optimizer is leader):
@@ -216,7 +220,7 @@ class Steps:
         if self.rest.on and self.rest.called and not now:
             self.rest.end_soon()
         elif self.rest.on:
-            self.rest.on = False
+            self.rest.on, self.rest.line = False, None
             self.ledger.heard_again(*(made or filter(None, [self.rest.leader])))
             self.resting(False)
 

@@ -25,6 +25,7 @@ from threading import get_ident
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -36,11 +37,14 @@ from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
+from narrowgauge.session.steps.ledger import add_loss
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
 
+_NoFunctionModes, _modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
 ENGINE = "an engine steps that multiplies losses, clips or skips by itself"
 
 
@@ -108,6 +112,8 @@ class Updates:
         self._steps.enter(usual=True)
         if self._steps.rest.on:
             return
+        if (line := self._steps.ledger.line) is not None:
+            line.backwards += 1
         self._steps.backward_begins()
         self._clips.grown()
         if not self._closure_again:
@@ -178,6 +184,8 @@ class Updates:
     @heard
     def gradients_divided(self, by: float) -> None:
         """The gradients of the open step were divided, so its losses are."""
+        if self._steps.rest.keeps:
+            self._steps.rest.give_up("a pipeline divides the gradients of its microbatches")
         self._steps.ledger.divide(by)
 
     @passed_over
@@ -185,6 +193,8 @@ class Updates:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
         if not self._steps.made:  # as it mostly is
             self._zeroed(owner)
+        elif (line := self._steps.rest.line) is not None and line.backwards:
+            line.loss = None  # perhaps, and of which of them nobody asks
 
     @heard
     def _zeroed(self, owner: Optimizer | nn.Module) -> None:
@@ -251,22 +261,41 @@ class Updates:
             self._steps.rest.led_by(optimizer)
         self._made(early=early)
 
-    def alone(self, optimizer: Optimizer | None = None) -> bool:
+    def alone(self, optimizer: Optimizer | None = None, loss: Any = None) -> bool:
         """Whether an optimizer's step, or else a backward, that the calling thread begins is to be left alone."""
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         if optimizer is None:
+            rest = self._steps.rest
             self._stepping, self.hearing.waits = None, True
-            if not self._steps.rest.called:
+            if not rest.called:
                 self._steps.called_alone()
+            if (line := rest.line) is not None:
+                line.backwards += 1
+                with _NoFunctionModes():
+                    plain = type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32 and not loss.dim()
+                    if plain and line.backwards == 1 and not _modes():  # as `add_loss` does, at once
+                        line.loss = loss.item()
+                        return True
+                self._loss_alone(line, loss)
         elif self._stepping is None or self._stepping() is None:
             self._stepping = ref(optimizer)
         return True
 
+    @heard
+    def _loss_alone(self, line: Line, loss: Any) -> None:
+        number = self.losses.number(loss)
+        if number is not None and (line.loss is not None or line.backwards == 1):
+            add_loss(line, number)
+        else:  # not all of the step's are known
+            line.loss = None
+
     @passed_over
-    def backward_passed(self) -> None:
-        """Such a backward returned, or raised."""
+    def backward_passed(self, *, failed: bool = False) -> None:
+        """Such a backward returned, or `failed`."""
         self.hearing.waits = self._stepped_in_backward = False
+        if failed and (line := self._steps.rest.line) is not None:
+            line.loss = None
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped while the program is left alone; whether that is all there is to it."""

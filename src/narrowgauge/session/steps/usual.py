@@ -6,18 +6,20 @@ at once, for as long as nothing else is heard: no evaluation, no other model, no
 come to is what they have in the end.
 
     begun, ended       a step that they were told of, as it should be
-    begins, made       further ones, that are as that was
-    begins: False      something is otherwise: they are told, and this step is looked at as that one was
+    model, made        further ones, that are as that was: whose call (`CallsAlone.passes`) and which step
+    made: False        something is otherwise: they are told, and this step is looked at as that one was
     over               the next step has a row
 """
 
 from __future__ import annotations
 
+from math import isfinite
 from weakref import ReferenceType, ref
 
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.ledger import Ledger
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.rest import Rest
 
@@ -27,12 +29,15 @@ class Usual:
 
     Args:
         rest, ledger, evals: the session's.
+
+    Attributes:
+        model: what is called with gradients in steps that are as usual; None where none is.
     """
 
     def __init__(self, rest: Rest, ledger: Ledger, evals: EvalLosses) -> None:
         self._rest, self._ledger, self._evals = rest, ledger, evals
         self._called: object = None  # the model that was called last with gradients, where `rest` was told
-        self._model: object = None  # the same of the steps that are as usual; None: none is
+        self.model: object = None
         self._optimizer: ReferenceType[Optimizer] | None = None  # that makes them
 
     def begun(self, model: object) -> None:
@@ -41,29 +46,30 @@ class Usual:
 
     def ended(self, optimizer: Optimizer) -> None:
         """A step was as it should be, made by this; those that are as it was are as they should be."""
-        self._model, self._optimizer = self._called, ref(optimizer)
+        self.model, self._optimizer = self._called, ref(optimizer)
 
     def over(self) -> None:
         """The next step has a row."""
-        self._called = self._model = self._optimizer = None
-
-    def begins(self, model: object) -> bool:
-        """This is called with gradients: whether that is as usual, and done with."""
-        if model is not self._model or not self._evals.idle:
-            return False
-        self._rest.called = self._evals.fed = True
-        return True
+        self._called = self.model = self._optimizer = None
 
     def made(self, optimizer: Optimizer) -> bool:
         """This one stepped: whether that is as usual, and done with."""
         rest, ledger = self._rest, self._ledger
-        known, made = self._optimizer, ledger.steps + 1
+        known, made, line = self._optimizer, ledger.steps + 1, rest.line
         if known is None or known() is not optimizer or not (rest.called and self._evals.idle):
             return False
         if rest.until is not None and made >= rest.until:
             return False
+        if line is not None and (line.backwards != rest.backwards or line.loss is None):
+            return False
+        if line is not None and type(line.loss) is float and not isfinite(line.loss):
+            return False
         ledger.steps = made
-        ledger.rows.pace.passed()
         rest.steps += 1
         rest.called = self._evals.fed = False
+        if line is None:
+            ledger.rows.pace.passed()
+        else:
+            ledger.keep(line, optimizer)
+            rest.line = Line(made + 1, brief=True, trainers=line.trainers, clips=line.clips)  # as `Rest.opened`
         return True

@@ -111,24 +111,15 @@ class _Running(threading.local):
     """Steps that run on this thread: one that calls its base class's, which torch hooks as well, is one."""
 
     def __init__(self) -> None:
-        self._inner: dict[int, int] = {}  # by the optimizers' ids: how many of each run inside of its outermost
+        self.inner: dict[int, int] = {}  # by the optimizers' ids: how many of each run inside of its outermost
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer's step begins; whether it is an outermost."""
         number = id(optimizer)
-        if number in self._inner and _steps_already(optimizer):  # or that one was left by an error
-            self._inner[number] += 1
+        if number in self.inner and _steps_already(optimizer):  # or that one was left by an error
+            self.inner[number] += 1
             return False
-        self._inner[number] = 0
-        return True
-
-    def ended(self, optimizer: Optimizer) -> bool:
-        """The same of its end."""
-        number = id(optimizer)
-        if self._inner.get(number):
-            self._inner[number] -= 1
-            return False
-        self._inner.pop(number, None)
+        self.inner[number] = 0
         return True
 
 
@@ -161,7 +152,11 @@ IN_GRAPH, BETWEEN, BREAKS = "in its graph", "between graphs", "breaks"
 @partial(passed_over, below=True)
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not torch.compiler.is_dynamo_compiling():
-        return _tell_begins(optimizer, args, kwargs) if _running.begins(optimizer) else None
+        if len(_BEGINS) != 1 or id(optimizer) in _running.inner:
+            return _tell_begins(optimizer, args, kwargs) if _running.begins(optimizer) else None
+        _running.inner[id(optimizer)] = 0  # as mostly: each function that is called here takes microseconds
+        (begins,) = _BEGINS.values()
+        return begins(optimizer, args, kwargs)
     way = BREAKS if _closure(args, kwargs) else _way(type(optimizer))
     if way == IN_GRAPH and hasattr(optimizer, "_narrowgauge_handle"):
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -176,11 +171,14 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 @partial(passed_over, below=True)
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
-        if not _running.ended(optimizer):
+        number = id(optimizer)
+        if inner := _running.inner.pop(number, 0):
+            _running.inner[number] = inner - 1
             return
-        told = step_breaks.resumed() and _between(optimizer, args, kwargs)
+        told = step_breaks.TELLS and step_breaks.resumed() and _between(optimizer, args, kwargs)
         if not told or _way(type(optimizer)) != BETWEEN:
-            _tell_ended(optimizer)
+            for ended in list(_ENDED.values()):
+                ended(optimizer, False)
         return
     way = BREAKS if _closure(args, kwargs) else _way(type(optimizer))
     if way == IN_GRAPH and hasattr(optimizer, "_narrowgauge_handle"):

@@ -44,7 +44,7 @@ class _OfThread(threading.local):
 _here = _OfThread()
 _original: list[tuple[FunctionType, CodeType]] = []  # the program may have put another in its place since
 _asked = False
-_tell: list[tuple[Tell, Between]] = []
+TELLS: list[tuple[Tell, Between]] = []
 
 
 def hear(tell: Tell, between: Between) -> bool:
@@ -62,13 +62,13 @@ def hear(tell: Tell, between: Between) -> bool:
     if not _original:
         _original.append((breaks, breaks.__code__))
         breaks.__code__ = graph_break.__code__
-    _tell[:], _asked = [(tell, between)], True
+    TELLS[:], _asked = [(tell, between)], True
     return True
 
 
 def forget() -> None:
     """Tell nobody from now on."""
-    _tell.clear()
+    TELLS.clear()
     if _original:
         breaks, code = _original.pop()
         breaks.__code__ = code
@@ -101,7 +101,7 @@ passed_over(graph_break, below=True)
 
 def called() -> None:
     """`graph_break` was called, of whose code a graph has nothing."""
-    frame, heard = sys._getframe(2), list(_tell)  # who hears may come and go on another thread
+    frame, heard = sys._getframe(2), list(TELLS)  # who hears may come and go on another thread
     around = frame.f_back
     if frame.f_code is not _USE_GRAD or around is None or around.f_code is _WRAPPER or not heard:
         return  # the program's own; a step whose hooks tell

@@ -1,0 +1,311 @@
+"""Steps between the recorded ones of which a row has the loss, the learning rates and the time, and nothing else."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.session.inline import Writer
+from tests.session.steps.alone import (
+    AROUND,
+    Model,
+    batch,
+    evaluated,
+    made,
+    notes,
+    nothing_is_compiled,
+    plain,
+    run,
+    step,
+)
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from narrowgauge.session.attach import Session
+from narrowgauge.session.plan import Plan
+from narrowgauge.session.steps import pace
+
+__all__ = ["nothing_is_compiled"]  # a fixture for each test here
+
+EACH = list(range(1, 25))
+BETWEEN = [at for at in EACH if at not in AROUND]
+IN_BRIEF = {"loss", "lr", "step_seconds", "clean", "nonfinite"}
+
+
+def with_rows_of_each(tmp_path, program, **more):
+    """The session and the writer of a program in brief; all that it has is as if each step had a whole row."""
+    wanted, _, every = run(tmp_path, program, "all", **more)
+    losses, session, writer = run(tmp_path, program, "loss", **more)
+    assert losses == wanted
+    for name in ("loss", "lr", "lr_0", "lr_1", "grad_norm", "tokens", "eval_loss", "skipped", "nonfinite"):
+        there = writer.column(name)
+        assert there == {at: every.column(name)[at] for at in there}, name
+    assert list(writer.column("lr")) == EACH
+    return session, writer
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_between_recorded_steps_rows_are_brief(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    session, writer = with_rows_of_each(tmp_path, functools.partial(plain, device=device))
+    assert list(writer.column("loss")) == EACH
+    assert all(set(writer.scalars[at]) == IN_BRIEF for at in BETWEEN)
+    assert all({"grad_norm", "tokens", "data_digest", "microbatches"} < set(writer.scalars[at]) for at in AROUND)
+    assert all(writer.scalars[at]["clean"] == 1.0 for at in BETWEEN)
+    assert session.facts()["watch"]["steps_in_brief"] == len(BETWEEN)
+    assert not notes(session)
+
+
+@pytest.mark.parametrize(("seconds", "settled", "brief"), [(1e9, 4, True), (0.0, 4, False), (1e9, 1000, False)])
+def test_by_itself_that_is_so_where_steps_are_short(tmp_path, monkeypatch, seconds, settled, brief):
+    monkeypatch.setattr(pace, "SHORT", seconds)
+    monkeypatch.setattr(pace, "SETTLED", settled)
+    monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)  # times are known as steps end
+    _, session, writer = run(tmp_path, plain, "auto")
+    assert list(writer.column("loss")) == EACH
+    assert session.steps.rest.steps == (len([at for at in BETWEEN if at > 5]) if brief else 0)
+    assert ("steps_in_brief" in session.facts()["watch"]) is brief
+    assert not notes(session)
+
+
+def test_a_program_that_goes_on_otherwise_has_whole_rows_and_nobody_is_told_who_did_not_ask(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "SETTLED", 3)
+    monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)
+
+    def program(losses):
+        model, optimizer = made()
+        other = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in EACH:
+            step(model, other if number == 14 else optimizer, number, losses)
+
+    for scalars, told in (("auto", 0), ("loss", 1)):
+        _, session, writer = run(tmp_path, program, scalars)
+        assert list(writer.column("grad_norm"))[-9:] == EACH[-9:]
+        assert 0 < session.steps.rest.steps < 11
+        assert len(notes(session)) == told
+    assert notes(session)[0].endswith("about step 15 was not as before: each step has a whole row since.")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_behind_a_loss_that_is_not_finite_rows_are_whole(tmp_path, bad):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            (loss * bad if number == 14 else loss).backward()
+            if number == 14:
+                optimizer.zero_grad(set_to_none=False)
+                for p in model.parameters():
+                    p.grad.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, session, writer = run(tmp_path, program, "loss")
+    whole = set(writer.column("grad_norm"))
+    assert 14 not in whole
+    assert 15 in whole
+    assert 16 not in whole  # it goes on as before
+    assert [at for at, value in writer.column("nonfinite").items() if value] in ([], [14])
+    assert session.facts()["nan_steps"] == len([at for at, value in writer.column("nonfinite").items() if value])
+
+
+def test_gradients_that_may_be_thrown_away_leave_a_step_without_a_loss(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            x = batch(number)
+            for _ in range(2 if number == 14 else 1):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), x).backward()
+            optimizer.step()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("loss")] == [14]
+    assert 15 in writer.column("grad_norm")
+
+
+def test_a_backward_that_raises_leaves_a_step_without_a_loss(tmp_path):
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise RuntimeError("out of memory")
+
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            if number == 14:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    Refused.apply(loss).backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("loss")] == [14]
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        pytest.param(lambda loss: torch.autograd.backward([loss, 2 * loss]), id="several"),
+        pytest.param(lambda loss: loss.double().backward(), id="float64"),
+        pytest.param(lambda loss: loss.bfloat16().backward(), id="bf16"),
+        pytest.param(lambda loss: loss.reshape(1, 1).backward(), id="with a dimension"),
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loss_is_what_a_whole_row_has(tmp_path, backward, parts):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            for part in range(parts):
+                x = batch(number + part)
+                backward(F.mse_loss(model(x), x) / parts)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("loss")) == EACH
+    assert session.steps.rest.steps == len(BETWEEN)
+
+
+def test_rates_of_several_groups_are_kept(tmp_path):
+    def program(losses):
+        model = Model()
+        groups = [{"params": model.up.parameters(), "lr": 0.01}, {"params": model.down.parameters(), "lr": 0.02}]
+        optimizer = torch.optim.SGD(groups)
+        for number in EACH:
+            optimizer.param_groups[1]["lr"] = 0.1 / number
+            x = batch(number)
+            F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("lr_1")) == [at for at in EACH if at != 10]  # there both are one
+
+
+@pytest.mark.parametrize("kind", ["scaler", "vectors", "lbfgs"])
+def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
+    def program(losses):
+        model = Model()
+        optimizer = (torch.optim.LBFGS if kind == "lbfgs" else torch.optim.SGD)(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in EACH:
+            x = batch(number)
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                return loss
+
+            if kind == "lbfgs":
+                optimizer.step(closure)
+            elif kind == "vectors":
+                y = model(x)
+                y.backward(torch.ones_like(y))
+                optimizer.step()
+            else:
+                scaler.scale(F.mse_loss(model(x), x)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("grad_norm")) == EACH
+    assert session.steps.rest.steps == 0
+
+
+@pytest.mark.parametrize("kind", ["functions", "operations"])
+def test_modes_of_the_program_see_nothing_of_it(tmp_path, kind):
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            with Functions() if kind == "functions" else FlopCounterMode(display=False):
+                step(model, optimizer, number, losses)
+
+    seen = []
+    program([])
+    alone, seen[:] = list(seen), []
+    _, _, writer = run(tmp_path, program, "loss")
+    assert seen == alone
+    assert list(writer.column("loss")) == EACH
+
+
+def test_an_evaluation_is_none_of_a_brief_row_s_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class Slow(Model):
+        def forward(self, x):
+            now[0] += 1.0
+            return super().forward(x)
+
+    def program(losses):
+        model = Slow()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in EACH:
+            x = batch(number)
+            F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 14:
+                losses.append(evaluated(model))
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert {at: writer.column("step_seconds")[at] for at in BETWEEN} == dict.fromkeys(BETWEEN, 1.0)
+    assert [at for at in BETWEEN if not writer.column("clean")[at]] == [15]
+    assert list(writer.column("eval_loss")) == [14]
+
+
+def test_two_models_of_which_one_is_watched_have_whole_rows(tmp_path):
+    model, other = Model(), Model()
+    plan = Plan(variant="x", out=str(tmp_path), command=("train.py",), compiling=True, watch={"scalars": "loss"})
+    writer = Writer()
+    session = Session(plan, writer, only=model)
+    try:
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, other)]
+        for number in EACH:
+            for each, optimizer in zip((model, other), optimizers, strict=True):
+                x = batch(number)
+                F.mse_loss(each(x), x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        session.finish()
+    assert session.steps.rest.steps == 0
+    assert list(writer.column("grad_norm")) == EACH
+    assert "other models train as well" in notes(session)[0]
+
+
+def test_a_model_s_own_zero_grad_is_heard(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            x = batch(number)
+            F.mse_loss(model(x), x).backward()
+            if number == 14:
+                nn.Module.zero_grad(model)
+                F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            model.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("loss")] == [14]
