@@ -7,8 +7,7 @@ clip_grad_norm_      the program's own norm, from before clipping; of several cl
 optimizer.step       learning rates, norms; the step is made
 scaler.step          made, or skipped
 
-step(closure)        the step begins with the closure's first call, whose loss and gradients are the step's; what
-                     the optimizer tries afterwards (LBFGS) is not
+step(closure)        the step begins with the closure's first call (closures.py)
 step in backward     one optimizer per parameter, stepped by hooks: all of one backward are one step
 step in a step       an optimizer that wraps another: the outer one counts
 step after step      by the same optimizer, each time with other parameters (ZeRO, group by group): one step
@@ -16,11 +15,9 @@ step after step      by the same optimizer, each time with other parameters (ZeR
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import ReferenceType, ref
@@ -32,11 +29,11 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task, inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if
-from narrowgauge.session.doors.unseen import unseen
 from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
+from narrowgauge.session.steps.closures import Closures
 from narrowgauge.session.steps.ledger import add_loss
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import learning_rates, look
@@ -75,8 +72,7 @@ class Updates:
         self._of_others = False  # the backward pass that runs is
         self._clips = Clips()  # since the last step
         self._stepping: ReferenceType[Optimizer] | None = None
-        self._in_closure = 0
-        self._closure_again = False
+        self._closures = Closures(steps, self._evaluated)
         self._stepped_in_backward = False
         self.prepares = 0  # above 0: what steps now only makes its state
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
@@ -106,7 +102,7 @@ class Updates:
             self._of_others = True
             return
         self.backwards += 1
-        if not self._in_closure:
+        if not self._closures.depth:
             self._stepping = None  # an optimizer that was stepping has raised
         self.hearing.waits = True
         self._steps.enter(usual=True)
@@ -116,7 +112,7 @@ class Updates:
             line.backwards += 1
         self._steps.backward_begins()
         self._clips.grown()
-        if not self._closure_again:
+        if not self._closures.again:
             number = self.losses.add(loss, staged=self.staged > 0)
             self._steps.evals.trains_by.backward(loss, number)
         if self._probe is not None:
@@ -169,7 +165,7 @@ class Updates:
         if self._of_others:
             return
         self.hearing.waits = False
-        if not self._closure_again:
+        if not self._closures.again:
             self._steps.ledger.take_back()
 
     @contextmanager
@@ -199,7 +195,7 @@ class Updates:
     @heard
     def _zeroed(self, owner: Optimizer | nn.Module) -> None:
         line = self._steps.ledger.line
-        if line is None or not line.microbatches or self._in_closure or inside_backward():
+        if line is None or not line.microbatches or self._closures.depth or inside_backward():
             return
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
         if all(p.grad is None or id(p) in zeroed for p in self._trained()):
@@ -225,14 +221,14 @@ class Updates:
         if self._stepping is not None and self._stepping() not in (None, optimizer):
             return None
         self._stepping = ref(optimizer)
-        if self._closure_again and closure is not None:  # its step before has raised behind the closure's first call
-            self._closure_again = False
+        if self._closures.again and closure is not None:  # its step before has raised behind the closure's first call
+            self._closures.again = False
             self._steps.nothing_learned()
         # Another optimizer takes part in a step that is made, unless its closure makes something to step by.
         if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter(usual=closure is not None)  # without one, neither its forward nor its backward was heard
         if closure is not None:
-            return None if self._steps.rest.on else self._followed(closure, optimizer)
+            return None if self._steps.rest.on else self._closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 
@@ -302,7 +298,7 @@ class Updates:
         mine = not self.prepares and self._stepping is not None and self._stepping() is optimizer
         if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
             self.ended += 1
-            self._stepping, self._closure_again = None, False
+            self._stepping, self._closures.again = None, False
             return True
         within = backward_task() != NO_TASK
         if capturing() or not (self.hearing.mine() if within else self.hearing.ident == get_ident()):
@@ -322,7 +318,7 @@ class Updates:
         self.ended += 1
         if self._stepping is not None and self._stepping() not in (None, optimizer):
             return
-        self._stepping, self._closure_again = None, False
+        self._stepping, self._closures.again = None, False
         self._steps.left_alone(optimizer)
 
     @heard
@@ -367,44 +363,18 @@ class Updates:
     @property
     def in_closure(self) -> bool:
         """Whether an optimizer evaluates its closure."""
-        return self._in_closure > 0
+        return self._closures.depth > 0
 
     def hand_over(self) -> None:
         """Another thread is followed from now on."""
-        self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
+        self._stepping, self._closures.again, self._stepped_in_backward = None, False, False
         self._clips = Clips()
         self.losses.forget()
 
     def _made(self, *, early: bool = False) -> None:
-        self._stepping, self._closure_again, self._stepped_in_backward = None, False, False
+        self._stepping, self._closures.again, self._stepped_in_backward = None, False, False
         self._clips = Clips()
         self._steps.end(early=early)
-
-    def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        @passed_over
-        @unseen
-        @functools.wraps(closure)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._evaluates()
-            try:
-                return closure(*args, **kwargs)
-            finally:
-                self._evaluates(optimizer)
-
-        return evaluate
-
-    @partial(passed_over, below=True)
-    def _evaluates(self, optimizer: Optimizer | None = None) -> None:
-        """A closure is called, or it has returned to `optimizer`."""
-        if optimizer is None:
-            self._in_closure += 1
-            self._steps.paused = self._closure_again
-            return
-        self._in_closure -= 1
-        self._steps.paused = False
-        if not self._closure_again:
-            self._closure_again = True
-            self._evaluated(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         if (line := self._steps.ledger.line) is not None:
