@@ -256,16 +256,18 @@ def test_prometheus_file_in_a_folder_that_is_not_there_yet(run, tmp_path):
 def test_prometheus_sums_no_tokens_of_a_run_that_has_no_row_of_some_steps(tmp_path):
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     found = {}
-    for name, steps in (("all", (0, 1, 2, 3)), ("some", (1, 2, 9, 10, 11))):
+    for name, steps in (("all", (0, 1, 2, 3)), ("some", (1, 2, 9, 10, 11)), ("brief", (1, 2, 3, 4))):
         with RunWriter(tmp_path / "run") as writer:
             for step in steps:
-                writer.add_scalars(step, tokens=8.0, nonfinite=float(step == 2))
+                tokens = {} if name == "brief" and step == 3 else {"tokens": 8.0}
+                writer.add_scalars(step, nonfinite=float(step == 2), **tokens)
         export(make("prometheus", tmp_path / "run", {}), tmp_path / "run")
         found[name] = parsed((tmp_path / "run" / "metrics.prom").read_text())
         shutil.rmtree(tmp_path / "run")
     assert found["all"]["narrowgauge_tokens_so_far",] == 32.0
-    assert ("narrowgauge_tokens_so_far",) not in found["some"]
-    assert [each["narrowgauge_nonfinite_so_far",] for each in found.values()] == [1.0, 1.0]
+    for some in ("some", "brief"):
+        assert ("narrowgauge_tokens_so_far",) not in found[some]
+    assert [each["narrowgauge_nonfinite_so_far",] for each in found.values()] == [1.0, 1.0, 1.0]
 
 
 def test_prometheus_port(run):

@@ -180,6 +180,18 @@ def test_what_runs_differ_in_is_told_of_each(tmp_path: Path):
     assert "Command: b, c" in Page(page).text
 
 
+@pytest.mark.parametrize("lacking", [None, 1, 2, 4])
+def test_the_hash_of_all_data_is_told_where_each_step_has_one(tmp_path: Path, lacking: int | None):
+    """Rows in brief have none; before the first step an evaluation has a row, and no data."""
+    with RunWriter(tmp_path / "a", {"watch": {"every": 10, "steps_in_brief": 15003}}) as writer:
+        writer.add_scalars(0, eval_loss=1.0)
+        for step in (1, 2, 3, 4):
+            writer.add_scalars(step, loss=1.0, **({} if step == lacking else {"data_digest": 4096.0 + step}))
+    page = Page(html(None, {"a": open_run(tmp_path / "a")}, tmp_path / "report.html").read_text()).text
+    assert ("0000000001004" in page) == (lacking in (None, 1))
+    assert "every 10 steps, 15,000 of the others in brief (loss, learning rates and time)" in page
+
+
 def test_json_in_a_script_cannot_end_it():
     assert "<" not in script_json({"a": "</script><!--", "b": "\u2028"})
 

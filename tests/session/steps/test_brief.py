@@ -226,6 +226,12 @@ def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
     session, writer = with_rows_of_each(tmp_path, program)
     assert list(writer.column("grad_norm")) == EACH
     assert session.steps.rest.steps == 0
+    assert notes(session) == [
+        'watch.scalars is "loss", but backward is called on no number, on one that a scaler multiplied, or more often '
+        "than counts: each step has a whole row."
+    ]
+    _, session, _ = run(tmp_path, program, "auto")
+    assert not notes(session)
 
 
 @pytest.mark.parametrize("kind", ["functions", "operations"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.observe.report import words
+from narrowgauge.observe.report.steps import made
 from narrowgauge.observe.store import Run
 from narrowgauge.observe.verdict import Verdict
 
@@ -187,7 +188,8 @@ def _last_digest(run: Run) -> str:
     """The chained digest of all data that the run saw, in hexadecimal; "" where none was recorded, or not of all."""
     if "data_digest" not in run.scalar_names:
         return ""
-    values = run.scalars("data_digest")["data_digest"]
+    scalars = run.scalars()
+    values = np.asarray(scalars["data_digest"], dtype=np.float64)[made(scalars)]
     known = np.isfinite(values)
     return f"{int(values[-1]):013x}" if known.any() and known[known.argmax() :].all() else ""
 

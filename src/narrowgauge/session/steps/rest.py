@@ -60,6 +60,7 @@ class Rest:
         self.until: int | None = None
         self._given_up = ""
         self._unlike = False  # a step was not as the one before
+        self._lossless = False  # one that was had no loss that may be kept
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
         self.backwards = 0
@@ -76,6 +77,7 @@ class Rest:
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
         heard = line.loss is not None and line.backwards == line.microbatches and "loss_scale" not in line.scalars
+        self._lossless |= not heard
         return heard and self._short()
 
     def begin(self, line: Line, due: int | None) -> bool:
@@ -140,6 +142,8 @@ class Rest:
         why = self._given_up
         if self.asked and self._unlike and not self.steps:
             why = "the program's steps are not each one step of the same optimizer, behind a model's call"
+        elif self.asked and self._lossless and not self.steps:
+            why = "backward is called on no number, on one that a scaler multiplied, or more often than counts"
         if why and self._said:
             notes.append(
                 f'watch.scalars is "{self._said}", but {why}: each step has a {"whole " * self.keeps}row'
