@@ -315,3 +315,140 @@ def test_a_model_s_own_zero_grad_is_heard(tmp_path):
 
     _, writer = with_rows_of_each(tmp_path, program)
     assert [at for at in EACH if at not in writer.column("loss")] == [14]
+
+
+@pytest.mark.parametrize("scaled", ["from the start of a phase", "that skips"])
+def test_a_scaler_s_loss_is_never_what_it_scaled(tmp_path, scaled):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            if number < 14:
+                loss.backward()
+                optimizer.step()
+            else:
+                bad = scaled == "that skips" and number in (14, 23)
+                scaler.scale(loss * (math.inf if bad else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("loss")] == [14]
+    if scaled != "that skips":
+        assert list(writer.column("grad_norm"))[-10:] == EACH[-10:]
+
+
+def test_rates_are_those_that_a_step_begins_with(tmp_path):
+    class Falling(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = super().step(closure)
+            for group in self.param_groups:
+                group["lr"] *= 0.9
+            return loss
+
+    def program(losses):
+        model, optimizer = made(Falling)
+        for number in EACH:
+            step_plainly(model, optimizer, number)
+
+    with_rows_of_each(tmp_path, program)
+
+
+def test_rates_that_a_closure_sets_are_the_step_s(tmp_path):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        for number in EACH:
+            x = batch(number)
+
+            def closure(x=x, number=number):
+                optimizer.param_groups[0]["lr"] = 0.01 / number
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    session, _ = with_rows_of_each(tmp_path, program)
+    assert session.steps.rest.steps == len(BETWEEN)
+
+
+@pytest.mark.parametrize("steps", [EACH, [3, 12, 22]])
+def test_a_penalty_s_backward_before_the_model_s_call_counts(tmp_path, steps):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        for number in EACH:
+            if number in steps:
+                (1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
+            step_plainly(model, optimizer, number)
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("loss")] == ([] if steps == EACH else steps)
+
+
+def step_plainly(model, optimizer, number, factor=1.0):
+    x = batch(number)
+    (F.mse_loss(model(x), x) * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_of_a_loss_that_is_not_known_nobody_says_that_it_is_finite(tmp_path):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        for number in EACH:
+            for part in range(2 if number == 14 else 1):
+                x = batch(number)
+                (F.mse_loss(model(x), x) * (math.inf if number == 14 and part else 1.0)).backward()
+            if number == 14:
+                for p in model.parameters():
+                    p.grad.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("nonfinite")] == [14]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_behind_a_loss_of_another_type_that_is_not_finite_rows_are_whole(tmp_path, dtype):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        for number in EACH:
+            x = batch(number)
+            (F.mse_loss(model(x), x).to(dtype) * (math.inf if number == 14 else 1.0)).backward()
+            if number == 14:
+                for p in model.parameters():
+                    p.grad.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, _, writer = run(tmp_path, program, "loss")
+    assert [at for at, value in writer.column("nonfinite").items() if value] == [14]
+    assert 15 in writer.column("grad_norm")
+
+
+@pytest.mark.parametrize("kind", ["twice", "another's", "vectors"])
+def test_whose_steps_regularly_have_losses_that_are_not_theirs_has_whole_rows(tmp_path, kind):
+    def program(losses):
+        model, optimizer = made(torch.optim.SGD)
+        other = Model()
+        for number in EACH:
+            x = batch(number)
+            y = model(x)
+            F.mse_loss(other(y) if kind == "another's" else y, x).backward(retain_graph=True)
+            if kind == "another's":
+                other.zero_grad()
+            elif kind == "twice":  # sharpness-aware
+                optimizer.zero_grad()
+                F.mse_loss(model(x), x).backward()
+            else:
+                y.backward(torch.ones_like(y) * 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("loss")) == EACH

@@ -63,6 +63,9 @@ class HearsUpdates(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
+    def scaled_alone(self) -> None:
+        """A gradient scaler multiplied something while seams rest."""
+
     def alone(self, optimizer: Optimizer | None = None, loss: Any = None) -> bool:
         """Whether an optimizer's step, or else a backward on this, that begins while seams rest is to be left alone."""
 
@@ -146,7 +149,10 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     def scale(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, outputs: Any) -> Any:
             scaled = original(self, outputs)
-            updates.loss_scaled(self, outputs, scaled)
+            if not seams.resting:
+                updates.loss_scaled(self, outputs, scaled)
+            elif scaled is not outputs:
+                updates.scaled_alone()
             return scaled
 
         return run
@@ -179,7 +185,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
         for owner in kind.__mro__:
             if "scale" in vars(owner) and owner not in heard and issubclass(owner, torch.amp.GradScaler):
                 heard.add(owner)
-                seams.replace(owner, "scale", scale, rests=True)
+                seams.replace(owner, "scale", scale)
 
     def scaler_made(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

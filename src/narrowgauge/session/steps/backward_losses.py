@@ -69,6 +69,8 @@ class BackwardLosses:
             self._steps.ledger.add_microbatch(number)
         elif not staged and any(isinstance(x, Tensor) for x in (loss if isinstance(loss, tuple | list) else (loss,))):
             self._vectors += 1
+            if (line := self._steps.ledger.line) is not None:
+                line.partly = True
             self._steps.ledger.add_microbatch(None)
         return number
 

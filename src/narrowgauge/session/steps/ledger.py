@@ -131,11 +131,9 @@ class Ledger:
 
     def keep(self, line: Line, optimizer: Optimizer, *, disturbed: bool = False) -> None:
         """The line of a step that was left alone is finished."""
-        clock, groups = self._clock, optimizer.param_groups
-        if len(groups) == 1 and type(rate := groups[0].get("lr")) is float:  # as mostly
-            line.scalars["lr"] = rate
-        else:
-            learning_rates(line, optimizer)
+        clock = self._clock
+        if "lr" not in line.scalars:  # nobody was told that it began
+            rates(line, optimizer)
         line.disturbed = disturbed
         line.scalars["step_seconds"] = clock.lap()
         line.events, clock.pair = clock.pair, None
@@ -194,11 +192,23 @@ class Ledger:
         self.rows.finish()
 
 
+def rates(line: Line, optimizer: Optimizer) -> None:
+    """Those that an optimizer steps with, of a step that is left alone."""
+    groups = optimizer.param_groups
+    if len(groups) == 1 and type(rate := groups[0].get("lr")) is float:  # as mostly
+        line.scalars["lr"] = rate
+    else:
+        line.rates.clear()
+        for name in [name for name in line.scalars if name.startswith("lr")]:  # it began before, and raised
+            del line.scalars[name]
+        learning_rates(line, optimizer)
+
+
 def add_loss(line: Line, loss: Tensor) -> None:
     """A loss of a step, which has one more from now on; in float32, as it is now."""
     more = kept(here(loss))
     if isinstance(more, Tensor) and (more.dim() or more.dtype != torch.float32):
-        more = more.reshape(()).float()
+        more = _float32(more.item()) if type(more) is Tensor and more.is_cpu else more.reshape(()).float()
     line.loss = more if line.loss is None else _added(line.loss, more)
 
 

@@ -23,6 +23,7 @@ class Line:
     loss: Tensor | float | None = None
     microbatches: int = 0
     backwards: int = 0  # calls of backward, which microbatches are not where some were thrown away or tried
+    partly: bool = False  # what backward was called on is perhaps not all, or not only, of the step's
     tokens: int = 0
     scalars: dict[str, float | Tensor] = field(default_factory=dict)
     recorded: bool = False  # tensors are looked at in this step

@@ -77,6 +77,7 @@ class Rest:
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
         heard = line.loss is not None and line.backwards == line.microbatches and "loss_scale" not in line.scalars
+        heard = heard and not line.partly
         self._lossless |= not heard
         return heard and self._short()
 

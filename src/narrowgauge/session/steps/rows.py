@@ -155,7 +155,8 @@ class StepRows:
         skipped, finite = "skipped" in row, True
         for name in ("loss",) if skipped else ("loss", "grad_norm", "grad_square_local"):
             finite = finite and math.isfinite(row.get(name, 0.0))
-        row["nonfinite"] = float(not finite)
+        if "loss" in row or not line.brief:  # or nobody knows
+            row["nonfinite"] = float(not finite)
         self.skipped_steps += skipped
         self.nonfinite_steps += not finite
         self.last_loss = row.get("loss", self.last_loss)

@@ -34,7 +34,7 @@ from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.closures import Closures
-from narrowgauge.session.steps.ledger import add_loss
+from narrowgauge.session.steps.ledger import add_loss, rates
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import learning_rates, look
 from narrowgauge.session.steps.same_training import SameTraining
@@ -106,7 +106,10 @@ class Updates:
             self._stepping = None  # an optimizer that was stepping has raised
         self.hearing.waits = True
         self._steps.enter(usual=True)
-        if self._steps.rest.on:
+        if self._steps.rest.on:  # since now: the step begins with this
+            if (line := self._steps.rest.line) is not None:
+                line.backwards += 1
+                self._loss_alone(line, loss)
             return
         if (line := self._steps.ledger.line) is not None:
             line.backwards += 1
@@ -165,6 +168,8 @@ class Updates:
         if self._of_others:
             return
         self.hearing.waits = False
+        if (line := self._steps.rest.line) is not None:
+            line.loss = None
         if not self._closures.again:
             self._steps.ledger.take_back()
 
@@ -197,6 +202,7 @@ class Updates:
         line = self._steps.ledger.line
         if line is None or not line.microbatches or self._closures.depth or inside_backward():
             return
+        line.partly = True
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
         if all(p.grad is None or id(p) in zeroed for p in self._trained()):
             self._clips, self._steps.zeroed = Clips(), True
@@ -276,7 +282,17 @@ class Updates:
                 self._loss_alone(line, loss)
         elif self._stepping is None or self._stepping() is None:
             self._stepping = ref(optimizer)
+            if (line := self._steps.rest.line) is not None:
+                rates(line, optimizer)  # which it may change as it steps
         return True
+
+    @passed_over
+    def scaled_alone(self) -> None:
+        """A scaler multiplied a loss while the program is left alone: the step's is not known."""
+        line = self._steps.rest.line
+        if line is not None and self.hearing.ident == get_ident():
+            line.loss = None
+            line.backwards += 1  # as if one without a loss had been
 
     @heard
     def _loss_alone(self, line: Line, loss: Any) -> None:
@@ -290,8 +306,13 @@ class Updates:
     def backward_passed(self, *, failed: bool = False) -> None:
         """Such a backward returned, or `failed`."""
         self.hearing.waits = self._stepped_in_backward = False
-        if failed and (line := self._steps.rest.line) is not None:
+        rest = self._steps.rest
+        if (line := rest.line) is None:
+            return
+        if failed:
             line.loss = None
+        if line.scalars and (leader := rest.leader) is not None:  # it was called by a closure, which may set them
+            rates(line, leader)
 
     def left_alone(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped while the program is left alone; whether that is all there is to it."""
