@@ -90,13 +90,19 @@ class BackwardLosses:
         return first
 
     def notes(self, backwards: int) -> list[str]:
-        """Of how many of all backward passes there is none, if there is of others."""
-        if not self.numbers or not self._vectors:
-            return []
-        return [
-            f"Backward was called {self._vectors} of {backwards} times on something else than numbers (gradients that "
-            "are handed on, say), which adds nothing to loss: that is of the other calls alone."
-        ]
+        """Of how many of all backward passes there is none, if there is of others; and of how many it is in no step."""
+        notes = []
+        if self.numbers and self._vectors:
+            notes.append(
+                f"Backward was called {self._vectors} of {backwards} times on something else than numbers (gradients "
+                "that are handed on, say), which adds nothing to loss: that is of the other calls alone."
+            )
+        if thrown := self._steps.thrown_away:
+            notes.append(
+                f"Gradients of {thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero before a "
+                "step was made of them; their losses and tokens are in no step."
+            )
+        return notes
 
     @staticmethod
     def estimate(loss: Any) -> bool:

@@ -77,6 +77,17 @@ def gradients(line: Line) -> Mapping[str, Tensor | float]:
     return {} if found is None else named("grad", found)
 
 
+def left_out(summands: int) -> list[str]:
+    """What is to be said of so many gradients of which no rank had the sum; nothing if all had."""
+    if not summands:
+        return []
+    return [
+        f"Of {summands} {'gradient' if summands == 1 else 'gradients'} each rank had a summand (Partial) as the "
+        "optimizer stepped: grad_norm leaves them out. Clipping by torch's clip_grad_norm_ takes the norm of all, "
+        "which is then the run's."
+    ]
+
+
 def learning_rates(line: Line, optimizer: Optimizer) -> None:
     """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ.
 

@@ -9,8 +9,8 @@ that the optimizer has stepped since: a few short functions. Evaluations are hea
 otherwise than in the two steps before (with another optimizer, by a graph) has a row of each step from there on; but
 none of one that had begun, of which a part was not heard.
 
-A loss is what `backward` was called on, so often as in the last step that was looked at. If it is otherwise, or not
-finite, the next step is looked at.
+A loss is what `backward` was called on. Behind one that is not finite, or unknown, and where `backward` was called
+another number of times than in the last step that was looked at, the next is looked at.
 """
 
 from __future__ import annotations
@@ -99,12 +99,11 @@ class Rest:
         self.line = Line(step, brief=True, trainers=self._trainers, clips=_UNCLIPPED) if self.keeps else None
 
     def is_like(self, line: Line) -> bool:
-        """Whether the step of this line, which is made, is as those before; if backward was not, it has no loss."""
+        """Whether the step of this line, which is made, is as those before: by backward's calls, and a finite loss."""
         loss = line.loss
-        if line.backwards == self.backwards and loss is not None:
-            return isinstance(loss, Tensor) or isfinite(loss)
-        line.loss = None
-        return False
+        if line.backwards != self.backwards or loss is None:
+            return False
+        return isinstance(loss, Tensor) or isfinite(loss)
 
     def led_by(self, optimizer: Optimizer) -> None:
         """This one made a step that has a row."""
@@ -144,7 +143,7 @@ class Rest:
         if self.asked and self._unlike and not self.steps:
             why = "the program's steps are not each one step of the same optimizer, behind a model's call"
         elif self.asked and self._lossless and not self.steps:
-            why = "backward is called on no number, on one that a scaler multiplied, or more often than counts"
+            why = "backward is called on no number, on one that a scaler multiplied, or on what is thrown away"
         if why and self._said:
             notes.append(
                 f'watch.scalars is "{self._said}", but {why}: each step has a {"whole " * self.keeps}row'

@@ -36,7 +36,7 @@ from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.closures import Closures
 from narrowgauge.session.steps.ledger import add_loss, rates
 from narrowgauge.session.steps.line import Line
-from narrowgauge.session.steps.looking import learning_rates, look
+from narrowgauge.session.steps.looking import learning_rates, left_out, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
@@ -124,19 +124,7 @@ class Updates:
     @property
     def notes(self) -> list[str]:
         """What has no loss, or is in no step's; empty if everything has, or nothing."""
-        notes = self.losses.notes(self.backwards)
-        if thrown := self._steps.thrown_away:
-            notes.append(
-                f"Gradients of {thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero before a "
-                "step was made of them; their losses and tokens are in no step."
-            )
-        if many := self._summands:
-            notes.append(
-                f"Of {many} {'gradient' if many == 1 else 'gradients'} each rank had a summand (Partial) as the "
-                "optimizer stepped: grad_norm leaves them out. Clipping by torch's clip_grad_norm_ takes the norm of "
-                "all, which is then the run's."
-            )
-        return notes
+        return self.losses.notes(self.backwards) + left_out(self._summands)
 
     @heard
     def backward_ended(self, loss: Any) -> None:
