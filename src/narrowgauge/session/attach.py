@@ -227,7 +227,7 @@ class Session:
 
     def _deaf(self, deaf: bool) -> None:
         """Modules' calls are not heard for a while; unless something is compiled, which asks what hooks there are."""
-        if not deaf or self.seams.resting or (self._compiled is not None and not self._compiled.any()):
+        if not deaf or (self._compiled is not None and not self._compiled.any()):
             self._hear_modules(not deaf)
 
     def _rest(self, rests: bool) -> None:

@@ -101,6 +101,7 @@ class CallsAlone:
         if not running.depth:
             if running.rerouted is not None or running.inside is not None:
                 running.over()
-            running.call, running.root, running.alone = None, None, False
-            self.hear(True)
+            else:  # as that does, in one function
+                running.call, running.root, running.alone = None, None, False
+                self.hear(True)
         return True
