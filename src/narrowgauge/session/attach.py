@@ -140,7 +140,7 @@ class Session:
         self.seams = Seams()
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
-        self._hear_modules = self.calls.alone.hear = calling.follow(self.seams, self.calls, self.loading)
+        self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)

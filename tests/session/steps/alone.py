@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,8 @@ def nothing_is_compiled():
     """What tests before had compiled is gone: a program that compiles is not left alone."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        with warnings.catch_warnings(action="ignore"):  # of what it imports of torch's own
+            torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
 
 

@@ -26,6 +26,7 @@ class Expects(Protocol):
     """Expects calls of a model while steps are left alone."""
 
     expected: Callable[[], nn.Module | None]  # the one that was called last
+    hook: Callable[[nn.Module, tuple[Any, ...]], None] | None  # that hears of all modules; None if nobody listens
 
 
 class HearsCalls(Protocol):
@@ -103,6 +104,12 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
 
     seams.replace(CheckpointFunction, "apply", checkpointed)
     seams.replace(_BaseDataLoaderIter, "__next__", next_batch, alone=True)  # a dataset's errors pass here
+
+    def closed() -> None:
+        calls.alone.hook = None
+        hear(False)
+
+    calls.alone.hook = called
     hear(True)
-    seams.on_close(hear, False)
+    seams.on_close(closed)
     return hear

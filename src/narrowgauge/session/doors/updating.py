@@ -36,6 +36,10 @@ class HearsUpdates(Protocol):
 
     ended: int  # so many steps of optimizers were heard
 
+    @property
+    def alone(self) -> HearsUpdatesAlone:
+        """Who hears of them while seams rest."""
+
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
         """A gradient scaler turned `before` into `after`."""
 
@@ -63,17 +67,24 @@ class HearsUpdates(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler stepped, or skipped: then nothing `moved`."""
 
-    def scaled_alone(self) -> None:
-        """A gradient scaler multiplied something while seams rest."""
 
-    def alone(self, optimizer: Optimizer | None = None, loss: Any = None) -> bool:
-        """Whether an optimizer's step, or else a backward on this, that begins while seams rest is to be left alone."""
+class HearsUpdatesAlone(Protocol):
+    """The same while seams rest; what says whether that is all is told otherwise as well if it is not."""
 
-    def backward_passed(self, *, failed: bool = False) -> None:
-        """Such a backward returned, or `failed`."""
+    def backward_begins(self, loss: Any) -> bool:
+        """`backward(loss)` is called; whether that is all."""
 
-    def left_alone(self, optimizer: Optimizer) -> bool:
-        """It ended while seams rest; whether nobody else is to be told."""
+    def backward_ended(self, *, failed: bool = False) -> None:
+        """It returned, or `failed`."""
+
+    def scaled(self) -> None:
+        """A gradient scaler multiplied something."""
+
+    def step_begins(self, optimizer: Optimizer) -> bool:
+        """An optimizer is about to step; whether that is all."""
+
+    def step_ended(self, optimizer: Optimizer) -> bool:
+        """It stepped; whether that is all."""
 
 
 class HearsCaptures(Protocol):
@@ -95,7 +106,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     _follow_clips(seams, updates, graphs)
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if seams.resting and updates.alone(optimizer):
+        if seams.resting and updates.alone.step_begins(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         followed = updates.step_begins(optimizer, closure if callable(closure) else None)
@@ -104,7 +115,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
         return (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
 
     def step_ended(optimizer: Optimizer, early: bool) -> None:
-        if seams.resting and not early and updates.left_alone(optimizer):
+        if seams.resting and not early and updates.alone.step_ended(optimizer):
             return
         if capturing():
             graphs.step_captured(optimizer)
@@ -121,13 +132,13 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             if backward_task() != NO_TASK or not seams.telling:
                 original(tensors, *args, **kwargs)
                 return
-            if seams.resting and updates.alone(loss=tensors):
+            if seams.resting and updates.alone.backward_begins(tensors):
                 try:
                     original(tensors, *args, **kwargs)
                 except BaseException:
-                    updates.backward_passed(failed=True)
+                    updates.alone.backward_ended(failed=True)
                     raise
-                updates.backward_passed()
+                updates.alone.backward_ended()
                 return
             if capturing():
                 graphs.backward_captured(tensors)
@@ -152,7 +163,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             if not seams.resting:
                 updates.loss_scaled(self, outputs, scaled)
             elif scaled is not outputs:
-                updates.scaled_alone()
+                updates.alone.scaled()
             return scaled
 
         return run

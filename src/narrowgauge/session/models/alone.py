@@ -14,6 +14,7 @@ from torch import nn
 
 from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.session.doors.hearing import Hearing, heard
 from narrowgauge.session.models.frames import CALLING
 from narrowgauge.session.models.root import Root
@@ -21,6 +22,8 @@ from narrowgauge.session.models.running import Running
 from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.tensors.batches import moves
+
+_hooks = nn.modules.module._global_forward_pre_hooks
 
 
 class CallsAlone:
@@ -45,7 +48,7 @@ class CallsAlone:
         self.rest = steps.rest
         self._running, self.hearing, self._steps, self._loading = running, hearing, steps, loading
         self._learns, self._recover = learns, recover
-        self.hear: Callable[[bool], None] = lambda heard: None  # has calls of modules heard, or none of them
+        self.hook: Callable[[nn.Module, tuple[Any, ...]], None] | None = None  # hears of all modules, if anybody does
         self.expected: Callable[[], nn.Module | None] = lambda: None  # the model that was called last, while it lives
 
     @partial(passed_over, below=True)
@@ -65,7 +68,8 @@ class CallsAlone:
             while frame is not None and frame.f_code is not CALLING:
                 frame = frame.f_back
             running.call, running.root, running.alone = frame, root, True
-            self.hear(False)
+            if _hooks.get(OURS) is self.hook:  # torch takes a longer way to each module while there is one
+                _hooks.pop(OURS, None)
             if root is steps.usual.model and steps.evals.idle and self.hearing.plainly():
                 self.rest.called = steps.evals.fed = True
                 self._loading.of_thread.waited = 0.0
@@ -103,5 +107,6 @@ class CallsAlone:
                 running.over()
             else:  # as that does, in one function
                 running.call, running.root, running.alone = None, None, False
-                self.hear(True)
+                if self.hook is not None:
+                    _hooks[OURS] = self.hook
         return True

@@ -194,14 +194,20 @@ class Ledger:
 
 def rates(line: Line, optimizer: Optimizer) -> None:
     """Those that an optimizer steps with, of a step that is left alone."""
-    groups = optimizer.param_groups
-    if len(groups) == 1 and type(rate := groups[0].get("lr")) is float:  # as mostly
-        line.scalars["lr"] = rate
+    rate: float | None = None
+    for group in optimizer.param_groups:
+        found = group.get("lr")
+        if type(found) is not float or (rate is not None and found != rate):
+            break
+        rate = found
     else:
-        line.rates.clear()
-        for name in [name for name in line.scalars if name.startswith("lr")]:  # it began before, and raised
-            del line.scalars[name]
-        learning_rates(line, optimizer)
+        if rate is not None and not line.rates:  # one of all groups, as mostly
+            line.scalars["lr"] = rate
+            return
+    line.rates.clear()
+    for name in [name for name in line.scalars if name.startswith("lr")]:  # it began before, and raised
+        del line.scalars[name]
+    learning_rates(line, optimizer)
 
 
 def add_loss(line: Line, loss: Tensor) -> None:

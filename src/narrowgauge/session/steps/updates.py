@@ -18,30 +18,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task, inside_backward
+from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
-from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if
+from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps.alone import UpdatesAlone
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.closures import Closures
-from narrowgauge.session.steps.ledger import add_loss, rates
-from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import learning_rates, left_out, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
 
-_NoFunctionModes, _modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
 ENGINE = "an engine steps that multiplies losses, clips or skips by itself"
 
 
@@ -67,19 +63,20 @@ class Updates:
         trained: Callable[[], Iterable[Tensor]] = tuple,
         others: Callable[[Any], bool] = lambda loss: False,
     ) -> None:
-        self._steps, self._probe, self.hearing, self.same, self._follows = steps, probe, hearing, same, follows
+        self._steps, self._probe, self.hearing, self.same, self.follows = steps, probe, hearing, same, follows
         self._in_parts, self._trained, self._others = in_parts, trained, others
         self._of_others = False  # the backward pass that runs is
         self._clips = Clips()  # since the last step
-        self._stepping: ReferenceType[Optimizer] | None = None
-        self._closures = Closures(steps, self._evaluated)
-        self._stepped_in_backward = False
+        self.stepping: ReferenceType[Optimizer] | None = None  # whose step has begun
+        self.closures = Closures(steps, self._evaluated)
+        self.stepped_in_backward = False
         self.prepares = 0  # above 0: what steps now only makes its state
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
         self.ended = 0  # steps that optimizers made
         self._summands = 0  # gradients of a step whose norm is in none, at most
         self.losses = BackwardLosses(steps)
+        self.alone = UpdatesAlone(steps, hearing, self)
 
     @heard_if(lambda self, scaler, before, after: self.same.loss(before))
     def loss_scaled(self, scaler: Any, before: Any, after: Any) -> None:
@@ -102,20 +99,20 @@ class Updates:
             self._of_others = True
             return
         self.backwards += 1
-        if not self._closures.depth:
-            self._stepping = None  # an optimizer that was stepping has raised
+        if not self.closures.depth:
+            self.stepping = None  # an optimizer that was stepping has raised
         self.hearing.waits = True
         self._steps.enter(usual=True)
         if self._steps.rest.on:  # since now: the step begins with this
             if (line := self._steps.rest.line) is not None:
                 line.backwards += 1
-                self._loss_alone(line, loss)
+                self.alone.loss(line, loss)
             return
         if (line := self._steps.ledger.line) is not None:
             line.backwards += 1
         self._steps.backward_begins()
         self._clips.grown()
-        if not self._closures.again:
+        if not self.closures.again:
             number = self.losses.add(loss, staged=self.staged > 0)
             self._steps.evals.trains_by.backward(loss, number)
         if self._probe is not None:
@@ -138,7 +135,7 @@ class Updates:
         line = self._steps.ledger.line
         if line is not None:
             line.learned = line.tokens
-        if self._stepped_in_backward:
+        if self.stepped_in_backward:
             self._made()
             return
         if self._probe is None or line is None or not self._probe.armed(line.step):
@@ -158,7 +155,7 @@ class Updates:
         self.hearing.waits = False
         if (line := self._steps.rest.line) is not None:
             line.loss = None
-        if not self._closures.again:
+        if not self.closures.again:
             self._steps.ledger.take_back()
 
     @contextmanager
@@ -188,7 +185,7 @@ class Updates:
     @heard
     def _zeroed(self, owner: Optimizer | nn.Module) -> None:
         line = self._steps.ledger.line
-        if line is None or not line.microbatches or self._closures.depth or inside_backward():
+        if line is None or not line.microbatches or self.closures.depth or inside_backward():
             return
         line.partly = True
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
@@ -207,33 +204,33 @@ class Updates:
 
     @heard_if(lambda self, optimizer, closure: self._same_optimizer(optimizer), steps=True)
     def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        if self.prepares or not self._follows(optimizer):
+        if self.prepares or not self.follows(optimizer):
             return None
         if inside_backward():
             self._look(optimizer)
             return None
-        if self._stepping is not None and self._stepping() not in (None, optimizer):
+        if self.stepping is not None and self.stepping() not in (None, optimizer):
             return None
-        self._stepping = ref(optimizer)
-        if self._closures.again and closure is not None:  # its step before has raised behind the closure's first call
-            self._closures.again = False
+        self.stepping = ref(optimizer)
+        if self.closures.again and closure is not None:  # its step before has raised behind the closure's first call
+            self.closures.again = False
             self._steps.nothing_learned()
         # Another optimizer takes part in a step that is made, unless its closure makes something to step by.
         if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter(usual=closure is not None)  # without one, neither its forward nor its backward was heard
         if closure is not None:
-            return None if self._steps.rest.on else self._closures.followed(closure, optimizer)
+            return None if self._steps.rest.on else self.closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 
     def _same_optimizer(self, optimizer: Optimizer) -> bool | None:
-        return None if self.prepares or not self._follows(optimizer) else self.same.optimizer(optimizer)
+        return None if self.prepares or not self.follows(optimizer) else self.same.optimizer(optimizer)
 
     @heard
     def step_ended(self, optimizer: Optimizer, early: bool = False) -> None:
         """An optimizer stepped; if `early`, the new weights are there when the compiled function returns."""
-        began = self._stepping is not None and self._stepping() is optimizer
-        if self.prepares or not (began or self._follows(optimizer)):
+        began = self.stepping is not None and self.stepping() is optimizer
+        if self.prepares or not (began or self.follows(optimizer)):
             return
         line = self._steps.ledger.line
         if line is not None:
@@ -241,105 +238,26 @@ class Updates:
             if line.movement is not None:
                 line.movement.after(optimizer, early=early)
         if inside_backward():
-            self._stepped_in_backward = True
+            self.stepped_in_backward = True
             return
         self.ended += 1
-        if self._stepping is not None and not began:
+        if self.stepping is not None and not began:
             return
         self._steps.ledger.took_part(optimizer)
         if self._steps.rest.asked:
             self._steps.rest.led_by(optimizer)
         self._made(early=early)
 
-    def alone(self, optimizer: Optimizer | None = None, loss: Any = None) -> bool:
-        """Whether an optimizer's step, or else a backward, that the calling thread begins is to be left alone."""
-        if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
-            return False
-        if optimizer is None:
-            rest = self._steps.rest
-            self._stepping, self.hearing.waits = None, True
-            if not rest.called:
-                self._steps.called_alone()
-            if (line := rest.line) is not None:
-                line.backwards += 1
-                with _NoFunctionModes():
-                    plain = type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32 and not loss.dim()
-                    if plain and line.backwards == 1 and not _modes():  # as `add_loss` does, at once
-                        line.loss = loss.item()
-                        return True
-                self._loss_alone(line, loss)
-        elif self._stepping is None or self._stepping() is None:
-            self._stepping = ref(optimizer)
-            if (line := self._steps.rest.line) is not None:
-                rates(line, optimizer)  # which it may change as it steps
-        return True
-
-    @passed_over
-    def scaled_alone(self) -> None:
-        """A scaler multiplied a loss while the program is left alone: the step's is not known."""
-        line = self._steps.rest.line
-        if line is not None and self.hearing.ident == get_ident():
-            line.loss = None
-            line.backwards += 1  # as if one without a loss had been
-
-    @heard
-    def _loss_alone(self, line: Line, loss: Any) -> None:
-        number = self.losses.number(loss)
-        if number is not None and (line.loss is not None or line.backwards == 1):
-            add_loss(line, number)
-        else:  # not all of the step's are known
-            line.loss = None
-
-    @passed_over
-    def backward_passed(self, *, failed: bool = False) -> None:
-        """Such a backward returned, or `failed`."""
-        self.hearing.waits = self._stepped_in_backward = False
-        rest = self._steps.rest
-        if (line := rest.line) is None:
-            return
-        if failed:
-            line.loss = None
-        if line.scalars and (leader := rest.leader) is not None:  # it was called by a closure, which may set them
-            rates(line, leader)
-
-    def left_alone(self, optimizer: Optimizer) -> bool:
-        """An optimizer stepped while the program is left alone; whether that is all there is to it."""
-        mine = not self.prepares and self._stepping is not None and self._stepping() is optimizer
-        if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
-            self.ended += 1
-            self._stepping, self._closures.again = None, False
-            return True
-        within = backward_task() != NO_TASK
-        if capturing() or not (self.hearing.mine() if within else self.hearing.ident == get_ident()):
-            return False
-        self._left_alone(optimizer, within)
-        return True
-
-    @heard
-    def _left_alone(self, optimizer: Optimizer, within: bool) -> None:
-        if self.prepares or not self._follows(optimizer):
-            return
-        if within:  # all of one backward are one step, and the others of this one are heard
-            self._stepped_in_backward = True
-            self._steps.left_alone(optimizer)
-            self._steps.unlike(optimizer)
-            return
-        self.ended += 1
-        if self._stepping is not None and self._stepping() not in (None, optimizer):
-            return
-        self._stepping, self._closures.again = None, False
-        self._steps.left_alone(optimizer)
-
     @heard
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
         """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
-        if moved or not self._follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
+        if moved or not self.follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
             return
         if self._steps.rest.on:
             self._steps.left_alone(optimizer, skipped=True)
             return
         line = self._steps.ledger.line
-        if line is not None and self._stepping is not None and self._stepping() not in (None, optimizer):
+        if line is not None and self.stepping is not None and self.stepping() not in (None, optimizer):
             line.scalars["skipped"] = 1.0  # the step is that of the optimizer around it, and not over
             return
         self._skipped(optimizer)
@@ -372,16 +290,16 @@ class Updates:
     @property
     def in_closure(self) -> bool:
         """Whether an optimizer evaluates its closure."""
-        return self._closures.depth > 0
+        return self.closures.depth > 0
 
     def hand_over(self) -> None:
         """Another thread is followed from now on."""
-        self._stepping, self._closures.again, self._stepped_in_backward = None, False, False
+        self.stepping, self.closures.again, self.stepped_in_backward = None, False, False
         self._clips = Clips()
         self.losses.forget()
 
     def _made(self, *, early: bool = False) -> None:
-        self._stepping, self._closures.again, self._stepped_in_backward = None, False, False
+        self.stepping, self.closures.again, self.stepped_in_backward = None, False, False
         self._clips = Clips()
         self._steps.end(early=early)
 

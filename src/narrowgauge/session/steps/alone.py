@@ -1,0 +1,139 @@
+"""Backward passes and steps of optimizers while the program is left alone (`rest.py`): as little of each as can be.
+
+Each function here is called between the program's own operations, where nothing of ours is in the processor's cache:
+so what is mostly so is asked at once, and in one place, and anything else takes the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
+from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.session.doors.hearing import Hearing, capturing, heard
+from narrowgauge.session.steps.backward_losses import BackwardLosses
+from narrowgauge.session.steps.closures import Closures
+from narrowgauge.session.steps.ledger import add_loss, rates
+from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.steps import Steps
+
+_NoFunctionModes, _modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
+
+
+class Followed(Protocol):
+    """How far the program has come, whether it is left alone or not."""
+
+    stepping: ReferenceType[Optimizer] | None
+    stepped_in_backward: bool
+    ended: int
+    prepares: int
+    losses: BackwardLosses
+    closures: Closures
+    follows: Callable[[Optimizer], bool]
+
+
+class UpdatesAlone:
+    """Those of one program.
+
+    Args:
+        steps, hearing: the session's.
+        updates: who follows them where the program is not left alone.
+    """
+
+    def __init__(self, steps: Steps, hearing: Hearing, updates: Followed) -> None:
+        self._steps, self.hearing, self._updates = steps, hearing, updates
+
+    def backward_begins(self, loss: Any) -> bool:
+        """`backward` is called on `loss`; whether the long way is not to be told."""
+        if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
+            return False
+        rest = self._steps.rest
+        self._updates.stepping, self.hearing.waits = None, True
+        if not rest.called:
+            self._steps.called_alone()
+        if (line := rest.line) is not None:
+            line.backwards += 1
+            with _NoFunctionModes():
+                plain = type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32 and not loss.dim()
+                if plain and line.backwards == 1 and not _modes():  # as `add_loss` does, at once
+                    line.loss = loss.item()
+                    return True
+            self.loss(line, loss)
+        return True
+
+    @heard
+    def loss(self, line: Line, loss: Any) -> None:
+        """`backward` is called on this in the step of the line."""
+        number = self._updates.losses.number(loss)
+        if number is not None and (line.loss is not None or line.backwards == 1):
+            add_loss(line, number)
+        else:  # not all of the step's are known
+            line.loss = None
+
+    @passed_over
+    def backward_ended(self, *, failed: bool = False) -> None:
+        """Such a backward returned, or `failed`."""
+        self.hearing.waits = self._updates.stepped_in_backward = False
+        rest = self._steps.rest
+        if (line := rest.line) is None:
+            return
+        if failed:
+            line.loss = None
+        if line.scalars and (leader := rest.leader) is not None:  # it was called by a closure, which may set them
+            rates(line, leader)
+
+    @passed_over
+    def scaled(self) -> None:
+        """A gradient scaler multiplied a loss: the step's is not known."""
+        line = self._steps.rest.line
+        if line is not None and self.hearing.ident == get_ident():
+            line.loss = None
+            line.backwards += 1  # as if one without a loss had been
+
+    def step_begins(self, optimizer: Optimizer) -> bool:
+        """An optimizer is about to step; whether the long way is not to be told."""
+        if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
+            return False
+        updates = self._updates
+        if updates.stepping is None or updates.stepping() is None:
+            updates.stepping = ref(optimizer)
+            if (line := self._steps.rest.line) is not None:
+                rates(line, optimizer)  # which it may change as it steps
+        return True
+
+    def step_ended(self, optimizer: Optimizer) -> bool:
+        """An optimizer stepped; whether the long way is not to be told."""
+        updates = self._updates
+        mine = not updates.prepares and updates.stepping is not None and updates.stepping() is optimizer
+        if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
+            updates.ended += 1
+            updates.stepping, updates.closures.again = None, False
+            return True
+        within = backward_task() != NO_TASK
+        if capturing() or not (self.hearing.mine() if within else self.hearing.ident == get_ident()):
+            return False
+        self._stepped(optimizer, within)
+        return True
+
+    @heard
+    def _stepped(self, optimizer: Optimizer, within: bool) -> None:
+        updates, steps = self._updates, self._steps
+        if updates.prepares or not updates.follows(optimizer):
+            return
+        if within:  # all of one backward are one step, and the others of this one are heard
+            updates.stepped_in_backward = True
+            steps.left_alone(optimizer)
+            steps.unlike(optimizer)
+            return
+        updates.ended += 1
+        if updates.stepping is not None and updates.stepping() not in (None, optimizer):
+            return
+        updates.stepping, updates.closures.again = None, False
+        steps.left_alone(optimizer)
