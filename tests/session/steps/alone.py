@@ -148,12 +148,17 @@ def compared(tmp_path, program, turns=False, **more):
         return session, writer
     for name in SAME:  # nor does anything lack
         assert set(writer.column(name)) == set(every.column(name)) & set(writer.column("microbatches")), name
+    assert_same_tensors(writer, every)
+    return session, writer
+
+
+def assert_same_tensors(writer, every):
+    """What one recorded is what the other did: the steps, the sites and each number."""
     assert [(at, sites) for at, sites, _ in writer.tensors] == [(at, sites) for at, sites, _ in every.tensors]
     for (_, _, one), (_, _, other) in zip(writer.tensors, every.tensors, strict=True):
         assert set(one) == set(other)
         for name in one:
             assert [str(x) for x in one[name]] == [str(x) for x in other[name]], name
-    return session, writer
 
 
 def notes(session):

@@ -134,8 +134,9 @@ class Ledger:
         clock = self._clock
         if "lr" not in line.scalars:  # nobody was told that it began
             rates(line, optimizer)
-        line.disturbed = disturbed
-        line.scalars["step_seconds"] = clock.lap()
+        ending = clock.ending  # of a recording, if this is the step behind it
+        seconds = line.scalars["step_seconds"] = clock.lap()
+        line.disturbed = disturbed or ending > seconds
         line.events, clock.pair = clock.pair, None
         self.rows.hold(line)
 

@@ -1,8 +1,8 @@
 """Steps that are left alone, where the settings say so: those between the recorded ones.
 
-    step    8   9  10  11  12 ... 18  19  20  21      every = 10
-    row     -   x   R   x   -       -   x   R   x     x: of scalars, R: with tensors as well
-                                                      -: none (scalars = "recorded"); of loss, rates and time ("loss")
+    step         8   9  10  11  12 ... 18  19  20  21      every = 10
+    "loss"       b   b   R   b   b       b   b   R   b     R: a whole row, and tensors; b: of loss, rates and time
+    "recorded"   -   x   R   x   -       -   x   R   x     x: a whole row; -: none
 
 Of such a step no more is heard than that a model was called with gradients, or backward was, and on which number, and
 that the optimizer has stepped since: a few short functions. Evaluations are heard as ever. A program that goes on
@@ -26,7 +26,7 @@ from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.line import Line
 
 _UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
-AROUND = 1  # steps before a recorded one, and behind it, that have a row
+AROUND = 1  # steps before a recorded one, and behind it, that have a row where those between have none
 
 
 class Rest:
@@ -72,7 +72,8 @@ class Rest:
         regular = called and line.microbatches > 0 and alone
         self._unlike |= bool(before) and not regular
         led = (leader := self.leader) is not None and id(leader) in line.optimizers
-        return not self.on and not line.recorded and regular and led and (not self.keeps or self._known(line))
+        fits = not (self.on or (line.recorded and not self.keeps))
+        return fits and regular and led and (not self.keeps or self._known(line))
 
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
@@ -83,7 +84,7 @@ class Rest:
 
     def begin(self, line: Line, due: int | None) -> bool:
         """Leave the program alone, which begins the step behind this one; False if a recorded one is `due` soon."""
-        self.until = None if due is None else due - 1 - AROUND
+        self.until = None if due is None else due - 1 - (0 if self.keeps else AROUND)
         if self.until is not None and self.until <= line.step:
             return False
         if why := self.refused():
