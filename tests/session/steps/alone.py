@@ -116,7 +116,7 @@ def told(session, writer):
     return facts["steps"], facts.get("skipped_steps"), counts, columns, notes
 
 
-def compared(tmp_path, program, turns=False, **more):
+def compared(tmp_path, program, turns=False, steps=24, **more):
     """A program left alone between recorded steps; all that it has a row of is checked beside one that is not.
 
     Where optimizers take `turns`, those of steps that are left alone do not count for which steps are recorded.
@@ -126,7 +126,7 @@ def compared(tmp_path, program, turns=False, **more):
     wanted, _, every = run(tmp_path, program, "all", **more)
     found, session, writer = run(tmp_path, program, **more)
     assert found == wanted == alone
-    assert session.facts()["steps"] == 24
+    assert session.facts()["steps"] == steps
     with patch.multiple(Usual, begun=lambda *_: None, made=lambda *_: False):
         _, *looked_at = run(tmp_path, program, **more)
     assert told(session, writer) == told(*looked_at)  # each step looked at, none taken to be as the one before

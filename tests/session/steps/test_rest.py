@@ -251,12 +251,16 @@ def together(losses):
         step(model, Both(), number, losses)
 
 
-@pytest.mark.parametrize("program", [alternating, together])
-def test_where_several_optimizers_train_each_step_has_a_row(tmp_path, program):
-    session, writer = compared(tmp_path, program)
+def test_where_several_optimizers_make_each_step_it_is_left_alone(tmp_path):
+    _, writer = compared(tmp_path, together)
+    assert list(writer.column("loss")) == AROUND
+
+
+def test_where_optimizers_take_turns_each_step_has_a_row(tmp_path):
+    session, writer = compared(tmp_path, alternating)
     assert list(writer.column("loss")) == list(range(1, 25))
     assert notes(session) == [
-        'watch.scalars is "recorded", but the program\'s steps are not each one step of the same optimizer, behind a '
+        'watch.scalars is "recorded", but the program\'s steps are not each one step of the same optimizers, behind a '
         "model's call: each step has a row."
     ]
 

@@ -64,6 +64,9 @@ class CallsAlone:
         if not running.depth:
             if not (torch.is_grad_enabled() or self._learns()):
                 return False
+            if self.rest.parted:
+                self._parted()
+                return False
             frame: FrameType | None = sys._getframe(1)  # as `Running.of`, in one function
             while frame is not None and frame.f_code is not CALLING:
                 frame = frame.f_back
@@ -84,6 +87,10 @@ class CallsAlone:
         """The outermost call, as which it was followed so far, is one that is left alone."""
         self._running.alone = True
         self._called(root, args, kwargs)
+
+    @heard
+    def _parted(self) -> None:
+        self._steps.parted()
 
     @heard
     def _called(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.closures import Closures
 from narrowgauge.session.steps.ledger import add_loss, rates
 from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.looking import learning_rates
 from narrowgauge.session.steps.steps import Steps
 
 _NoFunctionModes, _modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
@@ -55,6 +56,9 @@ class UpdatesAlone:
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         rest = self._steps.rest
+        if rest.parted:
+            self._parted()
+            return False
         self._updates.stepping, self.hearing.waits = None, True
         if not rest.called:
             self._steps.called_alone()
@@ -86,8 +90,12 @@ class UpdatesAlone:
             return
         if failed:
             line.loss = None
-        if line.scalars and (leader := rest.leader) is not None:  # it was called by a closure, which may set them
-            rates(line, leader)
+        if line.scalars or self._updates.closures.depth:  # it was called by a closure, which may set them
+            rates(line, *rest.makers)
+
+    @heard
+    def _parted(self) -> None:
+        self._steps.parted()
 
     @passed_over
     def scaled(self) -> None:
@@ -104,8 +112,9 @@ class UpdatesAlone:
         updates = self._updates
         if updates.stepping is None or updates.stepping() is None:
             updates.stepping = ref(optimizer)
-            if (line := self._steps.rest.line) is not None:
-                rates(line, optimizer)  # which it may change as it steps
+            rest = self._steps.rest
+            if (line := rest.line) is not None:  # of rates, which it may change as it steps
+                (rates if len(rest.team) == 1 else learning_rates)(line, optimizer)
         return True
 
     def step_ended(self, optimizer: Optimizer) -> bool:

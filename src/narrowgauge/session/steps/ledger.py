@@ -193,10 +193,10 @@ class Ledger:
         self.rows.finish()
 
 
-def rates(line: Line, optimizer: Optimizer) -> None:
-    """Those that an optimizer steps with, of a step that is left alone."""
+def rates(line: Line, *optimizers: Optimizer) -> None:
+    """Those that optimizers step with, of a step that is left alone."""
     rate: float | None = None
-    for group in optimizer.param_groups:
+    for group in optimizers[0].param_groups if len(optimizers) == 1 else ():
         found = group.get("lr")
         if type(found) is not float or (rate is not None and found != rate):
             break
@@ -208,7 +208,8 @@ def rates(line: Line, optimizer: Optimizer) -> None:
     line.rates.clear()
     for name in [name for name in line.scalars if name.startswith("lr")]:  # it began before, and raised
         del line.scalars[name]
-    learning_rates(line, optimizer)
+    for optimizer in optimizers:
+        learning_rates(line, optimizer)
 
 
 def add_loss(line: Line, loss: Tensor) -> None:

@@ -5,9 +5,10 @@
     "recorded"   -   x   R   x   -       -   x   R   x     x: a whole row; -: none
 
 Of such a step no more is heard than that a model was called with gradients, or backward was, and on which number, and
-that the optimizer has stepped since: a few short functions. Evaluations are heard as ever. A program that goes on
-otherwise than in the two steps before (with another optimizer, by a graph) has a row of each step from there on; but
-none of one that had begun, of which a part was not heard.
+that the optimizer has stepped since: a few short functions. Evaluations are heard as ever. Where several optimizers
+make each step (one of matrices, say, and one of the rest), the last of them ends it. A program that goes on otherwise
+than in the two steps before (with another optimizer, by a graph) has a row of each step from there on; but none of one
+that had begun, of which a part was not heard.
 
 A loss is what `backward` was called on. Behind one that is not finite, or unknown, and where `backward` was called
 another number of times than in the last step that was looked at, the next is looked at.
@@ -42,6 +43,8 @@ class Rest:
         keeps: whether the losses, rates and times of steps that are left alone are kept.
         on: it is, until its steps are `over`.
         called: in the step that it makes a model was called with gradients, or backward was called.
+        team: the ids of those who make each step.
+        parted: of these, by their ids, who stepped in the one that is being made, without the last.
         steps: that were left alone so far.
         until: the last step that is left alone; None if nothing ends it but the program.
         refused: why it is not to be, asked before it is; "" if it may.
@@ -56,7 +59,9 @@ class Rest:
         self.refused: Callable[[], str] = lambda: ""
         self.called = False
         self.steps = 0
-        self._leader: ReferenceType[Optimizer] | None = None
+        self._makers: dict[int, ReferenceType[Optimizer]] = {}  # by id, in the order in which they stepped
+        self.team: frozenset[int] = frozenset()
+        self.parted: dict[int, Optimizer] = {}
         self.until: int | None = None
         self._given_up = ""
         self._unlike = False  # a step was not as the one before
@@ -66,11 +71,12 @@ class Rest:
         self.backwards = 0
 
     def follows(self, line: Line, *, called: bool, before: set[int]) -> bool:
-        """Whether a step of this line may be the last with a row: `called` in it was a model, and the same optimizer
-        made it as the one `before`, alone and as a whole."""
-        alone = len(line.optimizers) == len(line.stepped) == 1 and line.optimizers == before
-        regular = called and line.microbatches > 0 and alone
+        """Whether a step of this line may be the last with a row: `called` in it was a model, and the same optimizers
+        made it as the one `before`, each as a whole."""
+        same = len(line.optimizers) == len(line.stepped) and line.optimizers == before
+        regular = called and line.microbatches > 0 and same
         self._unlike |= bool(before) and not regular
+        self._makers = {at: known for at, known in self._makers.items() if at in line.optimizers}
         led = (leader := self.leader) is not None and id(leader) in line.optimizers
         fits = not (self.on or (line.recorded and not self.keeps))
         return fits and regular and led and (not self.keeps or self._known(line))
@@ -92,6 +98,8 @@ class Rest:
             return False
         self.called = self.on = True
         self._trainers, self.backwards = line.trainers, line.backwards
+        self.team = frozenset(line.optimizers)
+        self.parted.clear()
         self.opened(line.step + 1)
         return True
 
@@ -107,13 +115,32 @@ class Rest:
         return isinstance(loss, Tensor) or isfinite(loss)
 
     def led_by(self, optimizer: Optimizer) -> None:
-        """This one made a step that has a row."""
-        self._leader = ref(optimizer)
+        """This one made a step that has a row, or was the last to take part in it."""
+        self._makers.pop(id(optimizer), None)
+        self._makers[id(optimizer)] = ref(optimizer)
 
     @property
     def leader(self) -> Optimizer | None:
-        """The one that made the steps before, if it lives."""
-        return None if self._leader is None else self._leader()
+        """The last of those that made the steps before, if it lives."""
+        return next(reversed(self._makers.values()))() if self._makers else None
+
+    @property
+    def makers(self) -> list[Optimizer]:
+        """All of them that live."""
+        return [maker for known in self._makers.values() if (maker := known()) is not None]
+
+    def takes_part(self, optimizer: Optimizer) -> bool:
+        """This one stepped; whether it is one of several, of which the last is yet to come."""
+        number = id(optimizer)
+        part = self.called and number in self.team and number not in self.parted and optimizer is not self.leader
+        if part:
+            self.parted[number] = optimizer
+        return part
+
+    @property
+    def complete(self) -> bool:
+        """Whether all but the last have stepped."""
+        return len(self.parted) == len(self.team) - 1
 
     def end_soon(self) -> None:
         """The step that has begun is the last one that is left alone."""
@@ -142,7 +169,7 @@ class Rest:
             )
         why = self._given_up
         if self.asked and self._unlike and not self.steps:
-            why = "the program's steps are not each one step of the same optimizer, behind a model's call"
+            why = "the program's steps are not each one step of the same optimizers, behind a model's call"
         elif self.asked and self._lossless and not self.steps:
             why = "backward is called on no number, on one that a scaler multiplied, or on what is thrown away"
         if why and self._said:

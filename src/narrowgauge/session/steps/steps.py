@@ -58,7 +58,7 @@ class Steps:
         writer.gather = self.ledger.rows.gather
         self.memory = PeakMemory()
         self.batches = Batches()
-        self.evals = EvalLosses(lambda: self.ledger.steps, self.ledger.aside)
+        self.evals = EvalLosses(lambda: self.ledger.steps + bool(self.rest.parted), self.ledger.aside)
         possible = plan.compiling and plan.steps is None and probe is None
         pace = self.ledger.rows.pace
         self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=lambda: pace.short)
@@ -193,21 +193,41 @@ class Steps:
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """This optimizer has stepped, or was `skipped`, while the program is left alone."""
+        if self.rest.takes_part(optimizer):
+            return
+        if self.rest.called and id(optimizer) in self.rest.parted:  # once more: that was a step, and this is one
+            self._made_alone(*self.rest.parted.values(), usual=False)
+            self.rest.opened(self.ledger.steps + 1)
+            self.rest.parted.clear()
         called, leader, line = self.rest.called, self.rest.leader, self.rest.line
+        usual = called and optimizer is leader and self.rest.complete
         if called or optimizer is leader:
             if line is not None and not self.rest.is_like(line):
                 self.rest.end_soon()
-            self.ledger.left_alone(line, optimizer, skipped=skipped)
-            self.rest.steps += 1
+            self._made_alone(*self.rest.parted.values(), optimizer, skipped=skipped, usual=usual)
             self.rest.opened(self.ledger.steps + 1)
+        made = [*self.rest.parted.values()] if called else self.rest.makers
         self.rest.called = False
+        self.rest.parted.clear()
         self.evals.stepped()
-        if not (called and optimizer is leader):
-            self.unlike(*([] if called or leader is None else [leader]), optimizer)
+        if not usual:
+            self.unlike(*made, optimizer)
         elif self.rest.over(self.ledger.steps):
             self.wake()
         else:
             self.usual.ended(optimizer)
+
+    def parted(self) -> None:
+        """What comes is of the next step, though not all of those that make each of them stepped in this one."""
+        self.rest.called = False
+        self.unlike()
+        self.evals.stepped()
+
+    def _made_alone(self, *optimizers: Optimizer, usual: bool, skipped: bool = False) -> None:
+        if (line := self.rest.line) is not None and not usual:
+            line.trainers = {self.ledger.rows.turns.trainer(optimizer) for optimizer in optimizers}
+        self.ledger.left_alone(line, optimizers[-1], skipped=skipped)
+        self.rest.steps += 1
 
     def unlike(self, *made: Optimizer) -> None:
         """What the program does while it is left alone is not as before; these optimizers `made` its last step."""
@@ -220,8 +240,12 @@ class Steps:
         if self.rest.on and self.rest.called and not now:
             self.rest.end_soon()
         elif self.rest.on:
+            if self.rest.parted:  # not all that make a step have, and no more is heard of it
+                made = (*self.rest.parted.values(),)
+                self._made_alone(*made, usual=False)
             self.rest.on, self.rest.line = False, None
-            self.ledger.heard_again(*(made or filter(None, [self.rest.leader])))
+            self.rest.parted.clear()
+            self.ledger.heard_again(*(made or self.rest.makers))
             self.resting(False)
 
     def _come_by(self, step: int) -> None:
@@ -286,6 +310,9 @@ class Steps:
                     f"What the program called with gradients on after step {self.ledger.steps} led to no optimizer "
                     f"step (backward: {times} time{'s' * (times != 1)}); {rows}."
                 )
+        if self.rest.parted:
+            self.rest.called = False
+            self.wake()
         self._close()
         self._take_evaluation(ended=True)
         if self.rest.steps:

@@ -218,8 +218,12 @@ class Updates:
         # Another optimizer takes part in a step that is made, unless its closure makes something to step by.
         if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter(usual=closure is not None)  # without one, neither its forward nor its backward was heard
+        if closure is not None and self._steps.rest.on:  # since now
+            self.stepping = None
+            self.alone.step_begins(optimizer)
+            return None
         if closure is not None:
-            return None if self._steps.rest.on else self.closures.followed(closure, optimizer)
+            return self.closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 

@@ -56,7 +56,11 @@ class Usual:
         """This one stepped: whether that is as usual, and done with."""
         rest, ledger = self._rest, self._ledger
         known, made, line = self._optimizer, ledger.steps + 1, rest.line
-        if known is None or known() is not optimizer or not (rest.called and self._evals.idle):
+        if known is None or not (rest.called and self._evals.idle):
+            return False
+        if known() is not optimizer:
+            return rest.takes_part(optimizer)
+        if len(rest.parted) != len(rest.team) - 1:
             return False
         if rest.until is not None and made >= rest.until:
             return False
@@ -67,6 +71,8 @@ class Usual:
         ledger.steps = made
         rest.steps += 1
         rest.called = self._evals.fed = False
+        if rest.parted:
+            rest.parted.clear()
         if line is None:
             ledger.rows.pace.passed()
         else:
