@@ -158,6 +158,7 @@ class Session:
             self._compiled.told()
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
         self.steps.resting, self.steps.rest.refused = self._rest, self._never_rests
+        self.steps.rest.cycle.held = lambda: self.optimizers
 
     @property
     def ledger(self) -> Ledger:

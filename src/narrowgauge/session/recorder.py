@@ -7,7 +7,7 @@ layers -> Recorder -> selected -> Collector -> selected columns -> the run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -82,7 +82,7 @@ class Recorder:
         return dumped or recorded
 
     def next_due(self, step: int) -> int | None:
-        """The next step in which anything is looked at, where optimizers take no turns; None without one."""
+        """The next step in which anything is looked at; None without one."""
         dumped = None if self.dumper is None else self.dumper.next_due(step)
         return min((at for at in (self.selection.next_due(step), dumped) if at is not None), default=None)
 
@@ -91,6 +91,10 @@ class Recorder:
         self.selection.made(steps)
         if self.dumper is not None:
             self.dumper.made(steps)
+
+    def passed(self, last: Mapping[int, int]) -> None:
+        """Steps were made of which nobody was told; these are the last ones of optimizers, by their ids."""
+        self.selection.passed(last)
 
     def end_step(self) -> None:
         """The step ended."""

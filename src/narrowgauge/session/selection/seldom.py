@@ -6,7 +6,7 @@ run's length, and the shortest run has one. Where optimizers take turns, the nex
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from narrowgauge.session.selection.turns import Turns
 
@@ -32,6 +32,10 @@ class Seldom:
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""
         self._turns.stepped(optimizers)
+
+    def passed(self, last: Mapping[int, int]) -> None:
+        """These are the last steps of optimizers, by their ids, of which nobody was told."""
+        self._turns.passed(last)
 
 
 def _power_of_four(number: int) -> bool:

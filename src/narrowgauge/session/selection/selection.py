@@ -83,7 +83,9 @@ class Selection:
         return due
 
     def next_due(self, step: int) -> int | None:
-        """The next step that is recorded where optimizers take no turns; None without one."""
+        """The next step that is recorded; None without one."""
+        if self._turns.awaits(step + 1) and step + 1 in self._ranges:
+            return step + 1
         alone = self._alone.next(step) if self._alone.spans else None
         regular = self._ranges.next(step, self._every)
         return regular if alone is None else alone if regular is None else min(alone, regular)
@@ -96,6 +98,11 @@ class Selection:
         """These, by their ids, stepped in the open step."""
         self._turns.stepped(optimizers)
         self._few.stepped(optimizers)
+
+    def passed(self, last: Mapping[int, int]) -> None:
+        """These are the last steps of optimizers, by their ids, of which nobody was told."""
+        self._turns.passed(last)
+        self._few.passed(last)
 
     def columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What is stored of all columns."""

@@ -11,7 +11,7 @@ that has been silent for longer than ever between two of its steps, as an optimi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 MOST = 8  # steps that are added to one; an optimizer that was silent for longer takes no turns
 
@@ -33,8 +33,16 @@ class Turns:
             self._last = {who: last for who, last in self._last.items() if step - last <= self._longest.get(who, MOST)}
             self._awaited = set(self._last) if len(self._last) > 1 else set()
             self._until = step + MOST
-        self._step, self._now = step, due or (bool(self._awaited) and step <= self._until)
+        self._step, self._now = step, due or self.awaits(step)
         return self._now
+
+    def awaits(self, step: int) -> bool:
+        """Whether a step that comes next is recorded, due or not."""
+        return bool(self._awaited) and step <= self._until
+
+    def passed(self, last: Mapping[int, int]) -> None:
+        """These are the last steps of optimizers, by their ids, of which nobody was told."""
+        self._last |= {who: step for who, step in last.items() if who in self._last}
 
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""

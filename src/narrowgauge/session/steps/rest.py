@@ -6,9 +6,9 @@
 
 Of such a step no more is heard than that a model was called with gradients, or backward was, and on which number, and
 that the optimizer has stepped since: a few short functions. Evaluations are heard as ever. Where several optimizers
-make each step (one of matrices, say, and one of the rest), the last of them ends it. A program that goes on otherwise
-than in the two steps before (with another optimizer, by a graph) has a row of each step from there on; but none of one
-that had begun, of which a part was not heard.
+make each step (one of matrices, say, and one of the rest), the last of them ends it; where they take turns, it is known
+whose is next (`cycle.py`). A program that goes on otherwise (with another optimizer, by a graph) has a row of each step
+from there on; but none of one that had begun, of which a part was not heard.
 
 A loss is what `backward` was called on. Behind one that is not finite, or unknown, and where `backward` was called
 another number of times than in the last step that was looked at, the next is looked at.
@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
-from weakref import ReferenceType, ref
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.clips import Clips
+from narrowgauge.session.steps.cycle import Cycle
 from narrowgauge.session.steps.line import Line
 
 _UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
@@ -43,13 +43,14 @@ class Rest:
         keeps: whether the losses, rates and times of steps that are left alone are kept.
         on: it is, until its steps are `over`.
         called: in the step that it makes a model was called with gradients, or backward was called.
-        team: the ids of those who make each step.
-        parted: of these, by their ids, who stepped in the one that is being made, without the last.
+        cycle: who makes the steps.
+        team: the ids of those who make the next one.
+        parted: of these, by their ids, who have stepped, without the last.
         steps: that were left alone so far.
         until: the last step that is left alone; None if nothing ends it but the program.
         refused: why it is not to be, asked before it is; "" if it may.
         line: of the step that is being made, as far as it is kept.
-        backwards: calls of backward that such a step has.
+        backwards: calls of backward that the next has.
     """
 
     def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
@@ -59,27 +60,22 @@ class Rest:
         self.refused: Callable[[], str] = lambda: ""
         self.called = False
         self.steps = 0
-        self._makers: dict[int, ReferenceType[Optimizer]] = {}  # by id, in the order in which they stepped
+        self.cycle = Cycle()
         self.team: frozenset[int] = frozenset()
         self.parted: dict[int, Optimizer] = {}
         self.until: int | None = None
         self._given_up = ""
-        self._unlike = False  # a step was not as the one before
         self._lossless = False  # one that was had no loss that may be kept
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
         self.backwards = 0
 
-    def follows(self, line: Line, *, called: bool, before: set[int]) -> bool:
-        """Whether a step of this line may be the last with a row: `called` in it was a model, and the same optimizers
-        made it as the one `before`, each as a whole."""
-        same = len(line.optimizers) == len(line.stepped) and line.optimizers == before
-        regular = called and line.microbatches > 0 and same
-        self._unlike |= bool(before) and not regular
-        self._makers = {at: known for at, known in self._makers.items() if at in line.optimizers}
-        led = (leader := self.leader) is not None and id(leader) in line.optimizers
+    def follows(self, line: Line, *, called: bool) -> bool:
+        """Whether a step of this line may be the last with a row: `called` in it was a model, and it is known who makes
+        the next ones."""
+        self.cycle.seen(line, regular=called and line.microbatches > 0)
         fits = not (self.on or (line.recorded and not self.keeps))
-        return fits and regular and led and (not self.keeps or self._known(line))
+        return fits and self.cycle.begins() and (not self.keeps or self._known(line))
 
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
@@ -97,11 +93,20 @@ class Rest:
             self.give_up(why)
             return False
         self.called = self.on = True
-        self._trainers, self.backwards = line.trainers, line.backwards
-        self.team = frozenset(line.optimizers)
-        self.parted.clear()
+        self._expect()
         self.opened(line.step + 1)
         return True
+
+    def _expect(self) -> None:
+        kind = self.cycle.kinds[0]
+        self.team, self._trainers, self.backwards = kind.team, kind.trainers, kind.backwards
+        self.parted.clear()
+
+    def turned(self) -> None:
+        """A step was made by who was expected to: the next may be others'."""
+        if len(self.cycle.kinds) > 1:
+            self.cycle.passed()
+            self._expect()
 
     def opened(self, step: int) -> None:
         """This one is the next; it is left alone."""
@@ -114,28 +119,22 @@ class Rest:
             return False
         return isinstance(loss, Tensor) or isfinite(loss)
 
-    def led_by(self, optimizer: Optimizer) -> None:
-        """This one made a step that has a row, or was the last to take part in it."""
-        self._makers.pop(id(optimizer), None)
-        self._makers[id(optimizer)] = ref(optimizer)
-
-    @property
-    def leader(self) -> Optimizer | None:
-        """The last of those that made the steps before, if it lives."""
-        return next(reversed(self._makers.values()))() if self._makers else None
-
     @property
     def makers(self) -> list[Optimizer]:
-        """All of them that live."""
-        return [maker for known in self._makers.values() if (maker := known()) is not None]
+        """Those who make the next step, as far as they live."""
+        return self.cycle.kinds[0].living
 
     def takes_part(self, optimizer: Optimizer) -> bool:
         """This one stepped; whether it is one of several, of which the last is yet to come."""
         number = id(optimizer)
-        part = self.called and number in self.team and number not in self.parted and optimizer is not self.leader
-        if part:
-            self.parted[number] = optimizer
-        return part
+        if not (self.called and number in self.team) or number in self.parted or self.ends(optimizer):
+            return False
+        self.parted[number] = optimizer
+        return True
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        """Whether this one is the last of those who make the next step."""
+        return optimizer is self.cycle.kinds[0].leader
 
     @property
     def complete(self) -> bool:
@@ -168,7 +167,7 @@ class Rest:
                 "not finite or skipped in them is not counted."
             )
         why = self._given_up
-        if self.asked and self._unlike and not self.steps:
+        if self.asked and self.cycle.unlike and not self.steps:
             why = "the program's steps are not each one step of the same optimizers, behind a model's call"
         elif self.asked and self._lossless and not self.steps:
             why = "backward is called on no number, on one that a scaler multiplied, or on what is thrown away"

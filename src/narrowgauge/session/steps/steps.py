@@ -172,14 +172,13 @@ class Steps:
         if not early:
             self._come_by(self.ledger.steps + 1)
 
-    def _rests(self) -> bool:
-        """Whether the program is left alone from now on: the step before was as usual, and the next one begins so."""
+    def _rests(self, usual: bool) -> bool:
+        """Whether the program is left alone from now on: the step before was as usual, and so the next one begins."""
         line = self.ledger.line
-        if line is None or not self.rest.follows(line, called=self._fed == line.step, before=self.stepped):
+        if line is None or not (self.rest.follows(line, called=self._fed == line.step) and usual):
             return False
         if not self.rest.begin(line, self._recorder.next_due(line.step)):
             return False
-        self._who_stepped(line)
         self.ledger.close()
         self.batches.begin_anew()
         self.resting(True)
@@ -199,14 +198,17 @@ class Steps:
             self._made_alone(*self.rest.parted.values(), usual=False)
             self.rest.opened(self.ledger.steps + 1)
             self.rest.parted.clear()
-        called, leader, line = self.rest.called, self.rest.leader, self.rest.line
-        usual = called and optimizer is leader and self.rest.complete
-        if called or optimizer is leader:
+        called, line = self.rest.called, self.rest.line
+        before = self.rest.cycle.latest
+        usual = called and self.rest.ends(optimizer) and self.rest.complete
+        if called or any(optimizer is maker for maker in before):
             if line is not None and not self.rest.is_like(line):
                 self.rest.end_soon()
             self._made_alone(*self.rest.parted.values(), optimizer, skipped=skipped, usual=usual)
+            if usual:
+                self.rest.turned()
             self.rest.opened(self.ledger.steps + 1)
-        made = [*self.rest.parted.values()] if called else self.rest.makers
+        made = [*self.rest.parted.values()] if called else before
         self.rest.called = False
         self.rest.parted.clear()
         self.evals.stepped()
@@ -214,7 +216,7 @@ class Steps:
             self.unlike(*made, optimizer)
         elif self.rest.over(self.ledger.steps):
             self.wake()
-        else:
+        elif len(self.rest.cycle.kinds) == 1:
             self.usual.ended(optimizer)
 
     def parted(self) -> None:
@@ -245,7 +247,9 @@ class Steps:
                 self._made_alone(*made, usual=False)
             self.rest.on, self.rest.line = False, None
             self.rest.parted.clear()
-            self.ledger.heard_again(*(made or self.rest.makers))
+            last = self.rest.cycle.last_steps(self.ledger.steps)
+            self._recorder.passed(last | dict.fromkeys(map(id, made), self.ledger.steps))
+            self.ledger.heard_again(*(made or self.rest.cycle.latest))
             self.resting(False)
 
     def _come_by(self, step: int) -> None:
@@ -333,11 +337,11 @@ class Steps:
         self._close()
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining
-        if usual and self.rest.asked and self._rests():
-            return
-        self.made, self.begun = False, True
         if self.ledger.line is not None:
             self._who_stepped(self.ledger.line)
+        if self.rest.asked and self._rests(usual):
+            return
+        self.made, self.begun = False, True
         line = self.ledger.open()
         self.batches.begin_anew()
         self._come_by(line.step)

@@ -249,7 +249,7 @@ class Updates:
             return
         self._steps.ledger.took_part(optimizer)
         if self._steps.rest.asked:
-            self._steps.rest.led_by(optimizer)
+            self._steps.rest.cycle.led_by(optimizer)
         self._made(early=early)
 
     @heard

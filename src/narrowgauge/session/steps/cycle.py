@@ -1,0 +1,123 @@
+"""Who makes a program's steps: always the same optimizers, or several that take turns (a GAN, actor and critic).
+
+    critic, generator, critic, generator          period 2
+    critic x 5, generator, critic x 5, generator  period 6
+    A x 20, B, B                                  period 1: what was before the first B is over
+
+Where a program has optimizers that have not stepped yet, more steps are seen first: the generator's turn may come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from weakref import ReferenceType, ref
+
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.session.steps.line import Line
+
+LONGEST, WINDOW = 8, 32  # steps of a period, and those that it is looked for in
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Steps that the same optimizers make, each as a whole.
+
+    Attributes:
+        team: their ids.
+        makers: the optimizers, in the order in which they step.
+        trainers: their numbers.
+        backwards: calls of backward that the latest had.
+    """
+
+    team: frozenset[int]
+    makers: tuple[ReferenceType[Optimizer], ...]
+    trainers: set[int]
+    backwards: int
+
+    @property
+    def leader(self) -> Optimizer | None:
+        """The last of its makers, who ends the step, if it lives."""
+        return self.makers[-1]() if self.makers else None
+
+    @property
+    def living(self) -> list[Optimizer]:
+        """Its makers, as far as they live."""
+        return [maker for known in self.makers if (maker := known()) is not None]
+
+
+class Cycle:
+    """The kinds of a program's steps, as they follow each other.
+
+    Attributes:
+        kinds: of a period that has begun, the next first; empty where none is known.
+        unlike: steps were no such period.
+        held: all optimizers that the program holds.
+    """
+
+    def __init__(self) -> None:
+        self.held: Callable[[], Iterable[Optimizer]] = tuple
+        self._makers: dict[int, ReferenceType[Optimizer]] = {}  # by id, in the order in which they stepped
+        self._seen: deque[Kind] = deque(maxlen=WINDOW)
+        self.kinds: deque[Kind] = deque()
+        self.unlike = False
+
+    def led_by(self, optimizer: Optimizer) -> None:
+        """This one made a step that has a row, or was the last to take part in it."""
+        self._makers.pop(id(optimizer), None)
+        self._makers[id(optimizer)] = ref(optimizer)
+
+    def seen(self, line: Line, *, regular: bool) -> None:
+        """The step of this line was made, with a model's call and by each optimizer as a whole if it is `regular`."""
+        self._makers = {at: known for at, known in self._makers.items() if known() is not None}
+        makers = {at: known for at, known in self._makers.items() if at in line.optimizers}
+        if not regular or len(line.optimizers) != len(line.stepped) or len(makers) != len(line.optimizers):
+            self.unlike |= bool(self._seen)
+            self._seen.clear()
+            return
+        self._seen.append(Kind(frozenset(makers), tuple(makers.values()), line.trainers, line.backwards))
+        self.kinds.clear()
+
+    def begins(self) -> bool:
+        """Whether what comes is known from what was seen: then it begins with the first of `kinds`."""
+        seen = [kind.team for kind in self._seen]
+        for period in range(1, min(LONGEST, len(seen) // 2) + 1):
+            teams = seen[min(map(seen.index, seen[-period:])) :]
+            if len(teams) >= 2 * period and teams[period:] == teams[:-period]:
+                kinds = deque([*self._seen][-period:])
+                if len(teams) < 2 * LONGEST and self._others(kinds):
+                    return False
+                self.kinds = kinds
+                return True
+        self.unlike |= len(seen) > 1
+        return False
+
+    def _others(self, kinds: Iterable[Kind]) -> bool:
+        """Whether there are optimizers of other parameters."""
+        known = {_first(maker) for kind in kinds for maker in kind.living}
+        return any(_first(optimizer) not in known for optimizer in self.held())
+
+    def passed(self) -> None:
+        """A step of the first of `kinds` was made."""
+        self._seen.append(self.kinds[0])
+        self.kinds.rotate(-1)
+
+    @property
+    def latest(self) -> list[Optimizer]:
+        """Those that made the last step, as far as they live."""
+        return self._seen[-1].living if self._seen else []
+
+    def last_steps(self, step: int) -> dict[int, int]:
+        """The last steps of all that take part, by the optimizers' ids, if the last of all was this one."""
+        found: dict[int, int] = {}
+        for back, kind in enumerate(reversed(self.kinds)):
+            for number in kind.team:
+                found.setdefault(number, step - back)
+        return found
+
+
+def _first(optimizer: Optimizer) -> int:
+    """The first of its parameters, by its id; 0 without any."""
+    return next((id(p) for group in optimizer.param_groups for p in group["params"]), 0)

@@ -1,0 +1,137 @@
+"""Programs left alone whose optimizers take turns: a GAN, actor and critic."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.session.steps.alone import (
+    Model,
+    assert_same_tensors,
+    batch,
+    compared,
+    evaluated,
+    made,
+    notes,
+    nothing_is_compiled,
+    run,
+    step,
+)
+from torch import nn
+
+__all__ = ["nothing_is_compiled"]  # a fixture for each test here
+
+EACH = range(1, 25)
+
+
+def alternating(losses):
+    model, one = made()
+    other, two = made(torch.optim.SGD)
+    for number in EACH:
+        step(*((model, one) if number % 2 else (other, two)), number, losses)
+
+
+def test_whose_turn_is_next_is_known(tmp_path):
+    session, writer = compared(tmp_path, alternating)
+    rows = [1, 2, 3, 4, 9, 10, 11, 12, 13, 19, 20, 21, 22, 23]  # a recorded one brings those of the others with it
+    assert list(writer.column("loss")) == rows
+    assert session.steps.rest.steps == 10
+    _, session, brief = run(tmp_path, alternating, "loss")
+    assert session.steps.rest.steps == 24 - len([1, 2, 3, 4, 10, 11, 12, 20, 21, 22])
+    assert brief.column("turn") == {at: (at + 1) % 2 for at in EACH[1:]}  # of the first nobody knows that there are any
+    assert not notes(session)
+
+
+def gan(losses, times=1, more=lambda number, critic, generator, losses: None, rounds=24):
+    """So many steps of a critic, of two backwards each, then one of the generator, through the critic."""
+    torch.manual_seed(0)
+    critic, generator = Model(), Model()
+    of_critic = torch.optim.AdamW(critic.parameters(), lr=0.01)
+    of_generator = torch.optim.SGD(generator.parameters(), lr=0.02)
+    for number in range(1, rounds + 1):
+        x = batch(number)
+        if number % (times + 1):
+            with torch.no_grad():
+                made = generator(x)
+            for loss in (critic(x).square().mean(), -critic(made).square().mean().sigmoid()):
+                loss.backward()
+                losses.append(loss.item())
+            nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+            of_critic.step()
+        else:
+            loss = critic(generator(x)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            of_generator.step()
+        of_critic.zero_grad()
+        of_generator.zero_grad()
+        more(number, critic, generator, losses)
+
+
+def test_a_gan(tmp_path):
+    session, _ = compared(tmp_path, gan)
+    assert session.steps.rest.steps == 10
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_a_critic_of_several_steps_is_not_taken_to_be_alone(tmp_path, times):
+    def program(losses):
+        gan(losses, times, rounds=72)
+
+    wanted, _, every = run(tmp_path, program, "all", every=30)
+    losses, session, writer = run(tmp_path, program, "loss", every=30)
+    assert losses == wanted
+    for name in ("loss", "lr", "turn"):
+        assert writer.column(name) == every.column(name), name
+    assert_same_tensors(writer, every)
+    assert session.steps.rest.steps > 36
+    assert not notes(session)
+
+
+def looks(number, critic, generator, losses):
+    if number in (6, 15):
+        losses.append(evaluated(generator))
+
+
+def steps_once_more(number, critic, generator, losses):
+    if number == 15:
+        other = torch.optim.SGD(critic.parameters(), lr=0.5)
+        critic(batch(3)).square().mean().backward()
+        other.step()
+        other.zero_grad()
+
+
+@pytest.mark.parametrize(("more", "steps"), [(looks, 24), (steps_once_more, 25)])
+def test_what_comes_between(tmp_path, more, steps):
+    compared(tmp_path, lambda losses: gan(losses, more=more), turns=True, steps=steps)
+
+
+@pytest.mark.parametrize("skipped", [14, 15])
+def test_one_s_turn_is_left_out(tmp_path, skipped):
+    def program(losses):
+        model, one = made()
+        other, two = made(torch.optim.SGD)
+        for number in range(1, 26):
+            if number != skipped:
+                step(*((model, one) if number % 2 else (other, two)), number, losses)
+
+    compared(tmp_path, program, turns=True)
+
+
+def test_actor_and_critic_of_one_batch(tmp_path):
+    def program(losses):
+        actor, critic = Model(), Model()
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01 * at) for at, each in enumerate((critic, actor), 1)]
+        for number in range(1, 13):
+            x = batch(number)
+            loss = F.mse_loss(critic(x), x)
+            optimizers[0].zero_grad()
+            loss.backward()
+            optimizers[0].step()
+            losses.append(loss.item())
+            loss = -critic(actor(x)).mean()
+            optimizers[1].zero_grad()
+            loss.backward()
+            optimizers[1].step()
+            losses.append(loss.item())
+
+    session, _ = compared(tmp_path, program)
+    assert session.steps.rest.steps
