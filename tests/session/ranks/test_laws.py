@@ -20,6 +20,30 @@ def test_each_scalar_has_its_law():
     assert merged([first, second], ["", ""]) == want
 
 
+BRIEF = {"loss": 1.0, "lr": 0.1, "lr_1": 0.2, "step_seconds": 2.0, "clean": 1.0, "nonfinite": 0.0}
+WHOLE = {**BRIEF, "loss": 2.0, "clean": 0.0, "step_seconds": 3.0, "microbatches": 1.0, "tokens": 8.0, "grad_norm": 1.0}
+WHOLE |= {"param_square_local": 4.0, "data_seconds": 0.1, "data_digest": 3.0, "memory_bytes": 9.0, "eval_loss": 5.0}
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_of_a_step_that_is_brief_on_any_rank_there_is_what_is_known_of_all(whole_first):
+    rows = [WHOLE, BRIEF] if whole_first else [BRIEF, WHOLE]
+    want = {**BRIEF, "loss": 1.5, "step_seconds": 3.0, "clean": 0.0, "eval_loss": 5.0}
+    assert merged(rows, "aa") == want
+    assert merged([BRIEF, BRIEF], "aa") == BRIEF
+    stage = {name: value for name, value in WHOLE.items() if name != "loss"}  # whose last one alone has a loss
+    assert merged([stage, BRIEF], "ab")["loss"] == 1.0
+
+
+@pytest.mark.parametrize("other", [BRIEF, WHOLE])
+@pytest.mark.parametrize("nonfinite", [0.0, 1.0])
+def test_a_loss_that_is_not_known_on_one_rank_is_not_known(other, nonfinite):
+    unknown = {name: value for name, value in BRIEF.items() if name not in ("loss", "nonfinite")}
+    found = merged([unknown, {**other, "nonfinite": nonfinite}], "aa")
+    assert "loss" not in found
+    assert found.get("nonfinite") == (1.0 if nonfinite else None)
+
+
 @pytest.mark.parametrize("name", ["turn", "lr", "lr_1", "loss_scale", "data_digest"])
 def test_what_names_a_step_or_was_set_is_the_first_rank_s(name):
     """A mean would be of none of them: there is no turn 0.5."""

@@ -6,6 +6,7 @@ rows [world, size] --merge, beside the program's own work--> tables --> the coll
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class Landing:
 
     Attributes:
         told: the names of all scalars that other ranks have told.
+        in_brief: how many merged steps have a brief row.
     """
 
     def __init__(self, writer: RunWriter, keep: Keep, world: int) -> None:
@@ -45,6 +47,7 @@ class Landing:
         self._looks: deque[tuple[int, HostCopy, Merger]] = deque()
         self._joined = Joined(world)
         self.told: set[str] = set()
+        self.in_brief = 0
         self._mine: set[str] = set()  # those of rank 0
         self._models: Sequence[int] = ()  # of each rank, at the last step
         self._alike: set[str] = set()  # undeclared weights that were the same on all ranks, or began so
@@ -60,6 +63,11 @@ class Landing:
             copy = HostCopy.start(look)
             self._keep(merger.packed(step, operands, results, marks))
             self._looks.append((step, copy, merger))
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything has yet to reach the host."""
+        return bool(self._looks)
 
     def look(self, *, wait: bool = False) -> None:
         """Look at what has reached the host."""
@@ -95,6 +103,9 @@ class Landing:
             ranks, parts = sorted(rows), self._parts.at(step)
             of = parts.of_ranks(ranks)
             merged = laws.merged([rows[rank] for rank in ranks], of.kinds, of.meshes, of.began, of.families)
+            if any(map(laws.in_brief, rows.values())):  # what rank 0 has beside that is of a part of them
+                self.in_brief += 1
+                merged = dict.fromkeys(rows.get(0, ()), math.nan) | merged
             self._writer.add_scalars(step, **merged)  # supersedes rank 0's own
             found = disagreements(rows, parts.kinds)
             for name in filter(laws.compared, merged):

@@ -14,6 +14,10 @@
 
 Ranks are of one kind if they run the same part of the model: the same sites; of one family if they share some, as those
 that have experts of their own.
+
+Of a step that is brief on any rank (`Line.brief`: its row has no `microbatches`, as each whole one has) there is what
+brief rows have: a norm, or tokens, of the others alone would be taken for all ranks'. So would a loss, where a brief
+row has none because nobody knows it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ COMPARED = ("lr", "loss_scale")
 MAX = ("microbatches", "skipped", "nonfinite")
 MIN = ("clean",)
 PART = "_square_local"
+IN_BRIEF = ("loss", "eval_loss", "lr", "turn", "skipped", "nonfinite", "step_seconds", "clean")
 
 Row = Mapping[str, float]
 Replica = tuple[str, bool]  # what is the same for ranks that are replicas of each other
@@ -59,6 +64,8 @@ def merged(
     out = {name: _merged(name, rows, kinds, replicas) for name in names if not name.endswith(PART)}
     if "tokens" in out:
         out["tokens"] = _tokens(rows, kinds, families or kinds)
+    if any(map(in_brief, rows)):
+        return _known(out, rows)
     parts = [name for name in names if name.endswith(PART)]
     sums = {name.removesuffix(PART): _total(name, rows, owners) for name in parts}
     out |= {f"{what}_norm": math.sqrt(total) for what, total in sums.items()}
@@ -66,6 +73,21 @@ def merged(
         out |= {"update_ratio": math.sqrt(sums["update"] / sums["param"])} if "update" in sums else {}
     if out.get("step_seconds") and "tokens_per_second" in out:
         out["tokens_per_second"] = out["tokens"] / out["step_seconds"]
+    return out
+
+
+def in_brief(row: Row) -> bool:
+    """Whether this is a brief row."""
+    return "clean" in row and "microbatches" not in row
+
+
+def _known(merged: Row, rows: Sequence[Row]) -> dict[str, float]:
+    """What is known of all ranks, of rows of which some are brief."""
+    out = {name: value for name, value in merged.items() if name in IN_BRIEF or name.startswith("lr_")}
+    if any(in_brief(row) and "loss" not in row for row in rows):
+        out.pop("loss", None)
+        if not out.get("nonfinite"):  # or one is known not to be finite
+            out.pop("nonfinite", None)
     return out
 
 
