@@ -76,8 +76,9 @@ class Rank:
         self.writer = RunWriter(folder, {}, rank=rank)
         self.collector = Collector(self.writer, every=every)
         said = copies or {}
-        self.models, self.dear = 1, False
-        told = Told(said.get, (meshes or {}).get, models=lambda: self.models, dear=lambda: self.dear)
+        self.models, self.dear, self.short = 1, False, False
+        flags = {"dear": lambda: self.dear, "short": lambda: self.short}
+        told = Told(said.get, (meshes or {}).get, models=lambda: self.models, **flags)
         self.ranks = Ranks(plan, self.writer, self.collector, told, meet=lambda: Met(store, rank, world))
         self.step = 0
 
@@ -440,6 +441,20 @@ def test_all_ranks_begin_at_one_step_with_what_one_of_them_finds_worth_compiling
             rank.end(loss=1.0)
     finished(program, tmp_path)
     assert began[0] == began[1] == [step >= 4 + LAG for step in range(1, 17)]
+
+
+def test_steps_are_short_where_all_say_so_and_ranks_know_it_at_the_same_step(tmp_path):
+    program, said = made(tmp_path, every=2), [[], []]
+    for _ in range(20):
+        for r, rank in enumerate(program):
+            rank.short = r == 0 or 3 <= rank.step < 11  # of rank 1 from its recorded step 4 on, to step 10
+            if rank.begin() and not (r == 1 and rank.step == 8):  # of which it tells nothing: nothing is decided
+                rank.see("a:input", batch(r, rank.step))
+            said[r].append(rank.ranks.short)
+            rank.end(loss=1.0)
+    assert all(rank.ranks.merging for rank in program)
+    finished(program, tmp_path)
+    assert said[0] == said[1] == [4 + LAG <= step < 12 + LAG for step in range(1, 21)]
 
 
 def test_a_rank_that_is_gone_keeps_nobody(tmp_path):

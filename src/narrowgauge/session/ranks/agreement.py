@@ -9,7 +9,7 @@ small keys in the store that the program's own process group came up by, asked o
 
 But it can: who gives up merging after its promise says so by one more key, which is asked before each gather.
 
-Keys, for W ranks: n/<step> (a counter), of/<step>/<rank> (size, device and digest of the rank's layout), what/<step>,
+Keys, for W ranks: n/<step> (a counter), of/<step>/<rank> (what the rank posted of it), what/<step>,
 layout/<digest>, over (the least of the last steps of ranks that have come to their end). A step's keys are deleted as
 soon as every rank is known to have read them.
 """
@@ -31,22 +31,25 @@ class Posted(NamedTuple):
     """What a rank says of its table of a step: how many numbers, on which kind of device, in which order.
 
     `dear`: it finds that recorded steps are worth compiling for. All begin at once, or each would wait for each.
+    `short`: its steps are so short that rows of those between may be brief. All are, or none can be merged as a whole.
     """
 
     size: int
     device: str
     digest: str
     dear: bool = False
+    short: bool = False
 
 
 class Decision(NamedTuple):
     """What all ranks do with a step: merge tables of `size` numbers, or (size 0) each for itself.
 
-    `dear`: any of them finds that recorded steps are worth compiling for.
+    `dear`: any of them finds that recorded steps are worth compiling for; `short`: all of them find theirs short.
     """
 
     size: int
     dear: bool = False
+    short: bool = False
 
     @property
     def merge(self) -> bool:
@@ -77,13 +80,15 @@ class Agreement:
         if mine.digest not in self._known:
             self._store.set(f"layout/{mine.digest}", layout)
             self._known.add(mine.digest)
-        self._store.set(f"of/{step}/{self._rank}", f"{mine.size} {mine.device} {mine.digest} {mine.dear:d}")
+        said = f"{mine.size} {mine.device} {mine.digest} {mine.dear:d} {mine.short:d}"
+        self._store.set(f"of/{step}/{self._rank}", said)
         self._undeleted.append(step)
         self._last = step
         if self._store.add(f"n/{step}", 1) == self._world:
             posted = self.posted(step)
             alike = len({each.device for each in posted}) == 1
-            merge = f"{MERGE} {max(p.size for p in posted)} {any(p.dear for p in posted):d}"
+            dear, short = any(p.dear for p in posted), all(p.short for p in posted)
+            merge = f"{MERGE} {max(p.size for p in posted)} {dear:d} {short:d}"
             self._store.compare_set(f"what/{step}", "", merge if alike else APART)
 
     def decided(self, step: int) -> Decision | None:
@@ -103,7 +108,9 @@ class Agreement:
         """What every rank posted, in their order; only if all of them have."""
         found = self._store.multi_get([f"of/{step}/{rank}" for rank in range(self._world)])
         fields = (each.decode().split() for each in found)
-        return [Posted(int(size), device, digest, dear == "1") for size, device, digest, dear in fields]
+        return [
+            Posted(int(size), device, digest, dear == "1", short == "1") for size, device, digest, dear, short in fields
+        ]
 
     def missing(self, step: int) -> list[int]:
         """The ranks that have not posted `step`."""
@@ -164,4 +171,4 @@ class Agreement:
 
 def _read(value: bytes) -> Decision:
     what, *numbers = value.decode().split()
-    return Decision(int(numbers[0]), numbers[1] == "1") if what == MERGE else Decision(0)
+    return Decision(int(numbers[0]), *(flag == "1" for flag in numbers[1:])) if what == MERGE else Decision(0)

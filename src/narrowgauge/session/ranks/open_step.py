@@ -25,6 +25,7 @@ class Told:
         mesh: the lowest rank of the mesh that what is trained lies on; None without one.
         began: a name for the weights that its models began with and which of them are trained; "" if it has none.
         dear: whether recorded steps have lost this rank as much time as compiling for them would take.
+        short: whether this rank's steps are short, and such that rows of those between may be brief.
     """
 
     copies: Callable[[str], int | None] = lambda site: None
@@ -34,6 +35,7 @@ class Told:
     mesh: Callable[[], int | None] = lambda: None
     began: Callable[[], str] = lambda: ""
     dear: Callable[[], bool] = lambda: False
+    short: Callable[[], bool] = lambda: False
 
 
 @dataclass

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.errors import let_pass
 from narrowgauge.observe.stats import Collector
 from narrowgauge.observe.stats.transfer import Packed
@@ -66,7 +67,7 @@ class Ranks:
         self._all = Meeting(meet)
         self.notes: list[str] = []
         self._off = False
-        self.dear = False
+        self.dear = self.short = False  # as ranks agreed last: see `Decision`
         self._waiting = Waiting()
         self._together = Together(self._all, self._waiting, collector.account)
         self._own: RunWriter | None = None
@@ -105,7 +106,7 @@ class Ranks:
                     f"{self._all.world} tables of {mine.size * 8 >> 20} MiB are more than the {MOST_BYTES >> 20} MiB "
                     "that rank 0 gathers; record fewer sites"
                 )
-            self._together.add(mine, dear=self._told.dear())
+            self._together.add(mine, dear=self._told.dear(), short=self._told.short())
         except Exception as error:
             self._failed(error)
             self._apart.keep([*packed, *beside])
@@ -127,6 +128,11 @@ class Ranks:
         """How many ranks the program has now, met or not."""
         met = programs_own()
         return 1 if met is None else met.world
+
+    @property
+    def merging(self) -> bool:
+        """Whether it is one of several, and they have not given up to merge."""
+        return self.several() and not self._off
 
     def several(self) -> bool:
         """Whether this is one of several ranks that know each other, and merge what each has told."""
@@ -155,13 +161,18 @@ class Ranks:
         """A step's scalars have arrived from this rank's device."""
         if self._own is not None:
             self._own.add_scalars(step, **values)
-        merging = self.several() and not self._off
+        merging = self.merging
+        # Rank 0's stand for all until they are superseded: so they are there before anybody may take them to be merged.
+        if self._all.rank == 0 or not merging:
+            self._writer.add_scalars(step, **values)
         if merging:
             oldest = self._waiting.add(step, values)
             if oldest is not None and self._all.rank:
                 self._writer.add_scalars(oldest[0], **oldest[1])
-        if self._all.rank == 0 or not merging:  # rank 0's stand for all until they are superseded
-            self._writer.add_scalars(step, **values)
+
+    def held_by(self, tell: Callable[[], None]) -> None:
+        """Somebody holds rows back, and is asked to `tell` them before some are taken to be merged."""
+        self._waiting.tell = tell
 
     def know(self, facts: Mapping[str, Any]) -> None:
         """What the run says of its models: the run of the ranks' own rows is read by itself, and says so as well."""
@@ -175,8 +186,10 @@ class Ranks:
         It is where an optimizer has stepped, and not where the next forward begins: in a pipeline that waits for what
         another stage sends, which would not come from one that waits here for this one.
         """
-        if not self._together:
-            return
+        if self._together:
+            unseen_by_modes(self._come_by, step)
+
+    def _come_by(self, step: int) -> None:
         with self._collector.guard(self._failed):
             self._together.launch()
             while self._together.due(step):
@@ -202,6 +215,12 @@ class Ranks:
             self._own.close("failed" if failed else "complete")
             if self._own.problem:
                 self.notes.append(f"watch.ranks: it ended early, and rows of it are missing: {self._own.problem}")
+
+    @property
+    def in_brief(self) -> int:
+        """Of how many merged steps the row is brief, as it was on any rank."""
+        landing = self._together.landing
+        return 0 if landing is None else landing.in_brief
 
     def others_have(self, scalar: str) -> bool:
         """Whether this is rank 0 and another one told of such a scalar: a pipeline's loss is its last stage's."""
@@ -232,6 +251,7 @@ class Ranks:
         mine, decision = self._together.open[0], self._together.decide()
         self.dear |= decision.dear
         if decision.merge:
+            self.short = decision.short
             self._together.gather(mine, decision.size, patience)
             self._apart.end()
         else:

@@ -9,7 +9,7 @@ Ranks read their devices late and not equally late, so rows of one step may come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,17 @@ Table = npt.NDArray[np.float64]
 
 
 class Waiting:
-    """One rank's rows that no collective has taken yet."""
+    """One rank's rows that no collective has taken yet.
+
+    The writer's thread may add some while a collective takes others. There is no lock, which a forked child could find
+    held for ever: whoever wants a row has it by `popleft`, which gives each to one alone.
+
+    Attributes:
+        tell: has rows added that somebody holds back, asked before any are taken.
+    """
 
     def __init__(self) -> None:
+        self.tell: Callable[[], None] = _nothing
         self._rows: deque[tuple[int, dict[str, float]]] = deque()
         self._names: dict[str, None] = {}
 
@@ -39,19 +47,24 @@ class Waiting:
         """Queue a row; the oldest if there are more than may wait."""
         self._names |= dict.fromkeys(row)
         self._rows.append((step, row))
-        return self._rows.popleft() if len(self._rows) > MOST else None
+        return self._oldest() if len(self._rows) > MOST else None
 
     def take(self, names: Sequence[str], rows: int) -> Table:
         """The oldest, as a table [rows, 1 + N] of a step and its numbers, `NONE` where there is none.
 
         Those that have a name which is not among `names` go with a later collective.
         """
+        self.tell()
         table = np.full((rows, 1 + len(names)), NONE)
         place = {name: 1 + i for i, name in enumerate(names)}
         for line in table:
-            if not self._rows or not place.keys() >= self._rows[0][1].keys():
+            oldest = self._oldest()
+            if oldest is None:
                 break
-            step, row = self._rows.popleft()
+            step, row = oldest
+            if not place.keys() >= row.keys():
+                self._rows.appendleft(oldest)
+                break
             line[0] = step
             for name, value in row.items():
                 line[place[name]] = value
@@ -63,9 +76,21 @@ class Waiting:
 
     def rest(self) -> Rows:
         """All that wait; none are left."""
-        rest = list(self._rows)
-        self._rows.clear()
+        rest: Rows = []
+        while (oldest := self._oldest()) is not None:
+            rest.append(oldest)
         return rest
+
+    def _oldest(self) -> tuple[int, dict[str, float]] | None:
+        """The one that waits longest, for whoever asks first; None if none waits."""
+        try:
+            return self._rows.popleft()
+        except IndexError:
+            return None
+
+
+def _nothing() -> None:
+    """Nobody holds anything back."""
 
 
 def rows_of(table: Table, names: Sequence[str]) -> Rows:

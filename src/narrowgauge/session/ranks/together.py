@@ -57,7 +57,7 @@ class Together:
 
     def __bool__(self) -> bool:
         """Whether there is anything to see to when the program comes by."""
-        return bool(self.open or self._flights or self.landing)
+        return bool(self.open or self._flights or (self.landing is not None and self.landing.waits))
 
     def begin(self) -> None:
         """The ranks have met: this one can agree with the others."""
@@ -65,11 +65,11 @@ class Together:
 
     # A step's way.
 
-    def add(self, mine: OpenStep, *, dear: bool) -> None:
-        """A step's table is ready here; `dear`, see `Posted`."""
+    def add(self, mine: OpenStep, *, dear: bool, short: bool) -> None:
+        """A step's table is ready here; `dear` and `short`, see `Posted`."""
         self._gather_on(mine.table.device)
         assert self._agreement is not None
-        posted = Posted(max(mine.size, 1), mine.table.device.type, mine.layout.digest, dear)
+        posted = Posted(max(mine.size, 1), mine.table.device.type, mine.layout.digest, dear, short)
         self._agreement.post(mine.step, posted, mine.layout.text)
         self.open.append(mine)
 
