@@ -120,10 +120,12 @@ class Session:
             *(self._copies, self._mesh, self.roots.stage),
             *(lambda: self.roots.taken, self.optimizers.mesh),
             *(lambda: self.roots.began(self.optimizers.parameters()), self.plain.choice.dear),
+            lambda: self.steps.rest.able and self.ledger.rows.pace.short,
         )
         further = None if self.recorder.what_if is None else self.recorder.what_if.collectors
         self.ranks = Ranks(plan, writer, self.recorder.collector, told, further)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
+        self.ranks.held_by(self.ledger.rows.tell)
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)
         self.loading = Loading(self.hearing, self.steps.evals, self.ledger.aside)
         self.calls = Calls(
@@ -239,7 +241,7 @@ class Session:
 
     def _never_rests(self) -> str:
         """Why the program is never left alone; "" if it may be."""
-        if self.ranks.several():
+        if self.ranks.several() and not self.steps.rest.keeps:
             return "several ranks train"
         if self._others_train and self.steps.rest.keeps:
             return "other models train as well"
@@ -329,7 +331,7 @@ class Session:
                 "every": self.plan.every,
                 "update_share": steps.moved_share,
                 **steps.ledger.rows.pace.facts(),
-                **steps.rest.facts(),
+                **steps.rest.facts(self.ranks.in_brief),
                 **({"steps_in_graphs": self.plain.choice.steps} if self.plain.choice.steps else {}),
                 **self.recorder.facts(),
             },
@@ -355,7 +357,7 @@ class Session:
                 *conversions.notes,
                 *conversions.unmet,
                 *steps.notes,
-                *steps.rest.notes(steps.ledger.steps),
+                *steps.rest.notes(steps.ledger.steps, self.ranks.in_brief),
                 *steps.batches.notes,
                 *(self._inner.notes if self._inner is not None else ()),
                 *steps.evals.notes,

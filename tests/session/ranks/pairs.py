@@ -10,10 +10,12 @@ from narrowgauge.session.plan import Plan
 from narrowgauge.session.process.launch import INJECTED
 
 
-def started(warm_python, folder, port, program, word, every=1, world=2):
+def started(warm_python, folder, port, program, word, every=1, world=2, **watch):
     """Both ranks, or so many, running `program` with `word`; what they say goes to `said0`, ..., the run to `out`."""
+    folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(program)
-    plan = Plan("asis", str(folder / "out"), ("train.py",), every=every, judge="current", compiling=True).write()
+    options = {"every": every, "judge": "current", "compiling": True, "watch": watch}
+    plan = Plan("asis", str(folder / "out"), ("train.py",), **options).write()
     environment = {
         **PLAIN, "OMP_NUM_THREADS": "1", "NARROWGAUGE_PLAN": str(plan), "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -457,6 +457,16 @@ def test_steps_are_short_where_all_say_so_and_ranks_know_it_at_the_same_step(tmp
     assert said[0] == said[1] == [4 + LAG <= step < 12 + LAG for step in range(1, 21)]
 
 
+def test_rank_0_s_own_row_is_there_before_anybody_may_merge_it(tmp_path, monkeypatch):
+    rank = made(tmp_path)[0]
+    told, order = rank.ranks, []
+    monkeypatch.setattr(rank.writer, "add_scalars", lambda step, **values: order.append("own"))
+    monkeypatch.setattr(told._waiting, "add", lambda step, row: order.append("waits"))
+    told.add_scalars(1, loss=1.0)
+    assert order == ["own", "waits"]
+    finished([rank], tmp_path)
+
+
 def test_a_rank_that_is_gone_keeps_nobody(tmp_path):
     first, second = program = made(tmp_path)
     train(program, 3, lambda rank, step: {"a:input": batch(rank, step)})

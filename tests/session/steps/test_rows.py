@@ -81,6 +81,64 @@ def test_where_ranks_merge_none_waits_and_those_of_before_are_not_merged(clock):
     assert (alone.steps, merged.steps) == ([1], [2, 3])
 
 
+def among_ranks():
+    """Rows of a rank whose first step is told, and the taker of what is merged."""
+    own, merged, others = Writer(), Writer(), []
+    found = StepRows(merged, lambda: bool(others), own)
+    found.hold(brief(1))
+    others.append(1)
+    found.add(line(2))
+    assert (own.steps, merged.steps) == ([1], [2])
+    return found, merged
+
+
+def brief(step, **scalars):
+    return Line(step, 1.0, scalars={"step_seconds": 0.5, **scalars}, brief=True)
+
+
+@pytest.mark.parametrize("asks", ["tell", "gather", "time", "many"])
+def test_brief_rows_wait_where_ranks_merge_and_the_last_for_its_evaluation(clock, asks):
+    found, merged = among_ranks()
+    last = 3 + TOGETHER if asks == "many" else 5
+    for step in range(3, last):
+        found.hold(brief(step))
+        assert merged.steps == ([2] if step < last - 1 or asks in ("tell", "gather", "time") else list(range(2, step)))
+    clock.now += (rows.PATIENCE + 0.01) * (asks == "time")
+    if asks in ("tell", "gather"):
+        getattr(found, asks)()
+    found.hold(brief(last))
+    assert merged.steps == list(range(2, last - (asks != "time")))
+    found.tell()
+    assert merged.steps == list(range(2, last))
+    found.add_to_earlier(last, Writer(), eval_loss=torch.tensor(3.0))
+    found.add(line(last + 1))
+    assert merged.steps == list(range(2, last + 2))
+    assert merged.told[-2] == (
+        last,
+        {"step_seconds": 0.5, "eval_loss": 3.0, "loss": 1.0, "clean": 1.0, "nonfinite": 0.0},
+    )
+    assert "microbatches" in merged.told[-1][1]
+
+
+def test_the_last_brief_row_is_told_as_the_next_step_opens_or_none_follows(clock):
+    found, merged = among_ranks()
+    found.hold(brief(3))
+    found.turn([0])
+    assert merged.steps == [2, 3]
+    found.hold(brief(4))
+    found.finish()
+    assert merged.steps == [2, 3, 4]
+
+
+def test_what_belongs_to_a_brief_row_that_was_told_comes_after_it(clock):
+    found, merged = among_ranks()
+    writer = Writer()
+    found.hold(brief(3))
+    found.hold(brief(4))
+    found.add_to_earlier(3, writer, eval_loss=torch.tensor(3.0))
+    assert (merged.steps, writer.told) == ([2, 3], [(3, {"eval_loss": 3.0})])
+
+
 def test_the_writers_thread_gathers_what_is_held_back(clock):
     writer = Writer()
     found = StepRows(Writer(), lambda: False, writer)

@@ -134,6 +134,10 @@ class Ranks:
         """Whether it is one of several, and they have not given up to merge."""
         return self.several() and not self._off
 
+    def all_short(self, mine: Callable[[], bool]) -> bool:
+        """Whether steps are short on all ranks, where these merge, or rows would differ by rank; else here."""
+        return self.short if self.merging else mine()
+
     def several(self) -> bool:
         """Whether this is one of several ranks that know each other, and merge what each has told."""
         if self._all.world:

@@ -138,7 +138,7 @@ class UpdatesAlone:
             return
         if within:  # all of one backward are one step, and the others of this one are heard
             updates.stepped_in_backward = True
-            steps.left_alone(optimizer)
+            steps.left_alone(optimizer, within=True)
             steps.unlike(optimizer)
             return
         updates.ended += 1

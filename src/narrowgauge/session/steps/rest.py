@@ -36,7 +36,7 @@ class Rest:
     Args:
         scalars: what the settings ask for (`watch.scalars`).
         possible: whether the program may be left alone at all.
-        short: whether its steps are, where that is what it depends on.
+        short: whether its steps are, on all ranks, where that is what it depends on.
 
     Attributes:
         asked: whether it is to be left alone, wherever that can be.
@@ -66,6 +66,7 @@ class Rest:
         self.until: int | None = None
         self._given_up = ""
         self._lossless = False  # one that was had no loss that may be kept
+        self._regular = False  # the last one was as it has to be before one that is left alone
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
         self.backwards = 0
@@ -74,15 +75,22 @@ class Rest:
         """Whether a step of this line may be the last with a row: `called` in it was a model, and it is known who makes
         the next ones."""
         self.cycle.seen(line, regular=called and line.microbatches > 0)
-        fits = not (self.on or (line.recorded and not self.keeps))
-        return fits and self.cycle.begins() and (not self.keeps or self._known(line))
+        if self.on or (line.recorded and not self.keeps):
+            return False
+        self._regular = self.cycle.begins() and (not self.keeps or self._known(line))
+        return self._regular and self._short()
+
+    @property
+    def able(self) -> bool:
+        """Whether the program could be left alone, as far as the last of its steps tells, however long they are."""
+        return self.asked and self._regular
 
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
         heard = line.loss is not None and line.backwards == line.microbatches and "loss_scale" not in line.scalars
         heard = heard and not line.partly
         self._lossless |= not heard
-        return heard and self._short()
+        return heard
 
     def begin(self, line: Line, due: int | None) -> bool:
         """Leave the program alone, which begins the step behind this one; False if a recorded one is `due` soon."""
@@ -136,6 +144,10 @@ class Rest:
         """Whether this one is the last of those who make the next step."""
         return optimizer is self.cycle.kinds[0].leader
 
+    def is_first(self, optimizer: Optimizer) -> bool:
+        """Whether a step begins with this one's: none has stepped, or this one has before, which was another step."""
+        return not self.parted or id(optimizer) in self.parted
+
     @property
     def complete(self) -> bool:
         """Whether all but the last have stepped."""
@@ -154,12 +166,13 @@ class Rest:
         if self.asked:
             self.asked, self._given_up = False, why
 
-    def facts(self) -> dict[str, int]:
-        """How many steps were left alone, by what is kept of them; nothing if none was."""
-        return {"steps_in_brief" if self.keeps else "steps_left_alone": self.steps} if self.steps else {}
+    def facts(self, merged: int = 0) -> dict[str, int]:
+        """How many steps were left alone, by what is kept of them, or are `merged` over ranks of which one was."""
+        steps = max(self.steps, merged)
+        return {"steps_in_brief" if self.keeps else "steps_left_alone": steps} if steps else {}
 
-    def notes(self, steps: int) -> list[str]:
-        """How many of all steps were left alone, and why not more."""
+    def notes(self, steps: int, merged: int = 0) -> list[str]:
+        """How many of all steps were left alone, and why not more; `merged` as above."""
         notes = []
         if self.steps and not self.keeps:
             notes.append(
@@ -172,8 +185,9 @@ class Rest:
         elif self.asked and self._lossless and not self.steps:
             why = "backward is called on no number, on one that a scaler multiplied, or on what is thrown away"
         if why and self._said:
+            whose = " on this rank; the run's are brief where another rank's are" if merged > self.steps else ""
             notes.append(
                 f'watch.scalars is "{self._said}", but {why}: each step has a {"whole " * self.keeps}row'
-                f"{' since' * bool(self.steps)}."
+                f"{' since' * bool(self.steps)}{whose}."
             )
         return notes

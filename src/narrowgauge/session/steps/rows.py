@@ -2,8 +2,11 @@
 
 Between two operations of a program nothing of ours is in the processor's caches, so a row that is made as its step ends
 takes several times as long as one of many in a loop. What is held back is there whenever the writer's thread makes a
-segment, however long the program pauses. Nothing is held back where ranks merge what each has told, and a row of a step
-before they met is no row of theirs.
+segment, however long the program pauses.
+
+Where ranks merge what each has told, whole rows are told at once, and behind them brief ones are held back: the last of
+these until the next step begins, as an evaluation of its may still come, which is merged with it. A row of a step
+before ranks met is no row of theirs.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class StepRows:
 
     def __init__(self, merged: Taker, several: Callable[[], bool], own: Taker) -> None:
         self._merged, self._several, self._own = merged, several, own
-        self._held: deque[Line] = deque()
+        self._held: deque[tuple[Line, Taker]] = deque()
+        self._taker = own  # of what is held back
         self._lock = threading.RLock()
         self._told = time.perf_counter()
         self._deferred = Deferred()
@@ -65,14 +69,15 @@ class StepRows:
         """A line is finished."""
         if self._several():
             with self._locked():
-                self._give()
+                self._give(all_of_them=True)
+                self._taker = self._merged
                 self._put(line, self._merged)
             return
         self.hold(line)
 
     def hold(self, line: Line) -> None:
-        """The same where there are no other ranks."""
-        self._held.append(line)
+        """The same of one that may wait: where there are no other ranks, or it is brief."""
+        self._held.append((line, self._taker))
         alone = line.recorded or line.events is not None or (isinstance(line.loss, Tensor) and not line.loss.is_cpu)
         if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:
             self._give_if_free()
@@ -88,7 +93,7 @@ class StepRows:
     def turn(self, trainers: Iterable[int]) -> None:
         """A step without a row was made by these: the next number of a turn may be its."""
         with self._locked():
-            self._give()
+            self._give(all_of_them=True)
             self.turns.of(trainers)
 
     def gather(self) -> None:
@@ -104,15 +109,22 @@ class StepRows:
         return self.pace.lost()
 
     def add_to_earlier(self, step: int, writer: Taker, **values: Tensor) -> None:
-        """Scalars of a step whose line was closed before, which go to `writer` once they have arrived."""
+        """Scalars of a step whose line was closed before, which go to `writer` once they have arrived.
+
+        Of the last one, if ranks merge it, they go with it.
+        """
         with self._locked():
+            last, taker = self._held[-1] if self._held else (None, None)
+            if last is not None and last.step == step and taker is self._merged:
+                last.scalars.update(values)
+                return
             self._give()
             self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
 
     def finish(self) -> None:
         """Write everything that is still on its way."""
         with self._locked():
-            self._give()
+            self._give(all_of_them=True)
             self._deferred.drain(wait=True)
 
     def _give_if_free(self, ready: Callable[[Line], bool] = _any, patience: float = 0.0) -> None:
@@ -123,9 +135,12 @@ class StepRows:
             finally:
                 self._lock.release()
 
-    def _give(self, ready: Callable[[Line], bool] = _any) -> None:
-        while self._held and ready(self._held[0]):  # one by one: what is wrong with one, or interrupts, costs that one
-            self._put(self._held.popleft(), self._own)
+    def _give(self, ready: Callable[[Line], bool] = _any, *, all_of_them: bool = False) -> None:
+        # One by one: what is wrong with one, or interrupts, costs that one.
+        while self._held and ready(self._held[0][0]):
+            if len(self._held) == 1 and self._held[0][1] is self._merged and not all_of_them:
+                break
+            self._put(*self._held.popleft())
         self._told = time.perf_counter()
 
     def _put(self, line: Line, taker: Taker) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -60,8 +61,8 @@ class Steps:
         self.batches = Batches()
         self.evals = EvalLosses(lambda: self.ledger.steps + bool(self.rest.parted), self.ledger.aside)
         possible = plan.compiling and plan.steps is None and probe is None
-        pace = self.ledger.rows.pace
-        self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=lambda: pace.short)
+        short = partial(ranks.all_short, lambda: self.ledger.rows.pace.short)
+        self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=short)
         self.usual = Usual(self.rest, self.ledger, self.evals)
         self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
         self._fed = 0  # the last step in which a model was called with gradients
@@ -181,6 +182,8 @@ class Steps:
             return False
         self.ledger.close()
         self.batches.begin_anew()
+        self._come_by(line.step + 1)
+        self.usual.come_by = self._ranks.tick if self._ranks.several() else None
         self.resting(True)
         return True
 
@@ -190,8 +193,14 @@ class Steps:
             self.rest.called = True
             self._take_evaluation()
 
-    def left_alone(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        """This optimizer has stepped, or was `skipped`, while the program is left alone."""
+    def left_alone(self, optimizer: Optimizer, *, skipped: bool = False, within: bool = False) -> None:
+        """This optimizer has stepped, or was `skipped`, while the program is left alone; `within` a backward pass?"""
+        self._came_by = self.usual.come_by is None or not self.rest.is_first(optimizer)
+        self._left_alone(optimizer, skipped=skipped)
+        if not within:
+            self._come_by(self.ledger.steps + 1 + bool(self.rest.parted))
+
+    def _left_alone(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if self.rest.takes_part(optimizer):
             return
         if self.rest.called and id(optimizer) in self.rest.parted:  # once more: that was a step, and this is one

@@ -13,6 +13,7 @@ come to is what they have in the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from weakref import ReferenceType, ref
 
@@ -32,12 +33,14 @@ class Usual:
 
     Attributes:
         model: what is called with gradients in steps that are as usual; None where none is.
+        come_by: told which step is next, where other ranks may wait for this one there.
     """
 
     def __init__(self, rest: Rest, ledger: Ledger, evals: EvalLosses) -> None:
         self._rest, self._ledger, self._evals = rest, ledger, evals
         self._called: object = None  # the model that was called last with gradients, where `rest` was told
         self.model: object = None
+        self.come_by: Callable[[int], None] | None = None
         self._optimizer: ReferenceType[Optimizer] | None = None  # that makes them
 
     def begun(self, model: object) -> None:
@@ -59,7 +62,10 @@ class Usual:
         if known is None or not (rest.called and self._evals.idle):
             return False
         if known() is not optimizer:
-            return rest.takes_part(optimizer)
+            part = rest.takes_part(optimizer)
+            if part and self.come_by is not None and len(rest.parted) == 1:
+                self.come_by(made + 1)
+            return part
         if len(rest.parted) != len(rest.team) - 1:
             return False
         if rest.until is not None and made >= rest.until:
@@ -78,4 +84,6 @@ class Usual:
         else:
             ledger.keep(line, optimizer)
             rest.line = Line(made + 1, brief=True, trainers=line.trainers, clips=line.clips)  # as `Rest.opened`
+        if self.come_by is not None and len(rest.team) == 1:  # or the first of them came by
+            self.come_by(made + 1)
         return True
