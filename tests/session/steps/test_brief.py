@@ -174,12 +174,11 @@ def test_rates_of_several_groups_are_kept(tmp_path):
     assert list(writer.column("lr_1")) == [at for at in EACH if at != 10]  # there both are one
 
 
-@pytest.mark.parametrize("kind", ["scaler", "vectors", "lbfgs"])
+@pytest.mark.parametrize("kind", ["vectors", "lbfgs"])
 def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
     def program(losses):
         model = Model()
         optimizer = (torch.optim.LBFGS if kind == "lbfgs" else torch.optim.SGD)(model.parameters(), lr=0.01)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for number in EACH:
             x = batch(number)
 
@@ -191,22 +190,18 @@ def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
 
             if kind == "lbfgs":
                 optimizer.step(closure)
-            elif kind == "vectors":
+            else:
                 y = model(x)
                 y.backward(torch.ones_like(y))
                 optimizer.step()
-            else:
-                scaler.scale(F.mse_loss(model(x), x)).backward()
-                scaler.step(optimizer)
-                scaler.update()
             optimizer.zero_grad()
 
     session, writer = with_rows_of_each(tmp_path, program)
     assert list(writer.column("grad_norm")) == EACH
     assert session.steps.rest.steps == 0
     assert notes(session) == [
-        'watch.scalars is "loss", but backward is called on no number, on one that a scaler multiplied, or on what is '
-        "thrown away: each step has a whole row."
+        'watch.scalars is "loss", but backward is called on no number, or on what is thrown away: each step has a '
+        "whole row."
     ]
     _, session, _ = run(tmp_path, program, "auto")
     assert not notes(session)
@@ -314,9 +309,11 @@ def test_a_scaler_s_loss_is_never_what_it_scaled(tmp_path, scaled):
             optimizer.zero_grad()
 
     _, writer = with_rows_of_each(tmp_path, program)
-    assert [at for at in EACH if at not in writer.column("loss")] == [14]
-    if scaled != "that skips":
-        assert list(writer.column("grad_norm"))[-10:] == EACH[-10:]
+    assert list(writer.column("loss")) == EACH
+    assert list(writer.column("loss_scale")) == EACH[13:]
+    bad = scaled == "that skips"
+    assert [at for at in BETWEEN if at in writer.column("grad_norm")] == [15, 24] * bad
+    assert list(writer.column("skipped")) == [14, 23] * bad
 
 
 def test_rates_are_those_that_a_step_begins_with(tmp_path):

@@ -64,8 +64,8 @@ class HearsUpdates(Protocol):
     def step_ended(self, optimizer: Optimizer, early: bool) -> None:
         """It stepped; if `early`, in a graph that has yet to write the new weights."""
 
-    def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
-        """A gradient scaler stepped, or skipped: then nothing `moved`."""
+    def scaler_skipped(self, optimizer: Optimizer) -> None:
+        """A gradient scaler's step returned, and none was made in it."""
 
 
 class HearsUpdatesAlone(Protocol):
@@ -77,8 +77,8 @@ class HearsUpdatesAlone(Protocol):
     def backward_ended(self, *, failed: bool = False) -> None:
         """It returned, or `failed`."""
 
-    def scaled(self) -> None:
-        """A gradient scaler multiplied something."""
+    def scaled(self, scaler: Any, before: Any, after: Any) -> bool:
+        """A gradient scaler turned `before` into `after`; whether that is all."""
 
     def step_begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step; whether that is all."""
@@ -160,10 +160,8 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     def scale(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, outputs: Any) -> Any:
             scaled = original(self, outputs)
-            if not seams.resting:
+            if seams.telling and not (seams.resting and updates.alone.scaled(self, outputs, scaled)):
                 updates.loss_scaled(self, outputs, scaled)
-            elif scaled is not outputs:
-                updates.alone.scaled()
             return scaled
 
         return run
@@ -172,7 +170,8 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
         def run(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = updates.ended
             out = original(self, optimizer, *args, **kwargs)
-            updates.scaler_stepped(self, optimizer, updates.ended > before)
+            if updates.ended == before and seams.telling:
+                updates.scaler_skipped(optimizer)
             return out
 
         return run
@@ -188,7 +187,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     seams.replace(torch.autograd, "backward", backward, alone=True)
     seams.replace(Optimizer, "zero_grad", zero_grad, alone=True)
     seams.replace(nn.Module, "zero_grad", zero_grad, alone=True)
-    seams.replace(torch.amp.GradScaler, "step", scaler_step)
+    seams.replace(torch.amp.GradScaler, "step", scaler_step, alone=True)
     heard: set[type] = set()
 
     def hear_scales(kind: type) -> None:
@@ -196,7 +195,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
         for owner in kind.__mro__:
             if "scale" in vars(owner) and owner not in heard and issubclass(owner, torch.amp.GradScaler):
                 heard.add(owner)
-                seams.replace(owner, "scale", scale)
+                seams.replace(owner, "scale", scale, alone=True)
 
     def scaler_made(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

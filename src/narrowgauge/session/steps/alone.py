@@ -18,11 +18,11 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import NO_TASK, backward_task
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, capturing, heard
-from narrowgauge.session.steps.backward_losses import BackwardLosses
+from narrowgauge.session.steps.backward_losses import NEAR, BackwardLosses
 from narrowgauge.session.steps.closures import Closures
 from narrowgauge.session.steps.ledger import add_loss, rates
 from narrowgauge.session.steps.line import Line
-from narrowgauge.session.steps.looking import learning_rates
+from narrowgauge.session.steps.looking import learning_rates, may_skip
 from narrowgauge.session.steps.steps import Steps
 
 _NoFunctionModes, _modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
@@ -67,8 +67,16 @@ class UpdatesAlone:
             with _NoFunctionModes():
                 plain = type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32 and not loss.dim()
                 if plain and line.backwards == 1 and not _modes():  # as `add_loss` does, at once
-                    line.loss = loss.item()
-                    return True
+                    losses = self._updates.losses
+                    if not losses.scales:
+                        line.loss = loss.item()
+                        return True
+                    if latest := losses.latest:
+                        after, before, scale, version, _ = latest[-1]
+                        same = loss._version == version and after() is loss
+                        if same and before.is_cpu and before.dtype is torch.float32 and not before.dim():
+                            line.loss, line.scalars["loss_scale"] = before.item(), scale
+                            return True
             self.loss(line, loss)
         return True
 
@@ -85,12 +93,14 @@ class UpdatesAlone:
     def backward_ended(self, *, failed: bool = False) -> None:
         """Such a backward returned, or `failed`."""
         self.hearing.waits = self._updates.stepped_in_backward = False
-        rest = self._steps.rest
+        rest, losses = self._steps.rest, self._updates.losses
+        if losses.scales:
+            losses.forget()
         if (line := rest.line) is None:
             return
         if failed:
             line.loss = None
-        if line.scalars or self._updates.closures.depth:  # it was called by a closure, which may set them
+        if "lr" in line.scalars or self._updates.closures.depth:  # called by a closure, which may set them
             rates(line, *rest.makers)
 
     @heard
@@ -98,12 +108,23 @@ class UpdatesAlone:
         self._steps.parted()
 
     @passed_over
-    def scaled(self) -> None:
-        """A gradient scaler multiplied a loss: the step's is not known."""
-        line = self._steps.rest.line
-        if line is not None and self.hearing.ident == get_ident():
-            line.loss = None
-            line.backwards += 1  # as if one without a loss had been
+    def scaled(self, scaler: Any, before: Any, after: Any) -> bool:
+        """A gradient scaler multiplied a loss, or handed it back; whether the long way is not to be told."""
+        hearing, losses = self.hearing, self._updates.losses
+        scale = getattr(scaler, "_scale", None)
+        if (after is before and scale is None) or (self._steps.rest.line is None and hearing.ident == get_ident()):
+            return True
+        if type(after) is not Tensor or type(before) is not Tensor or not hearing.plainly():
+            return False
+        with _NoFunctionModes():
+            node = after.grad_fn
+            if node is None or type(scale) is not Tensor or scale.numel() != 1 or len(losses.latest) >= NEAR:
+                return False
+            known = scale.item() if scale.is_cpu else scale.detach().clone()  # of a GPU nobody waits for it
+            name = node._sequence_nr(), node.name()  # as `name_of` has it
+            losses.latest.append((ref(after), before.detach(), known, after._version, name))
+        losses.scales = True
+        return True
 
     def step_begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step; whether the long way is not to be told."""
@@ -115,7 +136,13 @@ class UpdatesAlone:
             rest = self._steps.rest
             if (line := rest.line) is not None:  # of rates, which it may change as it steps
                 (rates if len(rest.team) == 1 else learning_rates)(line, optimizer)
+                if getattr(optimizer, "found_inf", None) is not None:
+                    self._may_skip(line, optimizer)
         return True
+
+    @heard
+    def _may_skip(self, line: Line, optimizer: Optimizer) -> None:
+        may_skip(line, optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped; whether the long way is not to be told."""

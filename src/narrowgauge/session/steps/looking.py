@@ -31,11 +31,7 @@ def look(
         trained: the parameters of all optimizers.
     """
     learning_rates(line, optimizer)
-    found = getattr(optimizer, "found_inf", None)  # a fused optimizer decides on the device whether it skips
-    if isinstance(found, Tensor):
-        before = line.scalars.get("skipped")  # of another optimizer of this step
-        found = found.detach().clone()
-        line.scalars["skipped"] = found if before is None else found.maximum(torch.as_tensor(before).to(found))
+    may_skip(line, optimizer)
     line.clips.join(clips)
     owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if line.clips:
@@ -44,6 +40,15 @@ def look(
         _gradients(line, optimizer, owners, in_parts(optimizer))
     if line.movement is not None:
         line.movement.before(optimizer, in_parts=in_parts(optimizer))
+
+
+def may_skip(line: Line, optimizer: Optimizer) -> None:
+    """Write down whether an optimizer skips, if it decides on the device: a fused one under a gradient scaler."""
+    found = getattr(optimizer, "found_inf", None)
+    if isinstance(found, Tensor):
+        before = line.scalars.get("skipped")  # of another optimizer of this step
+        found = found.detach().clone()
+        line.scalars["skipped"] = found if before is None else found.maximum(torch.as_tensor(before).to(found))
 
 
 def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts: bool) -> None:

@@ -10,8 +10,9 @@ make each step (one of matrices, say, and one of the rest), the last of them end
 whose is next (`cycle.py`). A program that goes on otherwise (with another optimizer, by a graph) has a row of each step
 from there on; but none of one that had begun, of which a part was not heard.
 
-A loss is what `backward` was called on. Behind one that is not finite, or unknown, and where `backward` was called
-another number of times than in the last step that was looked at, the next is looked at.
+A loss is what `backward` was called on, before a gradient scaler multiplied it. Behind one that is not finite, or
+unknown, and where `backward` was called another number of times than in the last step that was looked at, the next is
+looked at.
 """
 
 from __future__ import annotations
@@ -87,8 +88,7 @@ class Rest:
 
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
-        heard = line.loss is not None and line.backwards == line.microbatches and "loss_scale" not in line.scalars
-        heard = heard and not line.partly
+        heard = line.loss is not None and line.backwards == line.microbatches and not line.partly
         self._lossless |= not heard
         return heard
 
@@ -183,7 +183,7 @@ class Rest:
         if self.asked and self.cycle.unlike and not self.steps:
             why = "the program's steps are not each one step of the same optimizers, behind a model's call"
         elif self.asked and self._lossless and not self.steps:
-            why = "backward is called on no number, on one that a scaler multiplied, or on what is thrown away"
+            why = "backward is called on no number, or on what is thrown away"
         if why and self._said:
             whose = " on this rank; the run's are brief where another rank's are" if merged > self.steps else ""
             notes.append(

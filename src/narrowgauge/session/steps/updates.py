@@ -253,9 +253,9 @@ class Updates:
         self._made(early=early)
 
     @heard
-    def scaler_stepped(self, scaler: Any, optimizer: Optimizer, moved: bool) -> None:
-        """A gradient scaler's step returned; if nothing `moved` in it, it skipped: the step, or this part of one."""
-        if moved or not self.follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
+    def scaler_skipped(self, optimizer: Optimizer) -> None:
+        """A gradient scaler's step returned, and none was made in it: it skipped that, or this part of one."""
+        if not self.follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
             return
         if self._steps.rest.on:
             self._steps.left_alone(optimizer, skipped=True)

@@ -5,16 +5,25 @@
     called by                         load_state_dict and Module.to where torch.__future__ says so, and by itself where
                                       parameters are of a tensor subclass: `.double()` of what FSDP2 has sharded
 
-So references of ours are let go of while tensors are swapped, and taken again: `doors/swapping.py`.
+So references of ours are let go of while tensors are swapped, and taken again: `doors/swapping.py`. Who must hold some
+with less than that, for a while, is asked before to hold them by `weakly`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import ReferenceType, WeakValueDictionary, ref
+from typing import Protocol
+from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 from torch import Tensor
+
+
+class Briefly(Protocol):
+    """Holds tensors by references of its own."""
+
+    def hold_by_weakly(self) -> None:
+        """Hold them by `weakly`, all of them."""
 
 
 class Weak:
@@ -40,6 +49,7 @@ class Weak:
 
 _HELD: WeakValueDictionary[int, Weak] = WeakValueDictionary()  # by the ids of tensors, one for all who hold them
 _SWAPPED: dict[int, Weak] = {}  # of those that are swapped just now
+_BRIEFLY: WeakSet[Briefly] = WeakSet()
 
 
 def weakly(x: Tensor) -> Weak:
@@ -54,9 +64,16 @@ def weakly(x: Tensor) -> Weak:
     return known
 
 
+def holds_briefly(holder: Briefly) -> None:
+    """This one does so, as long as it is there."""
+    _BRIEFLY.add(holder)
+
+
 @contextmanager
 def let_go(*tensors: Tensor) -> Iterator[None]:
     """Meanwhile nobody here holds these."""
+    for holder in list(_BRIEFLY):
+        holder.hold_by_weakly()
     swapped: list[tuple[Tensor, Weak]] = []
     for x in tensors:
         if id(x) not in _SWAPPED:
