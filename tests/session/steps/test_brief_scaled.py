@@ -8,11 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.session.inline import followed
 from tests.session.steps.alone import Model, batch, made, notes, nothing_is_compiled, run
 from tests.session.steps.test_brief import BETWEEN, EACH, IN_BRIEF
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowgauge.session.steps.backward_losses import NEAR
 
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here
 
@@ -171,6 +174,13 @@ def in_the_next_step(scaler, loss):
     scaler.scale(loss).backward()
 
 
+def much_later(scaler, loss):
+    first = scaler.scale(loss)
+    for _ in range(3):
+        scaler.scale(3 * loss).backward(retain_graph=True)
+    first.backward()
+
+
 def scaled_often(scaler, loss):
     for times in range(250):
         scaler.scale(times * loss)
@@ -203,6 +213,7 @@ def beside_what_is_not_scaled(scaler, loss):
         with_a_dimension,
         by_two,
         in_the_next_step,
+        much_later,
         scaled_often,
         beside_what_is_not_scaled,
     ],
@@ -390,6 +401,26 @@ def test_a_scaled_loss_may_be_swapped(tmp_path):
         other.backward()
 
     as_in_whole_rows(tmp_path, lambda losses: trained(losses, swapped))
+
+
+def test_of_what_is_scaled_and_dropped_little_is_kept(tmp_path):
+    watch = {"scalars": "loss"}
+    with followed(tmp_path, compiling=True, judge="current", watch=watch, every=1000) as (session, _):
+        model, optimizer = made(torch.optim.SGD)
+        scaler = scaler_of()
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            for _ in range(1000 if number == 20 else 0):
+                scaler.scale(loss)
+            losses = session.updates.losses
+            assert len(losses.latest) <= NEAR
+            assert len(losses._scaled) <= NEAR
+            loss.backward()
+            assert len(losses._earlier) <= 1
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.steps.rest.steps == 22
 
 
 def test_a_backward_that_raises_leaves_a_step_without_a_loss(tmp_path):
