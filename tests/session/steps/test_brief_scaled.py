@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
-from tests.session.steps.alone import Model, batch, made, notes, nothing_is_compiled, run
+from tests.session.steps.alone import AROUND, Model, batch, made, notes, nothing_is_compiled, run
 from tests.session.steps.test_brief import BETWEEN, EACH, IN_BRIEF
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -414,6 +414,8 @@ def test_of_what_is_scaled_and_dropped_little_is_kept(tmp_path):
             for _ in range(1000 if number == 20 else 0):
                 scaler.scale(loss)
             losses = session.updates.losses
+            scaler.scale(loss * torch.ones(1000))
+            assert not [before for _, before, *_ in losses.latest if before.numel() > 1]
             assert len(losses.latest) <= NEAR
             assert len(losses._scaled) <= NEAR
             loss.backward()
@@ -442,24 +444,48 @@ def test_a_backward_that_raises_leaves_a_step_without_a_loss(tmp_path):
     assert 8 in writer.column("grad_norm")
 
 
-def test_another_thread_that_goes_on_has_its_own_loss(tmp_path):
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("scalars", ["loss", "recorded"])
+def test_another_thread_that_goes_on_has_its_own_loss(tmp_path, scalars, called):
     def program(losses):
-        times = iter(range(1, 100))
+        model, optimizer = made(torch.optim.SGD)
+        scaler = scaler_of()
 
-        def backward(scaler, loss):
-            if next(times) in (7, 15):
-                thread = threading.Thread(target=plainly, args=(scaler, loss))
-                thread.start()
-                thread.join()
-            else:
+        def steps(first, last, called=True):
+            for number in range(first, last):
+                x = batch(number)
+                y = model(x) if called else x @ model.up.weight.t() @ model.down.weight.t()
+                loss = F.mse_loss(y, x)
                 plainly(scaler, loss)
+                losses.append(loss.item())
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
 
-        trained(losses, backward)
+        steps(1, 15)
+        thread = threading.Thread(target=steps, args=(15, 25, called))
+        thread.start()
+        thread.join()
 
     wanted, _, every = run(tmp_path, program, "all")
-    losses, _, writer = run(tmp_path, program, "loss")
+    losses, session, writer = run(tmp_path, program, scalars)
     assert losses == wanted
-    assert writer.column("loss") == {at: every.column("loss")[at] for at in writer.column("loss")}
+    assert session.facts()["steps"] == 24
+    assert session.hearing.turn == 2
+    assert 20 in writer.column("loss")
+    for name in ("loss", "loss_scale"):
+        assert writer.column(name) == {at: every.column(name)[at] for at in writer.column(name)}
+
+
+def test_where_there_are_no_rows_between_a_loss_that_was_scaled_there_is_known(tmp_path):
+    def program(losses):
+        trained(losses, in_the_next_step)
+
+    _, _, every = run(tmp_path, program, "all")
+    _, _, writer = run(tmp_path, program, "recorded")
+    assert list(writer.column("loss")) == AROUND
+    assert writer.column("loss") == {at: every.column("loss")[at] for at in AROUND}
+    assert writer.column("loss_scale") == {at: every.column("loss_scale")[at] for at in AROUND}
 
 
 def test_the_scale_that_the_program_sets(tmp_path):

@@ -112,13 +112,15 @@ class UpdatesAlone:
         """A gradient scaler multiplied a loss, or handed it back; whether the long way is not to be told."""
         hearing, losses = self.hearing, self._updates.losses
         scale = getattr(scaler, "_scale", None)
-        if (after is before and scale is None) or (self._steps.rest.line is None and hearing.ident == get_ident()):
+        if after is before and scale is None:
             return True
         if type(after) is not Tensor or type(before) is not Tensor or not hearing.plainly():
             return False
         with _NoFunctionModes():
             node = after.grad_fn
-            if node is None or type(scale) is not Tensor or scale.numel() != 1 or len(losses.latest) >= NEAR:
+            if node is None or before.numel() != 1:  # it would be held for longer than where all is followed
+                return False
+            if type(scale) is not Tensor or scale.numel() != 1 or len(losses.latest) >= NEAR:
                 return False
             known = scale.item() if scale.is_cpu else scale.detach().clone()  # of a GPU nobody waits for it
             name = node._sequence_nr(), node.name()  # as `name_of` has it
