@@ -236,6 +236,7 @@ class Session:
     def _rest(self, rests: bool) -> None:
         """The program is left alone from now on, or is not any more."""
         self.seams.resting = rests
+        self.steps.quiet = rests and self._compiled is not None and not self._compiled.any()
         if not rests:
             self._deaf(False)
 
@@ -245,8 +246,7 @@ class Session:
             return "several ranks train"
         if self._others_train and self.steps.rest.keeps:
             return "other models train as well"
-        # What is traced would be traced once more with what stands in torch's places at rest.
-        return "the program compiles" if self._compiled is not None and self._compiled.any() else ""
+        return ""
 
     def _follows(self, optimizer: Optimizer) -> bool:
         return (self._only is None or optimizer in self.optimizers) and not only_estimates(optimizer)

@@ -19,7 +19,7 @@ AROUND = [1, 2, 9, 10, 11, 19, 20, 21]  # of 24 steps, recorded every tenth
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
-    """What tests before had compiled is gone: a program that compiles is not left alone."""
+    """What tests before had compiled is gone: where anything is, our hook for all modules stays in its place."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
         with warnings.catch_warnings(action="ignore"):  # of what it imports of torch's own

@@ -36,6 +36,9 @@ class HearsCompiled(Protocol):
     def update_begins(self, optimizer: Optimizer) -> Any:
         """An optimizer's step is called, without a closure."""
 
+    def compiles(self) -> None:
+        """Something is compiled, or about to be."""
+
     def learns(self) -> bool:
         """Whether what is called now is called with gradients, or will be."""
         ...

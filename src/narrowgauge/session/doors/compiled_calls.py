@@ -85,6 +85,8 @@ class CompiledCalls(Compilations):
                 return self._as_ever(compiled)
             self._heard = True
             optimizer_steps.settle()
+            if self.listener is not None:
+                self.listener.compiles()
             optimizer = compilations.optimizer_of(model)
             if optimizer is not None:
                 return self._updating(optimizer, compiled)
@@ -247,6 +249,8 @@ class CompiledCalls(Compilations):
         if self.graphs is None:
             return nothing
         whose, again = _here.whose, nothing
+        if whose != "bare" and self.listener is not None:
+            self.listener.compiles()
         if whose == "unheard" and self._ident == threading.get_ident() and not inside_backward():
             again = self._stance.pause()
         if stance() == "force_eager":

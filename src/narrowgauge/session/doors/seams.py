@@ -26,6 +26,8 @@ from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
 
+_compiling = torch.compiler.is_dynamo_compiling
+
 
 class Seams:
     """What stands in the places of torch's own functions; `close()` leaves torch as it was found."""
@@ -69,7 +71,8 @@ class Seams:
         @passed_over
         @unseen
         def asking(*args: Any, **kwargs: Any) -> Any:
-            run = ours if self.telling and not (rests and self.resting) else original
+            # While a graph is traced nobody asks whether seams rest: it would be traced anew whenever they do or not.
+            run = original if not self.telling or (rests and not _compiling() and self.resting) else ours
             if not overridable or torch.compiler.is_compiling() or not overridden(args, kwargs):
                 return run(*args, **kwargs)
             with _put_back(owner, name, seam, original):

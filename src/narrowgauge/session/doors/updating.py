@@ -26,6 +26,8 @@ from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
 from narrowgauge.session.doors.seams import Seams
 
+_compiling = torch.compiler.is_dynamo_compiling  # then nobody may ask whether seams rest
+
 # Of an engine that clips and skips by itself: the norm of its gradients from before, whether it skipped, and the
 # optimizers that it holds.
 Told = tuple[float | torch.Tensor | None, bool, Sequence[Optimizer]]
@@ -68,8 +70,18 @@ class HearsUpdates(Protocol):
         """A gradient scaler's step returned, and none was made in it."""
 
 
+class Quiet(Protocol):
+    """Knows whether nothing is compiled."""
+
+    quiet: bool
+
+
 class HearsUpdatesAlone(Protocol):
     """The same while seams rest; what says whether that is all is told otherwise as well if it is not."""
+
+    @property
+    def steps(self) -> Quiet:
+        """The program's, which are left alone."""
 
     def backward_begins(self, loss: Any) -> bool:
         """`backward(loss)` is called; whether that is all."""
@@ -82,6 +94,10 @@ class HearsUpdatesAlone(Protocol):
 
     def step_begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step; whether that is all."""
+
+    def closure(self, closure: Any, optimizer: Optimizer) -> Any:
+        """What to call instead of the closure that it was given, where something is compiled."""
+        ...
 
     def step_ended(self, optimizer: Optimizer) -> bool:
         """It stepped; whether that is all."""
@@ -106,16 +122,20 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     _follow_clips(seams, updates, graphs)
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if seams.resting and updates.alone.step_begins(optimizer):
+        alone = seams.resting and updates.alone.step_begins(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+        if not alone:
+            followed = updates.step_begins(optimizer, closure if callable(closure) else None)
+        elif closure is None or updates.alone.steps.quiet:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        followed = updates.step_begins(optimizer, closure if callable(closure) else None)
+        else:
+            followed = updates.alone.closure(closure, optimizer)
         if followed is None or followed is closure:
             return None
         return (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
 
     def step_ended(optimizer: Optimizer, early: bool) -> None:
-        if seams.resting and not early and updates.alone.step_ended(optimizer):
+        if seams.resting and updates.alone.step_ended(optimizer):
             return
         if capturing():
             graphs.step_captured(optimizer)
@@ -132,7 +152,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             if backward_task() != NO_TASK or not seams.telling:
                 original(tensors, *args, **kwargs)
                 return
-            if seams.resting and updates.alone.backward_begins(tensors):
+            if not _compiling() and seams.resting and updates.alone.backward_begins(tensors):
                 try:
                     original(tensors, *args, **kwargs)
                 except BaseException:
@@ -214,7 +234,8 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
 def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     @passed_over
     def clipped(order: float, norm: Any, of: frozenset[int] | None = None) -> None:
-        (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order), of)
+        if not seams.resting:  # a graph tells always
+            (graphs.clip_captured if capturing() else updates.gradients_clipped)(norm, float(order), of)
 
     clips, forget = telling(lambda order, norms: clipped(order, norms[0]))
     seams.on_close(forget)

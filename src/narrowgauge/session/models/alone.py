@@ -71,7 +71,7 @@ class CallsAlone:
             while frame is not None and frame.f_code is not CALLING:
                 frame = frame.f_back
             running.call, running.root, running.alone = frame, root, True
-            if _hooks.get(OURS) is self.hook:  # torch takes a longer way to each module while there is one
+            if steps.quiet and _hooks.get(OURS) is self.hook:  # torch takes a longer way to modules while there is one
                 _hooks.pop(OURS, None)
             if root is steps.usual.model and steps.evals.idle and self.hearing.plainly():
                 self.rest.called = steps.evals.fed = True
@@ -82,6 +82,13 @@ class CallsAlone:
             return False
         running.depth += 1
         return True
+
+    def loud(self) -> None:
+        """Something is compiled: what hooks there are is asked whenever it is called."""
+        if self._steps.quiet:
+            self._steps.quiet = False
+            if self.hook is not None:
+                _hooks[OURS] = self.hook
 
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The outermost call, as which it was followed so far, is one that is left alone."""

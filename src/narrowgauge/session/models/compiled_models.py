@@ -53,7 +53,7 @@ class CompiledModels:
         if self._calls.running or not self._optimizers or inside_backward():
             return None
         compiled, whose, modules = self._met(owner), object_of(owner, args), given_to(owner, args, kwargs)
-        given = self._first(compiled, modules)
+        given, models = self._first(compiled, modules), self._roots.taken
         root = compiled.root(whose if given is None else given)
         if root is None and whose is not None:  # evaluated, what it holds is asked for, and not its object
             root = compiled.root(whose)
@@ -65,6 +65,9 @@ class CompiledModels:
             compiled.knows(whose if given is None else given, root)
         elif modules:
             self._take_more(compiled, modules)
+        alone = self._calls.alone
+        if alone.rest.on and self._roots.taken == models and alone.passes(root, args, kwargs):
+            return root
         self._calls.begins(root, args, kwargs)
         if (args or kwargs) and not isinstance(owner, nn.Module) and self._shows():
             self.inner.begin(self._roots.living(), self._steps.batches, self._calls.tokens)
@@ -75,6 +78,10 @@ class CompiledModels:
         line = self._steps.line
         recorded = line is not None and line.recorded and not self._steps.paused
         return recorded and self._calls.training and stance() == "force_eager"
+
+    def compiles(self) -> None:
+        """Something is compiled, or about to be."""
+        self._calls.alone.loud()
 
     def learns(self) -> bool:
         """As of any call."""
@@ -102,7 +109,9 @@ class CompiledModels:
         self._settle()
         if known is not None:  # else it may be within the call of another
             self.inner.end(whole=not left)
-            self._calls.ended(known, output, None, left)
+            alone = self._calls.alone
+            if not (alone.rest.on and alone.passed()):
+                self._calls.ended(known, output, None, left)
 
     @heard
     def _settle(self) -> None:

@@ -7,6 +7,7 @@ so what is mostly so is asked at once, and in one place, and anything else takes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -49,19 +50,20 @@ class UpdatesAlone:
     """
 
     def __init__(self, steps: Steps, hearing: Hearing, updates: Followed) -> None:
-        self._steps, self.hearing, self._updates = steps, hearing, updates
+        self.steps, self.hearing, self._updates = steps, hearing, updates
 
+    @partial(passed_over, below=True)
     def backward_begins(self, loss: Any) -> bool:
         """`backward` is called on `loss`; whether the long way is not to be told."""
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
-        rest = self._steps.rest
+        rest = self.steps.rest
         if rest.parted:
             self._parted()
             return False
         self._updates.stepping, self.hearing.waits = None, True
         if not rest.called:
-            self._steps.called_alone()
+            self.steps.called_alone()
         if (line := rest.line) is not None:
             line.backwards += 1
             with _NoFunctionModes():
@@ -89,11 +91,11 @@ class UpdatesAlone:
         else:  # not all of the step's are known
             line.loss = None
 
-    @passed_over
+    @partial(passed_over, below=True)
     def backward_ended(self, *, failed: bool = False) -> None:
         """Such a backward returned, or `failed`."""
         self.hearing.waits = self._updates.stepped_in_backward = False
-        rest, losses = self._steps.rest, self._updates.losses
+        rest, losses = self.steps.rest, self._updates.losses
         if losses.scales:
             losses.forget()
         if (line := rest.line) is None:
@@ -105,7 +107,7 @@ class UpdatesAlone:
 
     @heard
     def _parted(self) -> None:
-        self._steps.parted()
+        self.steps.parted()
 
     @passed_over
     def scaled(self, scaler: Any, before: Any, after: Any) -> bool:
@@ -135,7 +137,7 @@ class UpdatesAlone:
         updates = self._updates
         if updates.stepping is None or updates.stepping() is None:
             updates.stepping = ref(optimizer)
-            rest = self._steps.rest
+            rest = self.steps.rest
             if (line := rest.line) is not None:  # of rates, which it may change as it steps
                 (rates if len(rest.team) == 1 else learning_rates)(line, optimizer)
                 if getattr(optimizer, "found_inf", None) is not None:
@@ -146,11 +148,15 @@ class UpdatesAlone:
     def _may_skip(self, line: Line, optimizer: Optimizer) -> None:
         may_skip(line, optimizer)
 
+    def closure(self, closure: Any, optimizer: Optimizer) -> Any:
+        """What such an optimizer is to call in the place of its closure: a step that is compiled asks which it is."""
+        return self._updates.closures.followed(closure, optimizer) if callable(closure) else closure
+
     def step_ended(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped; whether the long way is not to be told."""
         updates = self._updates
         mine = not updates.prepares and updates.stepping is not None and updates.stepping() is optimizer
-        if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
+        if mine and self.hearing.plainly() and self.steps.usual.made(optimizer):
             updates.ended += 1
             updates.stepping, updates.closures.again = None, False
             return True
@@ -162,7 +168,7 @@ class UpdatesAlone:
 
     @heard
     def _stepped(self, optimizer: Optimizer, within: bool) -> None:
-        updates, steps = self._updates, self._steps
+        updates, steps = self._updates, self.steps
         if updates.prepares or not updates.follows(optimizer):
             return
         if within:  # all of one backward are one step, and the others of this one are heard

@@ -65,6 +65,7 @@ class Steps:
         self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=short)
         self.usual = Usual(self.rest, self.ledger, self.evals)
         self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
+        self.quiet = False  # meanwhile nothing is compiled, which asks what hooks and closures there are
         self._fed = 0  # the last step in which a model was called with gradients
         self._recorded_steps = 0
         self._room = Room()

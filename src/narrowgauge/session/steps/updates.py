@@ -218,12 +218,11 @@ class Updates:
         # Another optimizer takes part in a step that is made, unless its closure makes something to step by.
         if not self._steps.ledger.knows or (self._steps.made and self._steps.ledger.has(optimizer)):
             self._steps.enter(usual=closure is not None)  # without one, neither its forward nor its backward was heard
-        if closure is not None and self._steps.rest.on:  # since now
-            self.stepping = None
-            self.alone.step_begins(optimizer)
-            return None
         if closure is not None:
-            return self.closures.followed(closure, optimizer)
+            if self._steps.rest.on:  # since now
+                self.stepping = None
+                self.alone.step_begins(optimizer)
+            return None if self._steps.quiet else self.closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 

@@ -1,0 +1,214 @@
+"""Programs that compile are left alone between recorded steps as others are, and have no graph more for it."""
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.compute.nn.compiled_steps import Counted, Plain
+from tests.session.steps.alone import AROUND, SAME, Model, batch, evaluated, notes, run
+from torch import nn
+from torch._dynamo.utils import counters
+
+import narrowgauge as ng
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's, of an input
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's
+]
+EACH = list(range(1, 25))
+BETWEEN = [at for at in EACH if at not in AROUND]
+PARTS = {"loss", "learn", "by", "update", "whole"}
+IN_BRIEF = {"loss", "lr", "step_seconds", "clean", "nonfinite"}
+
+
+class Training:
+    """Of which what `ways` name is compiled, from its making on or at step `late`, and `called` from a step on."""
+
+    def __init__(self, *ways, backend, kind=torch.optim.AdamW, late=0, called=1):
+        self.ways, self.late, self.first = ways, late, called
+        self.compile = functools.partial(torch.compile, backend=backend)
+        self.backend = backend
+        self.called = self.model = Model()
+        self.optimizer = kind(self.model.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.by = self.optimizer.step
+        if not late:
+            self.compiles()
+
+    def compiles(self):
+        self.made = {name: self.compile(getattr(self, name)) for name in PARTS & set(self.ways)}
+        if "model" in self.ways:
+            self.made["called"] = self.compile(self.model)
+        if "in place" in self.ways:
+            self.model.compile(backend=self.backend)
+
+    def loss(self, x):
+        return F.mse_loss(self.called(x), x)
+
+    def learn(self, x):
+        loss = self.loss(x)
+        (self.scaler.scale(loss) if "scaler" in self.ways else loss).backward()
+        return loss
+
+    def update(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        if "scaler" in self.ways:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif "closure" in self.ways:
+            self.optimizer.step(lambda: None)
+        else:
+            self.by()
+
+    def whole(self, x):
+        loss = self.learn(x)
+        if "twice" in self.ways:
+            self.learn(x + 1)
+        self.update()
+        self.optimizer.zero_grad()
+        return loss
+
+    def run(self, losses):
+        for number in EACH:
+            if number == self.late:
+                self.compiles()
+            if number == max(self.first, self.late):
+                vars(self).update(self.made)
+            x = batch(3 * number)[: 2 if number == 15 and "another shape" in self.ways else 4]
+            if "falling" in self.ways:
+                self.optimizer.param_groups[0]["lr"] = 0.01 / number
+            losses.append(self.whole(x).item())
+            if "evaluated" in self.ways and not number % 4:
+                losses.append(evaluated(self.called))
+
+
+def counted(backend, program):
+    """What `program` returns, given a backend, and what torch's compiler counts meanwhile."""
+    compiler = Counted(backend)
+    found = program(compiler.backend)
+    return found, {
+        "graphs": compiler.graphs,
+        "unique": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "frames": dict(counters["frames"]),
+    }
+
+
+def compared(tmp_path, *ways, backend="eager", **how):
+    """The session and the writer of a program in brief, beside the same with whole rows of each step, and unwatched."""
+
+    def train(losses, compiler):
+        Training(*ways, backend=compiler, **how).run(losses)
+        return losses
+
+    def watched(scalars, every=10):
+        def training(compiler):
+            return run(tmp_path, functools.partial(train, compiler=compiler), scalars, every=every)
+
+        return counted(backend, training)
+
+    unwatched, without = counted(backend, lambda compiler: train([], compiler))
+    (wanted, _, every), whole = watched("all")
+    (losses, session, writer), found = watched("loss")
+    assert losses == wanted
+    assert found == whole
+    if "closure" not in ways:  # with one there is another
+        assert found == without
+    for name in (*SAME, "eval_loss"):
+        there = writer.column(name)
+        assert there == {at: every.column(name)[at] for at in there}, name
+    assert set(writer.column("lr")) == set(every.column("lr")) == set(EACH)
+    assert set(writer.column("eval_loss")) == set(every.column("eval_loss"))
+    (alone, _, _), graphs = watched("recorded", every=1000)  # so nothing runs uncompiled
+    assert alone == unwatched
+    if "closure" not in ways:
+        assert graphs == without
+    return session, writer
+
+
+WAYS = {
+    "model": ["model", "falling"],
+    "in place": ["in place", "falling"],
+    "loss": ["loss", "falling"],
+    "learn": ["learn", "falling"],
+    "step": ["by"],
+    "update": ["update"],
+    "all in parts": ["loss", "update", "evaluated"],
+    "whole": ["whole"],
+    "model and step": ["model", "by", "evaluated"],
+    "evaluated in place": ["in place", "evaluated"],
+    "twice": ["model", "twice"],
+    "twice in whole": ["whole", "twice"],
+    "closure": ["whole", "closure"],
+    "closure of a compiled model": ["model", "closure"],
+    **{
+        f"{way}, another shape": [way, "another shape"]
+        for way in ("model", "in place", "loss", "learn", "update", "whole")
+    },
+}
+
+
+def settings(folder, scalars):
+    file = folder / "narrowgauge.toml"
+    file.write_text(f'[watch]\nscalars = "{scalars}"\n')
+    return file
+
+
+def brief(session, writer):
+    assert not notes(session)
+    assert session.steps.rest.steps == len(BETWEEN)
+    assert all(set(writer.scalars[at]) - {"eval_loss"} == IN_BRIEF for at in BETWEEN)
+    assert all("grad_norm" in writer.scalars[at] for at in AROUND)
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_its_rows_are_brief_and_its_graphs_as_many(tmp_path, case):
+    brief(*compared(tmp_path, *WAYS[case]))
+
+
+@pytest.mark.parametrize("case", ["by", "update", "whole"])
+def test_so_are_those_of_an_optimizer_that_steps_in_a_graph(tmp_path, case):
+    brief(*compared(tmp_path, case, kind=Plain))
+
+
+@pytest.mark.parametrize(
+    ("case", "called", "steps"),
+    [
+        *((case, 1, len(BETWEEN)) for case in ("model", "in place", "by", "update")),
+        *((case, 14, len(BETWEEN)) for case in ("by", "update")),
+        # Of a model that is called in a graph nobody hears who came later.
+        *((case, called, steps) for case in ("loss", "whole") for called, steps in ((1, 0), (14, 13))),
+    ],
+)
+def test_what_was_compiled_before_we_listened_has_no_graph_more(tmp_path, case, called, steps):
+    """Though it is called, for the first time, while the program is left alone."""
+
+    def training(compiler, scalars):
+        gc.collect()  # optimizers of others
+        made, losses = Training(case, backend=compiler, called=called), []
+        if not scalars:
+            made.run(losses)
+            return losses
+        with ng.watch(made.model, out=tmp_path / scalars, config=settings(tmp_path, scalars)):
+            made.run(losses)
+        return losses, ng.open_run(tmp_path / scalars)
+
+    unwatched, without = counted("eager", lambda compiler: training(compiler, ""))
+    (wanted, every), whole = counted("eager", lambda compiler: training(compiler, "all"))
+    (losses, brief), found = counted("eager", lambda compiler: training(compiler, "loss"))
+    assert losses == wanted == unwatched
+    assert found == whole == without
+    assert brief.scalars("loss")["loss"].tolist() == every.scalars("loss")["loss"].tolist()
+    assert brief.meta["watch"].get("steps_in_brief", 0) == steps
+
+
+@pytest.mark.parametrize("case", ["in place", "loss", "learn", "by", "update", "whole"])
+def test_so_are_those_of_a_program_that_compiles_late(tmp_path, case):
+    brief(*compared(tmp_path, case, late=14))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_so_are_those_with_other_backends(tmp_path, backend):
+    brief(*compared(tmp_path, "loss", "update", backend=backend))
