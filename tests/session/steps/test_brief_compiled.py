@@ -12,6 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import narrowgauge as ng
+from narrowgauge.session.doors.entries import Entries
+from narrowgauge.session.steps.updates import Updates
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # dynamo's, of an input
@@ -23,6 +25,17 @@ PARTS = {"loss", "learn", "by", "update", "whole"}
 IN_BRIEF = {"loss", "lr", "step_seconds", "clean", "nonfinite"}
 
 
+class Evaluates(Plain):
+    """Calls its closure in something compiled."""
+
+    evaluate = None
+
+    def step(self, closure=None):
+        loss = self.evaluate(closure)
+        super().step()
+        return loss
+
+
 class Training:
     """Of which what `ways` name is compiled, from its making on or at step `late`, and `called` from a step on."""
 
@@ -32,8 +45,9 @@ class Training:
         self.backend = backend
         self.called = self.model = Model()
         self.optimizer = kind(self.model.parameters(), lr=0.01)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         self.by = self.optimizer.step
+        if kind is Evaluates:
+            self.optimizer.evaluate = self.compile(lambda closure: closure())
         if not late:
             self.compiles()
 
@@ -49,20 +63,21 @@ class Training:
 
     def learn(self, x):
         loss = self.loss(x)
-        (self.scaler.scale(loss) if "scaler" in self.ways else loss).backward()
+        if "by name" in self.ways:
+            torch.autograd.backward(loss)
+        else:
+            loss.backward()
         return loss
 
     def update(self):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        if "scaler" in self.ways:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        elif "closure" in self.ways:
-            self.optimizer.step(lambda: None)
-        else:
-            self.by()
+        self.by()
 
     def whole(self, x):
+        if "closure" in self.ways:
+            loss = self.by(lambda: self.learn(x))
+            self.optimizer.zero_grad()
+            return loss
         loss = self.learn(x)
         if "twice" in self.ways:
             self.learn(x + 1)
@@ -123,30 +138,22 @@ def compared(tmp_path, *ways, backend="eager", **how):
     assert set(writer.column("eval_loss")) == set(every.column("eval_loss"))
     (alone, _, _), graphs = watched("recorded", every=1000)  # so nothing runs uncompiled
     assert alone == unwatched
-    if "closure" not in ways:
-        assert graphs == without
+    assert graphs == whole
     return session, writer
 
 
 WAYS = {
-    "model": ["model", "falling"],
-    "in place": ["in place", "falling"],
-    "loss": ["loss", "falling"],
+    "in place": ["in place", "falling", "evaluated", "another shape"],
     "learn": ["learn", "falling"],
     "step": ["by"],
-    "update": ["update"],
-    "all in parts": ["loss", "update", "evaluated"],
-    "whole": ["whole"],
+    "all in parts": ["loss", "update", "evaluated", "another shape"],
     "model and step": ["model", "by", "evaluated"],
-    "evaluated in place": ["in place", "evaluated"],
-    "twice": ["model", "twice"],
-    "twice in whole": ["whole", "twice"],
-    "closure": ["whole", "closure"],
+    "whole": ["whole", "another shape"],
+    "twice": ["whole", "twice"],
+    "backward by name": ["learn", "by name"],
+    "whole closure": ["whole", "closure"],
+    "closure": ["by", "closure"],
     "closure of a compiled model": ["model", "closure"],
-    **{
-        f"{way}, another shape": [way, "another shape"]
-        for way in ("model", "in place", "loss", "learn", "update", "whole")
-    },
 }
 
 
@@ -176,10 +183,10 @@ def test_so_are_those_of_an_optimizer_that_steps_in_a_graph(tmp_path, case):
 @pytest.mark.parametrize(
     ("case", "called", "steps"),
     [
-        *((case, 1, len(BETWEEN)) for case in ("model", "in place", "by", "update")),
-        *((case, 14, len(BETWEEN)) for case in ("by", "update")),
-        # Of a model that is called in a graph nobody hears who came later.
-        *((case, called, steps) for case in ("loss", "whole") for called, steps in ((1, 0), (14, 13))),
+        *((case, 1, len(BETWEEN)) for case in ("model", "in place", "update")),
+        ("by", 14, len(BETWEEN)),
+        ("loss", 1, 0),  # of a model that is called in such a graph nobody hears
+        ("loss", 14, 13),
     ],
 )
 def test_what_was_compiled_before_we_listened_has_no_graph_more(tmp_path, case, called, steps):
@@ -204,11 +211,56 @@ def test_what_was_compiled_before_we_listened_has_no_graph_more(tmp_path, case, 
     assert brief.meta["watch"].get("steps_in_brief", 0) == steps
 
 
-@pytest.mark.parametrize("case", ["in place", "loss", "learn", "by", "update", "whole"])
-def test_so_are_those_of_a_program_that_compiles_late(tmp_path, case):
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("case", ["in place", "loss", "by", "whole"])
+def test_so_are_those_of_a_program_that_compiles_late(tmp_path, monkeypatch, case, heard):
+    """Whether torch tells of each call or, its compiler not being loaded before, does not yet."""
+    if not heard:
+        monkeypatch.setattr(Entries, "open", lambda self: False)
     brief(*compared(tmp_path, case, late=14))
+
+
+def test_so_are_those_of_an_optimizer_that_calls_its_closure_in_a_graph(tmp_path):
+    brief(*compared(tmp_path, "closure", kind=Evaluates))
+
+
+def test_what_is_clipped_in_a_graph_is_told_for_whole_rows_alone(tmp_path, monkeypatch):
+    told, clipped = [], Updates.gradients_clipped
+
+    def follow(self, *given):
+        told.append(given)
+        clipped(self, *given)
+
+    monkeypatch.setattr(Updates, "gradients_clipped", follow)
+    brief(*run(tmp_path, lambda losses: Training("update", backend="eager", kind=Plain).run(losses), "loss")[1:])
+    assert len(told) == len(AROUND)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_so_are_those_with_other_backends(tmp_path, backend):
     brief(*compared(tmp_path, "loss", "update", backend=backend))
+
+
+def test_another_model_that_is_compiled_meanwhile_has_whole_rows(tmp_path):
+    session, writer = compared(tmp_path, "model", late=14)
+    assert notes(session)[0].endswith("about step 14 was not as before: each step has a whole row since.")
+    assert [at for at in EACH if "grad_norm" not in writer.scalars[at]] == [3, 4, 5, 6, 7, 8, 12, 13]
+
+
+def test_so_has_one_that_a_function_is_compiled_of(tmp_path):
+    def program(losses):
+        nets = Model(), Model()
+        optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.01)
+        for number in EACH:
+            x = batch(3 * number)[:4]
+            if number in (1, 14):
+                learn = torch.compile(lambda x, net: F.mse_loss(net(x), x), backend="eager")
+            loss = learn(x, nets[number >= 14])
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, session, writer = run(tmp_path, program, "loss")
+    assert notes(session)[0].endswith("about step 14 was not as before: each step has a whole row since.")
+    assert list(writer.column("loss")) == EACH

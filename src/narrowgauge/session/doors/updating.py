@@ -26,8 +26,6 @@ from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
 from narrowgauge.session.doors.seams import Seams
 
-_compiling = torch.compiler.is_dynamo_compiling  # then nobody may ask whether seams rest
-
 # Of an engine that clips and skips by itself: the norm of its gradients from before, whether it skipped, and the
 # optimizers that it holds.
 Told = tuple[float | torch.Tensor | None, bool, Sequence[Optimizer]]
@@ -152,7 +150,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             if backward_task() != NO_TASK or not seams.telling:
                 original(tensors, *args, **kwargs)
                 return
-            if not _compiling() and seams.resting and updates.alone.backward_begins(tensors):
+            if seams.resting and updates.alone.backward_begins(tensors):
                 try:
                     original(tensors, *args, **kwargs)
                 except BaseException:
