@@ -101,6 +101,7 @@ class Training:
 
 def counted(backend, program):
     """What `program` returns, given a backend, and what torch's compiler counts meanwhile."""
+    gc.collect()  # optimizers and what was compiled before
     compiler = Counted(backend)
     found = program(compiler.backend)
     return found, {
@@ -193,7 +194,6 @@ def test_what_was_compiled_before_we_listened_has_no_graph_more(tmp_path, case, 
     """Though it is called, for the first time, while the program is left alone."""
 
     def training(compiler, scalars):
-        gc.collect()  # optimizers of others
         made, losses = Training(case, backend=compiler, called=called), []
         if not scalars:
             made.run(losses)
