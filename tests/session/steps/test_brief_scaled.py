@@ -27,7 +27,18 @@ def as_in_whole_rows(tmp_path, program, lacks=(), **more):
     wanted, told, every = run(tmp_path, program, "all", **more)
     losses, session, writer = run(tmp_path, program, "loss", **more)
     assert losses == wanted
-    for name in ("loss", "lr", "grad_norm", "tokens", "skipped", "loss_scale", "microbatches", "param_norm"):
+    for name in (
+        "loss",
+        "lr",
+        "lr_0",
+        "lr_1",
+        "grad_norm",
+        "tokens",
+        "skipped",
+        "loss_scale",
+        "microbatches",
+        "param_norm",
+    ):
         there = {at: str(value) for at, value in writer.column(name).items()}
         assert there == {at: str(every.column(name)[at]) for at in there}, name
     for name in ("lr", "skipped", "loss", "loss_scale"):  # nor does anything lack
@@ -296,6 +307,39 @@ def test_a_fused_optimizer_that_skips_by_itself(tmp_path, parts):
     session, writer = as_in_whole_rows(tmp_path, lambda losses: trained(losses, plainly, optimizer, parts=parts))
     assert list(writer.column("skipped")) == list(BAD)
     assert session.steps.rest.steps == len(BETWEEN)
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [((5,), ()), ((), (5,)), ((5,), (5,)), ((1,), (2,)), ((2,), (1,)), ((4, 9, 10, 11, 20), (5, 9, 10, 12, 19, 21))],
+)
+def test_a_scaler_skips_some_of_several_optimizers(tmp_path, up, down):
+    """Those of each half of the model in these steps."""
+
+    def program(losses):
+        model = Model()
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model.up, model.down)]
+        scaler = scaler_of()
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            plainly(scaler, loss)
+            losses.append(loss.item())
+            for part, optimizer, bad in zip((model.up, model.down), optimizers, (up, down), strict=True):
+                if number in bad:
+                    part.weight.grad.fill_(math.inf)
+                optimizer.param_groups[0]["lr"] = (0.01 if part is model.up else 0.02) / number
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+
+    session, writer = as_in_whole_rows(tmp_path, program)
+    assert session.steps.rest.steps == len(BETWEEN)
+    skipped = sorted({*up, *down})
+    assert list(writer.column("skipped")) == skipped
+    assert len(writer.column("lr_1")) == len(EACH)
+    _, session, _ = run(tmp_path, program, "recorded")
+    assert session.facts()["skipped_steps"] == len(skipped)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -178,7 +178,8 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     def scale(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, outputs: Any) -> Any:
             scaled = original(self, outputs)
-            if seams.telling and not (seams.resting and updates.alone.scaled(self, outputs, scaled)):
+            alone = not _compiling() and seams.resting and updates.alone.scaled(self, outputs, scaled)
+            if seams.telling and not alone:
                 updates.loss_scaled(self, outputs, scaled)
             return scaled
 

@@ -44,6 +44,7 @@ class Ledger:
         self.aside = Aside()
         self.line: Line | None = None
         self.steps = 0
+        self._skipped = -1  # so many were made before the last one of which a scaler skipped something
         self._alone: dict[tuple[int, ...], int] = {}  # who made the last step, and their trainers, where it has no line
 
     def open(self) -> Line:
@@ -116,16 +117,22 @@ class Ledger:
             self.line.scalars["step_seconds"] = so_far + seconds
             self.steps = self.line.step
 
-    def left_alone(self, line: Line | None, optimizer: Optimizer, *, skipped: bool = False) -> None:
+    def skips(self, line: Line | None, optimizer: Optimizer) -> None:
+        """A gradient scaler skips this one in the step that is made, which is left alone; or all of it."""
+        if line is not None:
+            learning_rates(line, optimizer)
+            line.scalars["skipped"] = 1.0
+        elif self._skipped != self.steps:  # none of several before it
+            self._skipped = self.steps
+            self.rows.skipped_steps += 1
+
+    def left_alone(self, line: Line | None, optimizer: Optimizer) -> None:
         """A step was made by this of which nobody was told more than is in the line, if that is kept."""
         self.steps += 1
         away = self.aside.taken()
         if line is None:
-            self.rows.skipped_steps += skipped
             self.rows.pace.passed()
             return
-        if skipped:
-            line.scalars["skipped"] = 1.0
         self._clock.away += away
         self.keep(line, optimizer, disturbed=away > 0.0)
 

@@ -203,6 +203,8 @@ class Steps:
 
     def _left_alone(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if self.rest.takes_part(optimizer):
+            if skipped:
+                self.ledger.skips(self.rest.line, optimizer)
             return
         if self.rest.called and id(optimizer) in self.rest.parted:  # once more: that was a step, and this is one
             self._made_alone(*self.rest.parted.values(), usual=False)
@@ -214,7 +216,9 @@ class Steps:
         if called or any(optimizer is maker for maker in before):
             if line is not None and not self.rest.is_like(line):
                 self.rest.end_soon()
-            self._made_alone(*self.rest.parted.values(), optimizer, skipped=skipped, usual=usual)
+            if skipped:
+                self.ledger.skips(line, optimizer)
+            self._made_alone(*self.rest.parted.values(), optimizer, usual=usual)
             if usual:
                 self.rest.turned()
             self.rest.opened(self.ledger.steps + 1)
@@ -235,10 +239,10 @@ class Steps:
         self.unlike()
         self.evals.stepped()
 
-    def _made_alone(self, *optimizers: Optimizer, usual: bool, skipped: bool = False) -> None:
+    def _made_alone(self, *optimizers: Optimizer, usual: bool) -> None:
         if (line := self.rest.line) is not None and not usual:
             line.trainers = {self.ledger.rows.turns.trainer(optimizer) for optimizer in optimizers}
-        self.ledger.left_alone(line, optimizers[-1], skipped=skipped)
+        self.ledger.left_alone(line, optimizers[-1])
         self.rest.steps += 1
 
     def unlike(self, *made: Optimizer) -> None:

@@ -281,6 +281,8 @@ class Updates:
             for optimizer in optimizers:
                 learning_rates(line, optimizer)
                 self._steps.ledger.took_part(optimizer)
+                if self._steps.rest.asked:
+                    self._steps.rest.led_by(optimizer)
             line.scalars["skipped"] = 1.0
             self._made()
 
