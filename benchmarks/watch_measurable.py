@@ -15,13 +15,22 @@ A block's first steps are not counted: opening a run reads all weights once.
 
 On a GPU each block is timed as a whole, from one idle GPU to the next.
 
+A program trains otherwise where its name says so: `tiny+pair`.
+
+    +compiled   its model is compiled in place
+    +scaler     the loss is scaled by a gradient scaler
+    +pair       matrices are trained by one optimizer, all else by another
+    +ranks      under torchrun: by DistributedDataParallel, each rank a GPU; rank 0 tells
+
     python -m benchmarks.watch_measurable [--sizes tiny layers-1024 ...] [--rounds 24] [--steps 8]
         [--settings loss all recorded] [--device cuda]
+    torchrun --nproc-per-node 2 -m benchmarks.watch_measurable --sizes small+ranks --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -32,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from benchmarks.record import record
 from benchmarks.watch_cost_cpu import NEVER, program
 
@@ -44,24 +54,25 @@ WARM = 3  # steps of each block that are not counted
 SIZES = ("layers-512", "tiny", "layers-512-float32", "layers-1024", "small")
 DRAWS = 2000
 Train = Callable[[], None]
+Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
-def on_cpu(name: str) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """A model and its loss on new data."""
+def on_cpu(name: str) -> tuple[torch.nn.Module, Loss]:
+    """A model and its loss on new data, of that model alone."""
     model, loss, _ = program(name)
-    return model, loss
+    return model, lambda _: loss()
 
 
-def on_gpu(name: str) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+def on_gpu(name: str) -> tuple[torch.nn.Module, Loss]:
     """The same of the packaged Llama, of a size of `narrowgauge bench`."""
     size = sized(name)
     with torch.device("cuda"):
         model = gpt.Llama(size)
 
-    def loss() -> torch.Tensor:
+    def loss(called: torch.nn.Module) -> torch.Tensor:
         tokens, targets = torch.randint(256, (2, size.batch, size.seq), device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
-            return gpt.next_byte_loss(model, tokens, targets)
+            return gpt.next_byte_loss(called, tokens, targets)
 
     return model, loss
 
@@ -69,16 +80,37 @@ def on_gpu(name: str) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
 def training(name: str, device: str) -> Train:
     """One of a program's training steps."""
     torch.manual_seed(0)
-    model, loss = on_cpu(name) if device == "cpu" else on_gpu(name)
-    optimizer = gpt.make_optimizer(model, 1e-3, torch.device(device))
+    base, *ways = name.split("+")
+    model, loss = on_cpu(base) if device == "cpu" else on_gpu(base)
+    optimizers = [gpt.make_optimizer(model, 1e-3, torch.device(device))]
+    if "pair" in ways:
+        matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is big] for big in (True, False))
+        optimizers = [torch.optim.SGD(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+    scaler = torch.amp.GradScaler(device, enabled="scaler" in ways)
+    called = torch.nn.parallel.DistributedDataParallel(model) if "ranks" in ways else model
+    if "compiled" in ways:
+        called.compile()
 
     def train() -> None:
-        loss().backward()
+        scaler.scale(loss(called)).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
-    return train
+    def plainly() -> None:
+        loss(called).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    return train if "scaler" in ways else plainly
 
 
 def block(train: Train, steps: int, device: str) -> float:
@@ -112,6 +144,7 @@ def row_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     train = training(name, args.device)
     took: dict[str, list[float]] = {kind: [] for kind in ("alone", "again", *args.settings)}
     with tempfile.TemporaryDirectory() as folder:
+        folder = _rank_0s(folder)
         for setting in args.settings:
             (Path(folder) / f"{setting}.toml").write_text(f'[watch]\nscalars = "{setting}"\n')
         for number in range(args.rounds + 1):
@@ -122,15 +155,26 @@ def row_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 if kind in args.settings:
                     settings = Path(folder) / f"{kind}.toml"
                     watched = ng.watch(out=Path(folder) / f"{number}_{kind}", every=NEVER, config=settings)
+                _rank_0s("")  # all begin at once
                 with watched:
                     ms = block(train, args.steps, args.device)
                 if number:  # the first round compiles and imports
                     took[kind].append(ms)
+        _rank_0s("")  # whose folder it is
     row: dict[str, Any] = {"program": name, "alone_ms": round(statistics.median(took["alone"]), 2)}
     for kind in ("again", *args.settings):
         median, low, high = interval([100 * (b / a - 1) for a, b in zip(took["alone"], took[kind], strict=True)])
         row |= {f"{kind}_pct": round(median, 2), f"{kind}_from": round(low, 2), f"{kind}_to": round(high, 2)}
     return row
+
+
+def _rank_0s(what: str) -> str:
+    """The same of rank 0, where there are several; they have met then."""
+    if not dist.is_initialized():
+        return what
+    told = [what]
+    dist.broadcast_object_list(told)
+    return str(told[0])
 
 
 def main() -> None:
@@ -144,9 +188,15 @@ def main() -> None:
     host.wait()
     if args.device == "cpu":
         torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
     rows = [row_of(name, args) for name in args.sizes]
     settings = {"rounds": args.rounds, "steps": args.steps, "threads": torch.get_num_threads()}
-    record("watch_measurable", settings, rows)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        record("watch_measurable", settings, rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class Session:
             self._compiled.graphs = self.plain.compiled
             self._compiled.told()
         self.steps.evals.watch(self.seams, self.hearing.perhaps_mine)
-        self.steps.resting, self.steps.rest.refused = self._rest, self._never_rests
+        self.steps.resting.told, self.steps.rest.refused = self._rest, self._never_rests
         self.steps.rest.cycle.held = lambda: self.optimizers
 
     @property
@@ -195,7 +195,7 @@ class Session:
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
-        self.steps.wake()
+        self.steps.resting.wake()
         self._estimates |= only_estimates(optimizer)
         self.plain.weights_came()
         self.steps.evals.training_changed()
@@ -211,7 +211,7 @@ class Session:
         """It may hold other parameters than before; one that is just being made is not known yet."""
         if optimizer in self.optimizers:
             self.optimizers.changed()
-            self.steps.wake()
+            self.steps.resting.wake()
             self.plain.weights_came()
             self.steps.evals.training_changed()
 
@@ -236,7 +236,7 @@ class Session:
     def _rest(self, rests: bool) -> None:
         """The program is left alone from now on, or is not any more."""
         self.seams.resting = rests
-        self.steps.quiet = rests and self._compiled is not None and not self._compiled.any()
+        self.steps.resting.quiet = rests and self._compiled is not None and not self._compiled.any()
         if not rests:
             self._deaf(False)
 

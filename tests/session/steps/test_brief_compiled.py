@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compute.nn.compiled_steps import Counted, Plain
-from tests.session.steps.alone import AROUND, SAME, Model, batch, evaluated, notes, run
+from tests.session.steps.alone import SAME, Model, batch, evaluated, notes, run
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's
 ]
 EACH = list(range(1, 25))
-BETWEEN = [at for at in EACH if at not in AROUND]
+WHOLE = [1, 2, 10, 20]
+BETWEEN = [at for at in EACH if at not in WHOLE]
 PARTS = {"loss", "learn", "by", "update", "whole"}
 IN_BRIEF = {"loss", "lr", "step_seconds", "clean", "nonfinite"}
 
@@ -112,6 +113,12 @@ def counted(backend, program):
     }
 
 
+def no_more(found, than):
+    """Whether as much was compiled; frames, of which ours may be some, are no more."""
+    frames, most = found["frames"], than["frames"]
+    return {**found, "frames": 0} == {**than, "frames": 0} and all(frames[kind] <= most[kind] for kind in frames)
+
+
 def compared(tmp_path, *ways, backend="eager", **how):
     """The session and the writer of a program in brief, beside the same with whole rows of each step, and unwatched."""
 
@@ -129,9 +136,9 @@ def compared(tmp_path, *ways, backend="eager", **how):
     (wanted, _, every), whole = watched("all")
     (losses, session, writer), found = watched("loss")
     assert losses == wanted
-    assert found == whole
+    assert no_more(found, whole)
     if "closure" not in ways:  # with one there is another
-        assert found == without
+        assert no_more(found, without)
     for name in (*SAME, "eval_loss"):
         there = writer.column(name)
         assert there == {at: every.column(name)[at] for at in there}, name
@@ -139,7 +146,7 @@ def compared(tmp_path, *ways, backend="eager", **how):
     assert set(writer.column("eval_loss")) == set(every.column("eval_loss"))
     (alone, _, _), graphs = watched("recorded", every=1000)  # so nothing runs uncompiled
     assert alone == unwatched
-    assert graphs == whole
+    assert no_more(graphs, whole)
     return session, writer
 
 
@@ -168,7 +175,7 @@ def brief(session, writer):
     assert not notes(session)
     assert session.steps.rest.steps == len(BETWEEN)
     assert all(set(writer.scalars[at]) - {"eval_loss"} == IN_BRIEF for at in BETWEEN)
-    assert all("grad_norm" in writer.scalars[at] for at in AROUND)
+    assert all("grad_norm" in writer.scalars[at] for at in WHOLE)
 
 
 @pytest.mark.parametrize("case", WAYS)
@@ -187,7 +194,7 @@ def test_so_are_those_of_an_optimizer_that_steps_in_a_graph(tmp_path, case):
         *((case, 1, len(BETWEEN)) for case in ("model", "in place", "update")),
         ("by", 14, len(BETWEEN)),
         ("loss", 1, 0),  # of a model that is called in such a graph nobody hears
-        ("loss", 14, 13),
+        ("loss", 14, 16),
     ],
 )
 def test_what_was_compiled_before_we_listened_has_no_graph_more(tmp_path, case, called, steps):
@@ -206,7 +213,8 @@ def test_what_was_compiled_before_we_listened_has_no_graph_more(tmp_path, case, 
     (wanted, every), whole = counted("eager", lambda compiler: training(compiler, "all"))
     (losses, brief), found = counted("eager", lambda compiler: training(compiler, "loss"))
     assert losses == wanted == unwatched
-    assert found == whole == without
+    assert no_more(found, whole)
+    assert no_more(whole, without)
     assert brief.scalars("loss")["loss"].tolist() == every.scalars("loss")["loss"].tolist()
     assert brief.meta["watch"].get("steps_in_brief", 0) == steps
 
@@ -233,7 +241,7 @@ def test_what_is_clipped_in_a_graph_is_told_for_whole_rows_alone(tmp_path, monke
 
     monkeypatch.setattr(Updates, "gradients_clipped", follow)
     brief(*run(tmp_path, lambda losses: Training("update", backend="eager", kind=Plain).run(losses), "loss")[1:])
-    assert len(told) == len(AROUND)
+    assert len(told) == len(WHOLE)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -244,7 +252,7 @@ def test_so_are_those_with_other_backends(tmp_path, backend):
 def test_another_model_that_is_compiled_meanwhile_has_whole_rows(tmp_path):
     session, writer = compared(tmp_path, "model", late=14)
     assert notes(session)[0].endswith("about step 14 was not as before: each step has a whole row since.")
-    assert [at for at in EACH if "grad_norm" not in writer.scalars[at]] == [3, 4, 5, 6, 7, 8, 12, 13]
+    assert [at for at in EACH if "grad_norm" not in writer.scalars[at]] == [at for at in BETWEEN if at < 14]
 
 
 def test_so_has_one_that_a_function_is_compiled_of(tmp_path):

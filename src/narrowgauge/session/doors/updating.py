@@ -26,6 +26,8 @@ from narrowgauge.compute.nn.tracing.telling import tell, telling
 from narrowgauge.session.doors.hearing import capturing
 from narrowgauge.session.doors.seams import Seams
 
+_compiling = torch.compiler.is_dynamo_compiling  # then nobody may ask whether seams rest
+
 # Of an engine that clips and skips by itself: the norm of its gradients from before, whether it skipped, and the
 # optimizers that it holds.
 Told = tuple[float | torch.Tensor | None, bool, Sequence[Optimizer]]
@@ -78,8 +80,8 @@ class HearsUpdatesAlone(Protocol):
     """The same while seams rest; what says whether that is all is told otherwise as well if it is not."""
 
     @property
-    def steps(self) -> Quiet:
-        """The program's, which are left alone."""
+    def resting(self) -> Quiet:
+        """How the program is left alone."""
 
     def backward_begins(self, loss: Any) -> bool:
         """`backward(loss)` is called; whether that is all."""
@@ -124,7 +126,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
         if not alone:
             followed = updates.step_begins(optimizer, closure if callable(closure) else None)
-        elif closure is None or updates.alone.steps.quiet:
+        elif closure is None or updates.alone.resting.quiet:
             return None
         else:
             followed = updates.alone.closure(closure, optimizer)

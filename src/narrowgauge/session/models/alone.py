@@ -71,7 +71,8 @@ class CallsAlone:
             while frame is not None and frame.f_code is not CALLING:
                 frame = frame.f_back
             running.call, running.root, running.alone = frame, root, True
-            if steps.quiet and _hooks.get(OURS) is self.hook:  # torch takes a longer way to modules while there is one
+            # torch takes a longer way to each module while there is one
+            if steps.resting.quiet and _hooks.get(OURS) is self.hook:
                 _hooks.pop(OURS, None)
             if root is steps.usual.model and steps.evals.idle and self.hearing.plainly():
                 self.rest.called = steps.evals.fed = True
@@ -85,8 +86,8 @@ class CallsAlone:
 
     def loud(self) -> None:
         """Something is compiled: what hooks there are is asked whenever it is called."""
-        if self._steps.quiet:
-            self._steps.quiet = False
+        if self._steps.resting.quiet:
+            self._steps.resting.quiet = False
             if self.hook is not None:
                 _hooks[OURS] = self.hook
 
@@ -97,13 +98,13 @@ class CallsAlone:
 
     @heard
     def _parted(self) -> None:
-        self._steps.parted()
+        self._steps.resting.parted()
 
     @heard
     def _called(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if root.frozen() and not moves((args, kwargs)):
             return
-        self._steps.called_alone()
+        self._steps.resting.called()
         self._loading.evaluated()
         self._steps.evals.training_begins()
         self._steps.usual.begun(root)

@@ -50,20 +50,21 @@ class UpdatesAlone:
     """
 
     def __init__(self, steps: Steps, hearing: Hearing, updates: Followed) -> None:
-        self.steps, self.hearing, self._updates = steps, hearing, updates
+        self._steps, self.hearing, self._updates = steps, hearing, updates
+        self.resting = steps.resting
 
     @partial(passed_over, below=True)
     def backward_begins(self, loss: Any) -> bool:
         """`backward` is called on `loss`; whether the long way is not to be told."""
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
-        rest = self.steps.rest
+        rest = self._steps.rest
         if rest.parted:
             self._parted()
             return False
         self._updates.stepping, self.hearing.waits = None, True
         if not rest.called:
-            self.steps.called_alone()
+            self.resting.called()
         if (line := rest.line) is not None:
             line.backwards += 1
             with _NoFunctionModes():
@@ -95,7 +96,7 @@ class UpdatesAlone:
     def backward_ended(self, *, failed: bool = False) -> None:
         """Such a backward returned, or `failed`."""
         self.hearing.waits = self._updates.stepped_in_backward = False
-        rest, losses = self.steps.rest, self._updates.losses
+        rest, losses = self._steps.rest, self._updates.losses
         if losses.scales:
             losses.forget()
         if (line := rest.line) is None:
@@ -107,7 +108,7 @@ class UpdatesAlone:
 
     @heard
     def _parted(self) -> None:
-        self.steps.parted()
+        self.resting.parted()
 
     @passed_over
     def scaled(self, scaler: Any, before: Any, after: Any) -> bool:
@@ -137,7 +138,7 @@ class UpdatesAlone:
         updates = self._updates
         if updates.stepping is None or updates.stepping() is None:
             updates.stepping = ref(optimizer)
-            rest = self.steps.rest
+            rest = self._steps.rest
             if (line := rest.line) is not None:  # of rates, which it may change as it steps
                 (rates if len(rest.team) == 1 else learning_rates)(line, optimizer)
                 if getattr(optimizer, "found_inf", None) is not None:
@@ -156,7 +157,7 @@ class UpdatesAlone:
         """An optimizer stepped; whether the long way is not to be told."""
         updates = self._updates
         mine = not updates.prepares and updates.stepping is not None and updates.stepping() is optimizer
-        if mine and self.hearing.plainly() and self.steps.usual.made(optimizer):
+        if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
             updates.ended += 1
             updates.stepping, updates.closures.again = None, False
             return True
@@ -168,13 +169,13 @@ class UpdatesAlone:
 
     @heard
     def _stepped(self, optimizer: Optimizer, within: bool) -> None:
-        updates, steps = self._updates, self.steps
+        updates, steps = self._updates, self._steps
         if updates.prepares or not updates.follows(optimizer):
             return
         if within:  # all of one backward are one step, and the others of this one are heard
             updates.stepped_in_backward = True
             steps.left_alone(optimizer, within=True)
-            steps.unlike(optimizer)
+            self.resting.unlike(optimizer)
             return
         updates.ended += 1
         if updates.stepping is not None and updates.stepping() not in (None, optimizer):

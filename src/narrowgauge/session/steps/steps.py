@@ -9,7 +9,6 @@ the program's end before one                                                    
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
 from narrowgauge.session.steps.rest import Rest
+from narrowgauge.session.steps.resting import Resting
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.usual import Usual
 from narrowgauge.session.tensors.batches import Batches
@@ -64,8 +64,7 @@ class Steps:
         short = partial(ranks.all_short, lambda: self.ledger.rows.pace.short)
         self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=short)
         self.usual = Usual(self.rest, self.ledger, self.evals)
-        self.resting: Callable[[bool], None] = lambda rests: None  # told when it begins, and when it ends
-        self.quiet = False  # meanwhile nothing is compiled, which asks what hooks and closures there are
+        self.resting = Resting(self.rest, self.ledger, self.evals, self.usual, recorder.passed, self._take_evaluation)
         self._fed = 0  # the last step in which a model was called with gradients
         self._recorded_steps = 0
         self._room = Room()
@@ -101,7 +100,7 @@ class Steps:
         that were asked for are made.
         """
         if self.rest.on and self.rest.called:
-            self.unlike()
+            self.resting.unlike()
         elif self.made or self.ledger.line is None:
             self._open(usual=usual)
 
@@ -157,7 +156,7 @@ class Steps:
 
     def hand_over(self) -> None:
         """Another thread goes on."""
-        self.wake()
+        self.resting.wake()
         self.doubt()
         self.paused = False
         self.ledger.hand_over()
@@ -185,86 +184,15 @@ class Steps:
         self.batches.begin_anew()
         self._come_by(line.step + 1)
         self.usual.come_by = self._ranks.tick if self._ranks.several() else None
-        self.resting(True)
+        self.resting.told(True)
         return True
-
-    def called_alone(self) -> None:
-        """A model is called with gradients, or backward is, while the program is left alone."""
-        if not self.rest.called:
-            self.rest.called = True
-            self._take_evaluation()
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False, within: bool = False) -> None:
         """This optimizer has stepped, or was `skipped`, while the program is left alone; `within` a backward pass?"""
         self._came_by = self.usual.come_by is None or not self.rest.is_first(optimizer)
-        self._left_alone(optimizer, skipped=skipped)
+        self.resting.made(optimizer, skipped=skipped)
         if not within:
             self._come_by(self.ledger.steps + 1 + bool(self.rest.parted))
-
-    def _left_alone(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        if self.rest.takes_part(optimizer):
-            if skipped:
-                self.ledger.skips(self.rest.line, optimizer)
-            return
-        if self.rest.called and id(optimizer) in self.rest.parted:  # once more: that was a step, and this is one
-            self._made_alone(*self.rest.parted.values(), usual=False)
-            self.rest.opened(self.ledger.steps + 1)
-            self.rest.parted.clear()
-        called, line = self.rest.called, self.rest.line
-        before = self.rest.cycle.latest
-        usual = called and self.rest.ends(optimizer) and self.rest.complete
-        if called or any(optimizer is maker for maker in before):
-            if line is not None and not self.rest.is_like(line):
-                self.rest.end_soon()
-            if skipped:
-                self.ledger.skips(line, optimizer)
-            self._made_alone(*self.rest.parted.values(), optimizer, usual=usual)
-            if usual:
-                self.rest.turned()
-            self.rest.opened(self.ledger.steps + 1)
-        made = [*self.rest.parted.values()] if called else before
-        self.rest.called = False
-        self.rest.parted.clear()
-        self.evals.stepped()
-        if not usual:
-            self.unlike(*made, optimizer)
-        elif self.rest.over(self.ledger.steps):
-            self.wake()
-        elif len(self.rest.cycle.kinds) == 1:
-            self.usual.ended(optimizer)
-
-    def parted(self) -> None:
-        """What comes is of the next step, though not all of those that make each of them stepped in this one."""
-        self.rest.called = False
-        self.unlike()
-        self.evals.stepped()
-
-    def _made_alone(self, *optimizers: Optimizer, usual: bool) -> None:
-        if (line := self.rest.line) is not None and not usual:
-            line.trainers = {self.ledger.rows.turns.trainer(optimizer) for optimizer in optimizers}
-        self.ledger.left_alone(line, optimizers[-1])
-        self.rest.steps += 1
-
-    def unlike(self, *made: Optimizer) -> None:
-        """What the program does while it is left alone is not as before; these optimizers `made` its last step."""
-        self.rest.give_up(f"what the program did about step {self.ledger.steps + 1} was not as before")
-        self.wake(*made)
-
-    def wake(self, *made: Optimizer, now: bool = False) -> None:
-        """The next step has a row (if it has begun the one behind, unless `now`); these optimizers `made` the last."""
-        self.usual.over()
-        if self.rest.on and self.rest.called and not now:
-            self.rest.end_soon()
-        elif self.rest.on:
-            if self.rest.parted:  # not all that make a step have, and no more is heard of it
-                made = (*self.rest.parted.values(),)
-                self._made_alone(*made, usual=False)
-            self.rest.on, self.rest.line = False, None
-            self.rest.parted.clear()
-            last = self.rest.cycle.last_steps(self.ledger.steps)
-            self._recorder.passed(last | dict.fromkeys(map(id, made), self.ledger.steps))
-            self.ledger.heard_again(*(made or self.rest.cycle.latest))
-            self.resting(False)
 
     def _come_by(self, step: int) -> None:
         if not self._came_by:
@@ -301,7 +229,7 @@ class Steps:
 
     def capture_begins(self) -> None:
         """A CUDA graph is about to be captured: of what looks at tensors, nothing may come into it."""
-        self.wake(now=True)
+        self.resting.wake(now=True)
         with self._left_over():
             self._plain.end()
             self._recorder.end_step()
@@ -330,7 +258,7 @@ class Steps:
                 )
         if self.rest.parted:
             self.rest.called = False
-            self.wake()
+            self.resting.wake()
         self._close()
         self._take_evaluation(ended=True)
         if self.rest.steps:
@@ -347,7 +275,7 @@ class Steps:
 
     def _open(self, *, usual: bool = False) -> None:
         if self.rest.on:
-            self.unlike()
+            self.resting.unlike()
         self._close()
         if self._plan.steps is not None and self.ledger.steps >= self._plan.steps:
             raise StopTraining

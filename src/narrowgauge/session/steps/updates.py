@@ -222,7 +222,7 @@ class Updates:
             if self._steps.rest.on:  # since now
                 self.stepping = None
                 self.alone.step_begins(optimizer)
-            return None if self._steps.quiet else self.closures.followed(closure, optimizer)
+            return None if self._steps.resting.quiet else self.closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 
@@ -282,7 +282,7 @@ class Updates:
                 learning_rates(line, optimizer)
                 self._steps.ledger.took_part(optimizer)
                 if self._steps.rest.asked:
-                    self._steps.rest.led_by(optimizer)
+                    self._steps.rest.cycle.led_by(optimizer)
             line.scalars["skipped"] = 1.0
             self._made()
 
