@@ -220,7 +220,7 @@ def test_a_whole_row_of_some_ranks_beside_brief_ones_tells_nothing_of_all(ran):
     assert list(found["loss"].values()) == pytest.approx(said[1][0], rel=1e-6)
     assert run.meta["watch"]["steps_in_brief"] == len(BETWEEN)
     assert run.meta["notes"] == [
-        'watch.scalars is "loss", but backward is called on no number, on one that a scaler multiplied, or on what is '
+        'watch.scalars is "loss", but backward is called on no number, or on what is '
         "thrown away: each step has a whole row on this rank; the run's are brief where another rank's are."
     ]
 
