@@ -61,6 +61,7 @@ parameters = list(model.parameters())
 groups = [parameters[:2], parameters[2:]] if "two" in words else [parameters]
 optimizers = [torch.optim.SGD(group, lr=0.01) for group in groups]
 last = 24 if rank == 0 and "uneven" in words else 27
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=6, enabled="scaled" in words)
 
 def of_a_stage(x):
     y = model(x) if rank == 0 else torch.zeros(len(x), 32)
@@ -88,11 +89,12 @@ for number in range(1, last + 1):
         for _ in range(times):
             model.zero_grad()
             loss = F.mse_loss(model(x), x)
-            spiked = number == 14 and rank == 1 and "spike" in words
-            (loss + float("inf") if spiked else loss).backward()
+            spiked, overflows = (number == 14 and rank == 1 and word in words for word in ("spike", "overflow"))
+            scaler.scale(loss + float("inf") if spiked else loss * float("inf") if overflows else loss).backward()
         said.append(loss.item())
     for stepping, optimizer in enumerate(optimizers):
-        optimizer.step()
+        scaler.step(optimizer)
+    scaler.update()
     model.zero_grad()
     if (rank == 0 and "judged0" in words or "judged" in words) and number in (5, 10, 12, last):
         with torch.no_grad():
@@ -185,6 +187,17 @@ def test_between_recorded_steps_rows_of_all_ranks_are_brief(ran, kind):
     assert {"grad_norm", "tokens", "data_digest"} <= names_at(found, 10)
     assert run.meta["watch"]["steps_in_brief"] == len(BETWEEN)
     assert "steps_in_brief" not in every.meta["watch"]
+
+
+def test_under_a_gradient_scaler_they_have_its_scale_and_what_it_skipped(ran):
+    _, every = ran("ddp scaled overflow", "all")
+    _, run = ran("ddp scaled overflow", "loss")
+    found, wanted = columns(run), columns(every)
+    assert list(found["loss_scale"]) == EACH
+    for name in ("loss", "loss_scale", "skipped", "lr"):
+        assert found[name] == wanted[name], name
+    assert found["skipped"] == {14: 1.0}
+    assert {"loss_scale"} == names_at(found, 13) - IN_BRIEF
 
 
 def test_modes_of_the_program_see_nothing_of_what_is_merged_meanwhile(ran):

@@ -31,6 +31,8 @@ def test_of_a_step_that_is_brief_on_any_rank_there_is_what_is_known_of_all(whole
     want = {**BRIEF, "loss": 1.5, "step_seconds": 3.0, "clean": 0.0, "eval_loss": 5.0}
     assert merged(rows, "aa") == want
     assert merged([BRIEF, BRIEF], "aa") == BRIEF
+    scaled = [{**row, "loss_scale": 8.0, "skipped": 1.0} for row in rows]
+    assert merged(scaled, "aa") == want | {"loss_scale": 8.0, "skipped": 1.0}
     stage = {name: value for name, value in WHOLE.items() if name != "loss"}  # whose last one alone has a loss
     assert merged([stage, BRIEF], "ab")["loss"] == 1.0
 

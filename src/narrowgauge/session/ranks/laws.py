@@ -31,7 +31,7 @@ COMPARED = ("lr", "loss_scale")
 MAX = ("microbatches", "skipped", "nonfinite")
 MIN = ("clean",)
 PART = "_square_local"
-IN_BRIEF = ("loss", "eval_loss", "lr", "turn", "skipped", "nonfinite", "step_seconds", "clean")
+IN_BRIEF = ("loss", "eval_loss", "lr", "turn", "loss_scale", "skipped", "nonfinite", "step_seconds", "clean")
 
 Row = Mapping[str, float]
 Replica = tuple[str, bool]  # what is the same for ranks that are replicas of each other
