@@ -174,7 +174,7 @@ def test_rates_of_several_groups_are_kept(tmp_path):
     assert list(writer.column("lr_1")) == [at for at in EACH if at != 10]  # there both are one
 
 
-@pytest.mark.parametrize("kind", ["vectors", "lbfgs"])
+@pytest.mark.parametrize("kind", ["vectors", "lbfgs", "grad"])
 def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
     def program(losses):
         model = Model()
@@ -190,6 +190,12 @@ def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
 
             if kind == "lbfgs":
                 optimizer.step(closure)
+            elif kind == "grad":
+                parameters = list(model.parameters())
+                gradients = torch.autograd.grad(F.mse_loss(model(x), x), parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
             else:
                 y = model(x)
                 y.backward(torch.ones_like(y))

@@ -76,6 +76,7 @@ class Rest:
         """Whether a step of this line may be the last with a row: `called` in it was a model, and it is known who makes
         the next ones."""
         self.cycle.seen(line, regular=called and line.microbatches > 0)
+        self._lossless |= called and not line.microbatches  # nor is backward called in a pipeline's first stages
         if self.on or (line.recorded and not self.keeps):
             return False
         self._regular = self.cycle.begins() and (not self.keeps or self._known(line))
