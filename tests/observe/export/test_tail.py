@@ -115,6 +115,24 @@ def test_what_all_ranks_say_of_a_step_takes_the_place_of_what_the_first_said(tmp
     assert [p.values for p in told[:26]] == [{"loss": 2.0 + step, "tokens": 16.0} for step in range(1, 27)]
 
 
+@pytest.mark.parametrize(
+    ("row", "want"),
+    [
+        ({"loss": 2.0, "nonfinite": 0.0, "grad_norm": math.nan, "tokens": math.nan}, {"loss": 2.0, "nonfinite": 0.0}),
+        ({"loss": math.nan, "nonfinite": 1.0, "tokens": math.nan}, {"loss": math.nan, "nonfinite": 1.0}),
+        ({"loss": math.nan, "nonfinite": math.nan, "tokens": math.nan}, {}),
+    ],
+)
+def test_what_a_brief_row_of_all_ranks_takes_back_goes_out_as_no_number(tmp_path, row, want):
+    with RunWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.add_scalars(step, loss=1.0, nonfinite=0.0, grad_norm=math.nan, microbatches=1.0, tokens=8.0)
+        writer.add_scalars(2, **{"grad_norm": math.nan, "microbatches": math.nan} | row)
+    whole, brief = (point.values for point in drain(Tail(tmp_path))[0])
+    assert math.isnan(whole["grad_norm"])  # which a program may have
+    assert brief == pytest.approx(want, nan_ok=True)
+
+
 def rank_zero(folder, within, until=40, merged=lambda step: step % 8 == 0 and range(step - 11, step - 3)):
     """A run whose segments hold two steps; what `merged(step)` gives is merged then. After each: the step, the tail."""
     tail = Tail(folder)

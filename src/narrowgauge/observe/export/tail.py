@@ -22,7 +22,9 @@ They are read CHUNK rows at a time: whoever reads late finds many segments merge
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +130,7 @@ class Tail:
         steps = sorted(step for step in self._pending if step <= last)
         if steps:
             self._out = steps[-1]
-            yield [self._pending.pop(step).point for step in steps]
+            yield [_left(self._pending.pop(step).point) for step in steps]
 
     def looks(self) -> Iterator[Look]:
         """New recorded steps' tensors; ask for `points` before, that these have their time from."""
@@ -223,6 +225,18 @@ class Tail:
             if segment.rank == RANK and segment.last > self._done[kind]:
                 spans.setdefault((segment.first, segment.last), []).append(self._folder / kind / str(segment))
         return spans
+
+
+def _left(point: Point) -> Point:
+    """What was not taken back: where any rank has a brief row, most of a whole one is superseded by no number.
+
+    So is the count of backward calls, which is a number otherwise. A loss may be NaN, and is told to be not finite.
+    """
+    values = point.values
+    if not math.isnan(values.get("microbatches", 0.0)):
+        return point
+    may_be = {"eval_loss"} | ({"loss"} if values.get("nonfinite") == 1.0 else set())
+    return replace(point, values={name: v for name, v in values.items() if name in may_be or not math.isnan(v)})
 
 
 def _after(step: int, column: str, seen: set[str]) -> str:
