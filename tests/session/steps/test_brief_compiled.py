@@ -64,6 +64,8 @@ class Training:
 
     def learn(self, x):
         loss = self.loss(x)
+        if "itself, too" in self.ways:
+            loss = loss + self.model(x + 1).square().mean()
         if "by name" in self.ways:
             torch.autograd.backward(loss)
         else:
@@ -181,6 +183,38 @@ def brief(session, writer):
 @pytest.mark.parametrize("case", WAYS)
 def test_its_rows_are_brief_and_its_graphs_as_many(tmp_path, case):
     brief(*compared(tmp_path, *WAYS[case]))
+
+
+@pytest.mark.parametrize("case", ["loss", "model", "in place"])
+def test_a_model_that_is_called_itself_beside_what_is_compiled_of_it_is_no_other(tmp_path, case):
+    session, writer = compared(tmp_path, case, "itself, too")
+    brief(session, writer)
+    assert session.roots.taken == 1
+
+
+def test_nor_is_one_whose_call_is_another_s_step(tmp_path):
+    def program(losses):
+        critic, generator = Model(), Model()
+        by = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (critic, generator)]
+        learn = torch.compile(lambda x, made: F.mse_loss(critic(x), x) - critic(made).tanh().mean(), backend="eager")
+        for number in EACH:
+            x = batch(3 * number)[:4]
+            made = generator(x)
+            for optimizer in by:
+                loss = learn(x, made.detach()) if optimizer is by[0] else -critic(made).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+    wanted, _, every = run(tmp_path, program, "all")
+    losses, session, writer = run(tmp_path, program, "loss")
+    assert losses == wanted
+    assert writer.column("loss") == every.column("loss")
+    assert writer.column("turn") == every.column("turn")
+    assert session.steps.rest.steps > 24
+    assert session.roots.taken == 2
+    assert not notes(session)
 
 
 @pytest.mark.parametrize("case", ["by", "update", "whole"])

@@ -26,6 +26,11 @@ from narrowgauge.session.tensors.batches import moves
 _hooks = nn.modules.module._global_forward_pre_hooks
 
 
+@passed_over
+def _none() -> None:
+    """No model."""
+
+
 class CallsAlone:
     """Such calls with gradients; an evaluation is followed as ever.
 
@@ -49,7 +54,7 @@ class CallsAlone:
         self._running, self.hearing, self._steps, self._loading = running, hearing, steps, loading
         self._learns, self._recover = learns, recover
         self.hook: Callable[[nn.Module, tuple[Any, ...]], None] | None = None  # hears of all modules, if anybody does
-        self.expected: Callable[[], nn.Module | None] = lambda: None  # the model that was called last, while it lives
+        self.expected: Callable[[], nn.Module | None] = _none  # what was called last, if its own hooks tell of it
 
     @partial(passed_over, below=True)
     def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -108,7 +113,8 @@ class CallsAlone:
         self._loading.evaluated()
         self._steps.evals.training_begins()
         self._steps.usual.begun(root)
-        self.expected = root.reference
+        if root.followed:
+            self.expected = root.reference
 
     @partial(passed_over, below=True)
     def passed(self) -> bool:

@@ -146,11 +146,12 @@ class Calls:
             hook.remove()
             whole = root.half_seen or not (given or self.learns())  # without gradients by these alone is it told
             missed, root.half_seen = kwargs if whole else {}, False
-            if self._running.inside is hook:
+            if self._running.inside is hook and not (self.alone.rest.on and self.alone.passed()):
                 self.ended(root, output, missed)
 
-        root.half_seen = self.learns() and not root.frozen()  # or it may teach
-        self.begins(root, args, {})
+        if not (self.alone.rest.on and self.alone.passes(root, args, {})):
+            root.half_seen = self.learns() and not root.frozen()  # or it may teach
+            self.begins(root, args, {})
         if self._running.root is root:
             hook = self._running.inside = model.register_forward_hook(after, with_kwargs=True, always_call=True)
         else:
@@ -254,7 +255,7 @@ class Calls:
     def known(self, module: nn.Module) -> bool:
         """Whether its own hooks tell of it, or it has nothing that could be trained."""
         if module in self._roots:
-            return True
+            return self._roots.unfollowed(module) is None
         empty = not (module._parameters or module._modules)  # a loss, say; where the program has no word of its own
         return empty and type(module).parameters is nn.Module.parameters
 
