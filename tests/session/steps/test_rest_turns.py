@@ -135,3 +135,19 @@ def test_actor_and_critic_of_one_batch(tmp_path):
 
     session, _ = compared(tmp_path, program)
     assert session.steps.rest.steps
+
+
+def test_a_step_out_of_turn_moves_no_other_s(tmp_path):
+    """Or a recorded step would be followed by others for one that was silent for longer than ever."""
+
+    def program(losses):
+        model, one = made()
+        other, two = made(torch.optim.SGD)
+        for turn in "112" + "12" * 15 + "112" + "12" * 4:
+            step(*((model, one) if turn == "1" else (other, two)), len(losses) + 1, losses)
+
+    wanted, _, every = run(tmp_path, program, "all", every=4)
+    losses, session, writer = run(tmp_path, program, "loss", every=4)
+    assert losses == wanted
+    assert session.steps.rest.steps
+    assert_same_tensors(writer, every)

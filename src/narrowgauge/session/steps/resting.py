@@ -41,6 +41,7 @@ class Resting:
         self._passed, self._take_evaluation = passed, take_evaluation
         self.told: Callable[[bool], None] = lambda rests: None
         self.quiet = False
+        self._odd: list[list[int]] = []  # who made steps that nobody expected, by ids; all behind the last expected one
 
     def called(self) -> None:
         """A model is called with gradients, or backward is."""
@@ -105,8 +106,11 @@ class Resting:
                 self._written(*made, usual=False)
             rest.on, rest.line = False, None
             rest.parted.clear()
-            steps = self._ledger.steps
-            self._passed(rest.cycle.last_steps(steps) | dict.fromkeys(map(id, made), steps))
+            steps, odd, self._odd = self._ledger.steps, self._odd, []
+            last = rest.cycle.last_steps(steps - len(odd))
+            for at, who in enumerate(odd, steps - len(odd) + 1):
+                last.update(dict.fromkeys(who, at))
+            self._passed(last | dict.fromkeys(map(id, made), steps))
             self._ledger.heard_again(*(made or rest.cycle.latest))
             self.told(False)
 
@@ -114,5 +118,7 @@ class Resting:
         """These made a step; who makes each of them, if that is as `usual`."""
         if (line := self._rest.line) is not None and not usual:
             line.trainers = {self._ledger.rows.turns.trainer(optimizer) for optimizer in optimizers}
+        if not usual:
+            self._odd.append([*map(id, optimizers)])
         self._ledger.left_alone(line, optimizers[-1])
         self._rest.steps += 1
