@@ -151,3 +151,53 @@ def test_a_step_out_of_turn_moves_no_other_s(tmp_path):
     assert losses == wanted
     assert session.steps.rest.steps
     assert_same_tensors(writer, every)
+
+
+def test_a_turn_that_calls_no_model(tmp_path):
+    """The temperature of a soft actor and its critic."""
+
+    def program(losses):
+        actor, critic, temperature = Model(), Model(), nn.Parameter(torch.ones(1))
+        optimizers = [torch.optim.SGD(x, lr=0.01) for x in (critic.parameters(), actor.parameters(), [temperature])]
+        for number in range(1, 13):
+            x = batch(number)
+            for turn, optimizer in enumerate(optimizers):
+                if turn == 0:
+                    loss = F.mse_loss(critic(x), x)
+                elif turn == 1:
+                    loss = (critic(made := actor(x)) * temperature.detach()).mean()
+                else:
+                    loss = -(temperature * made.detach().mean()).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+    session, _ = compared(tmp_path, program, turns=True, steps=36, every=12)
+    assert session.steps.rest.steps
+    _, session, brief = run(tmp_path, program, "loss", every=12)
+    assert list(brief.column("loss")) == list(range(1, 37))
+    assert session.steps.rest.steps > 12
+    assert not notes(session)
+
+
+@pytest.mark.parametrize("kind", ["no model", "made anew"])
+def test_why_whose_steps_never_come_again_has_whole_rows(tmp_path, kind):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            if kind == "made anew":
+                step(model, torch.optim.SGD(model.parameters(), lr=0.01), number, losses)
+                continue
+            optimizer.zero_grad()
+            (batch(number) @ model.up.weight.T).square().mean().backward()
+            optimizer.step()
+
+    _, session, writer = run(tmp_path, program, "loss")
+    assert list(writer.column("grad_norm")) == list(EACH)
+    assert notes(session) == [
+        'watch.scalars is "loss", but the program\'s steps do not come again as they were, by the same optimizers, or '
+        "call no model: each step has a whole row."
+    ]
+    _, session, _ = run(tmp_path, program, "auto")
+    assert not notes(session)

@@ -30,12 +30,14 @@ class Kind:
         makers: the optimizers, in the order in which they step.
         trainers: their numbers.
         backwards: calls of backward that the latest had.
+        called: a model was called in it (the temperature of an actor is trained without).
     """
 
     team: frozenset[int]
     makers: tuple[ReferenceType[Optimizer], ...]
     trainers: set[int]
     backwards: int
+    called: bool
 
     @property
     def leader(self) -> Optimizer | None:
@@ -63,21 +65,24 @@ class Cycle:
         self._seen: deque[Kind] = deque(maxlen=WINDOW)
         self.kinds: deque[Kind] = deque()
         self.unlike = False
+        self._irregular = False  # a step was
 
     def led_by(self, optimizer: Optimizer) -> None:
         """This one made a step that has a row, or was the last to take part in it."""
         self._makers.pop(id(optimizer), None)
         self._makers[id(optimizer)] = ref(optimizer)
 
-    def seen(self, line: Line, *, regular: bool) -> None:
-        """The step of this line was made, with a model's call and by each optimizer as a whole if it is `regular`."""
+    def seen(self, line: Line, *, called: bool) -> None:
+        """The step of this line was made; `called` in it was a model."""
         self._makers = {at: known for at, known in self._makers.items() if known() is not None}
         makers = {at: known for at, known in self._makers.items() if at in line.optimizers}
-        if not regular or len(line.optimizers) != len(line.stepped) or len(makers) != len(line.optimizers):
-            self.unlike |= bool(self._seen)
+        whole = len(line.optimizers) == len(line.stepped)  # each of them
+        if not (line.microbatches and whole and len(makers) == len(line.optimizers)):
+            self.unlike |= self._irregular or bool(self._seen)
+            self._irregular = True
             self._seen.clear()
             return
-        self._seen.append(Kind(frozenset(makers), tuple(makers.values()), line.trainers, line.backwards))
+        self._seen.append(Kind(frozenset(makers), tuple(makers.values()), line.trainers, line.backwards, called))
         self.kinds.clear()
 
     def begins(self) -> bool:
@@ -87,6 +92,8 @@ class Cycle:
             teams = seen[min(map(seen.index, seen[-period:])) :]
             if len(teams) >= 2 * period and teams[period:] == teams[:-period]:
                 kinds = deque([*self._seen][-period:])
+                if not any(kind.called for kind in kinds):
+                    break
                 if len(teams) < 2 * LONGEST and self._others(kinds):
                     return False
                 self.kinds = kinds

@@ -73,9 +73,8 @@ class Rest:
         self.backwards = 0
 
     def follows(self, line: Line, *, called: bool) -> bool:
-        """Whether a step of this line may be the last with a row: `called` in it was a model, and it is known who makes
-        the next ones."""
-        self.cycle.seen(line, regular=called and line.microbatches > 0)
+        """Whether a step of this line may be the last with a row; `called` in it was a model."""
+        self.cycle.seen(line, called=called)
         self._lossless |= called and not line.microbatches  # nor is backward called in a pipeline's first stages
         if self.on or (line.recorded and not self.keeps):
             return False
@@ -181,10 +180,10 @@ class Rest:
                 "not finite or skipped in them is not counted."
             )
         why = self._given_up
-        if self.asked and self.cycle.unlike and not self.steps:
-            why = "the program's steps are not each one step of the same optimizers, behind a model's call"
-        elif self.asked and self._lossless and not self.steps:
+        if self.asked and self._lossless and not self.steps:
             why = "backward is called on no number, or on what is thrown away"
+        elif self.asked and self.cycle.unlike and not self.steps:
+            why = "the program's steps do not come again as they were, by the same optimizers, or call no model"
         if why and self._said:
             whose = " on this rank; the run's are brief where another rank's are" if merged > self.steps else ""
             notes.append(
