@@ -201,3 +201,35 @@ def test_why_whose_steps_never_come_again_has_whole_rows(tmp_path, kind):
     ]
     _, session, _ = run(tmp_path, program, "auto")
     assert not notes(session)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_what_a_model_made_in_a_brief_step_is_no_data_in_a_recorded_one(tmp_path, passes):
+    """A picture goes from the generator to both critics; not so one that its call only passed through."""
+
+    class Generator(Model):
+        def forward(self, x):
+            return (x if passes else x + 1), super().forward(x)
+
+    def program(losses):
+        generator, critics = Generator(), [Model(), Model()]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (generator, *critics)]
+        for number in range(1, 17):
+            given, picture = generator(batch(number))
+            for turn, optimizer in enumerate(optimizers):
+                if not turn:
+                    loss = sum(F.mse_loss(critic(picture), picture.detach()) for critic in critics)
+                else:
+                    loss = critics[turn - 1](picture.detach()).square().mean() + critics[turn - 1](given).abs().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+    wanted, _, every = run(tmp_path, program, "all")
+    losses, session, writer = run(tmp_path, program, "loss")
+    assert losses == wanted
+    assert session.steps.rest.steps > 16
+    there = writer.column("tokens")
+    assert {10, 20, 30, 40} <= set(writer.column("grad_norm"))
+    assert there == {at: count for at, count in every.column("tokens").items() if at in writer.column("grad_norm")}

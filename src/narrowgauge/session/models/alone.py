@@ -131,3 +131,13 @@ class CallsAlone:
                 if self.hook is not None:
                     _hooks[OURS] = self.hook
         return True
+
+    @passed_over
+    def made(self, inputs: Any, output: Any) -> None:
+        """This was returned by a call with these, and the next row may be of a step that gives it to another model."""
+        if not self._running.depth:
+            self._made(inputs, output)
+
+    @heard
+    def _made(self, inputs: Any, output: Any) -> None:
+        self._steps.batches.made(output, inputs)

@@ -55,6 +55,9 @@ class HearsRootsAlone(Protocol):
     def passed(self) -> bool:
         """The same of its return."""
 
+    def made(self, inputs: Any, output: Any) -> None:
+        """It was called with these, and returned this, which another may be given in a step that has a row."""
+
 
 class Root:
     """One model: an outermost module that owns trained parameters. Nothing here holds it; `gone` hears of its end."""
@@ -147,6 +150,8 @@ class Root:
             if torch.compiler.is_dynamo_compiling() or _REPLICA in module.__dict__:
                 return
             if rest.on and alone.passed():
+                if rest.hands_on:
+                    alone.made((args, kwargs), output)
                 return
             missed, self.half_seen = kwargs if self.half_seen else {}, False
             calls.ended(self, output, missed)

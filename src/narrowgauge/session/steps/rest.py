@@ -52,6 +52,7 @@ class Rest:
         refused: why it is not to be, asked before it is; "" if it may.
         line: of the step that is being made, as far as it is kept.
         backwards: calls of backward that the next has.
+        hands_on: a step that will have a row may be given what a model makes in this one.
     """
 
     def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
@@ -71,6 +72,7 @@ class Rest:
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
         self.backwards = 0
+        self.hands_on = False
 
     def follows(self, line: Line, *, called: bool) -> bool:
         """Whether a step of this line may be the last with a row; `called` in it was a model."""
@@ -118,6 +120,8 @@ class Rest:
 
     def opened(self, step: int) -> None:
         """This one is the next; it is left alone."""
+        others = len(self.cycle.kinds) - 1
+        self.hands_on = others > 0 and self.until is not None and step + others > self.until
         self.line = Line(step, brief=True, trainers=self._trainers, clips=_UNCLIPPED) if self.keeps else None
 
     def is_like(self, line: Line) -> bool:
@@ -155,7 +159,7 @@ class Rest:
 
     def end_soon(self) -> None:
         """The step that has begun is the last one that is left alone."""
-        self.until = 0
+        self.until, self.hands_on = 0, len(self.cycle.kinds) > 1
 
     def over(self, steps: int) -> bool:
         """Whether, so many being made, the next has a row."""

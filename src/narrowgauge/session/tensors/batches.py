@@ -153,11 +153,14 @@ class Batches:
         """Whether the open step was given all of these, as they are now."""
         return self._before.has(known_by(inputs))
 
-    def made(self, output: Any) -> None:
-        """A model's call returned this. What it only passed through stays data."""
+    def made(self, output: Any, inputs: Any = None) -> None:
+        """A model's call returned this: the last that was seen, or one with these. What passed through stays data."""
+        passed = self._given
+        if inputs is not None:
+            passed = {address for given in _tensors(inputs) if (address := _address(given.x)) is not None}
         for given in _tensors(output):
             storage = storage_of(given.x)
-            if storage is not None and storage._cdata not in self._given:
+            if storage is not None and storage._cdata not in passed:
                 self._made[storage._cdata] = StorageWeakRef(storage)
         if len(self._made) > self._room:  # what was freed is forgotten whenever it may be as much as what lives
             self._made = {address: kept for address, kept in self._made.items() if not kept.expired()}
