@@ -163,3 +163,29 @@ def test_rates_that_a_closure_of_one_sets_are_the_step_s(tmp_path, which, steps)
                     optimizer.step()
 
     compared(tmp_path, program, turns=True, steps=steps)
+
+
+@pytest.mark.parametrize("order", [lambda number, optimizers: optimizers, the_last_is_left_out])
+@pytest.mark.parametrize("zeroed", ["behind its own step", "all, before the next"])
+def test_gradients_that_one_has_stepped_by_are_not_thrown_away(tmp_path, order, zeroed):
+    def program(losses):
+        model = Model()
+        optimizers = parts(model)
+        for number in EACH:
+            if zeroed == "all, before the next":
+                model.zero_grad()
+            loss_of(model, number, losses)
+            for optimizer in order(number, optimizers):
+                optimizer.step()
+                if zeroed == "behind its own step":
+                    optimizer.zero_grad()
+
+    losses, session, writer = run(tmp_path, program, "loss")
+    assert list(writer.column("loss").values()) == losses
+    assert [at for at in EACH if "grad_norm" in writer.scalars[at]][:4] == [
+        1,
+        2,
+        10,
+        *([20] if order(14, "12") == "12" else [15]),
+    ]
+    assert session.steps.rest.steps >= 11

@@ -179,8 +179,8 @@ class Updates:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
         if not self._steps.made:  # as it mostly is
             self._zeroed(owner)
-        elif (line := self._steps.rest.line) is not None and line.backwards:
-            line.loss = None  # perhaps, and of which of them nobody asks
+        elif (line := self._steps.rest.line) is not None and line.backwards and not self._steps.rest.parted:
+            line.loss = None  # perhaps, and of which of them nobody asks; but where one of several has stepped by them
 
     @heard
     def _zeroed(self, owner: Optimizer | nn.Module) -> None:
