@@ -92,9 +92,10 @@ class Recorder:
         if self.dumper is not None:
             self.dumper.made(steps)
 
-    def passed(self, last: Mapping[int, int]) -> None:
-        """Steps were made of which nobody was told; these are the last ones of optimizers, by their ids."""
-        self.selection.passed(last)
+    def passed(self, last: Mapping[int, int], gaps: Mapping[int, int]) -> None:
+        """Steps were made of which nobody was told; these are the last ones of optimizers, by their ids, and the most
+        steps from one of theirs to their next."""
+        self.selection.passed(last, gaps)
 
     def end_step(self) -> None:
         """The step ended."""

@@ -233,3 +233,15 @@ def test_what_a_model_made_in_a_brief_step_is_no_data_in_a_recorded_one(tmp_path
     there = writer.column("tokens")
     assert {10, 20, 30, 40} <= set(writer.column("grad_norm"))
     assert there == {at: count for at, count in every.column("tokens").items() if at in writer.column("grad_norm")}
+
+
+def test_turns_that_come_seldom_are_awaited_as_ever(tmp_path):
+    def program(losses):
+        pairs = [made(torch.optim.SGD) for _ in range(4)]
+        for number in range(72):
+            step(*pairs[(0, 1, 2, 2, 3, 3, 3)[number % 7]], number + 1, losses)
+
+    _, _, every = run(tmp_path, program, "all")
+    _, session, writer = run(tmp_path, program, "loss")
+    assert [at for at, _, _ in writer.tensors] == [at for at, _, _ in every.tensors]
+    assert session.steps.rest.steps

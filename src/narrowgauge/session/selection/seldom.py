@@ -33,9 +33,9 @@ class Seldom:
         """These, by their ids, stepped in the open step."""
         self._turns.stepped(optimizers)
 
-    def passed(self, last: Mapping[int, int]) -> None:
-        """These are the last steps of optimizers, by their ids, of which nobody was told."""
-        self._turns.passed(last)
+    def passed(self, last: Mapping[int, int], gaps: Mapping[int, int]) -> None:
+        """As of a recorder."""
+        self._turns.passed(last, gaps)
 
 
 def _power_of_four(number: int) -> bool:

@@ -99,10 +99,10 @@ class Selection:
         self._turns.stepped(optimizers)
         self._few.stepped(optimizers)
 
-    def passed(self, last: Mapping[int, int]) -> None:
-        """These are the last steps of optimizers, by their ids, of which nobody was told."""
-        self._turns.passed(last)
-        self._few.passed(last)
+    def passed(self, last: Mapping[int, int], gaps: Mapping[int, int]) -> None:
+        """As of a recorder."""
+        self._turns.passed(last, gaps)
+        self._few.passed(last, gaps)
 
     def columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What is stored of all columns."""

@@ -40,9 +40,11 @@ class Turns:
         """Whether a step that comes next is recorded, due or not."""
         return bool(self._awaited) and step <= self._until
 
-    def passed(self, last: Mapping[int, int]) -> None:
-        """These are the last steps of optimizers, by their ids, of which nobody was told."""
-        self._last |= {who: step for who, step in last.items() if who in self._last}
+    def passed(self, last: Mapping[int, int], gaps: Mapping[int, int]) -> None:
+        """As of a recorder."""
+        for who in last.keys() & self._last.keys():
+            self._last[who] = last[who]
+            self._longest[who] = max(self._longest.get(who, 0), min(MOST, gaps.get(who, 0)))
 
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""

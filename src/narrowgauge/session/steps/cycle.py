@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from weakref import ReferenceType, ref
 
 from torch.optim.optimizer import Optimizer
@@ -123,6 +124,19 @@ class Cycle:
             for number in kind.team:
                 found.setdefault(number, step - back)
         return found
+
+    @property
+    def gaps(self) -> dict[int, int]:
+        """The most steps from one step of each of them to its next, by their ids."""
+        at: dict[int, list[int]] = {}
+        for place, kind in enumerate(self.kinds):
+            for number in kind.team:
+                at.setdefault(number, []).append(place)
+        period = len(self.kinds)
+        return {
+            number: max(after - before for before, after in pairwise([*places, places[0] + period]))
+            for number, places in at.items()
+        }
 
 
 def _first(optimizer: Optimizer) -> int:

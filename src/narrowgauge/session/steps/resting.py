@@ -20,7 +20,7 @@ class Resting:
 
     Args:
         rest, ledger, evals, usual: the session's.
-        passed: told as it ends when optimizers that stepped meanwhile did last, by their ids.
+        passed: told as it ends when optimizers that stepped meanwhile did last, and how seldom, by their ids.
         take_evaluation: writes what was evaluated so far.
 
     Attributes:
@@ -34,7 +34,7 @@ class Resting:
         ledger: Ledger,
         evals: EvalLosses,
         usual: Usual,
-        passed: Callable[[Mapping[int, int]], None],
+        passed: Callable[[Mapping[int, int], Mapping[int, int]], None],
         take_evaluation: Callable[[], None],
     ) -> None:
         self._rest, self._ledger, self._evals, self._usual = rest, ledger, evals, usual
@@ -110,7 +110,7 @@ class Resting:
             last = rest.cycle.last_steps(steps - len(odd))
             for at, who in enumerate(odd, steps - len(odd) + 1):
                 last.update(dict.fromkeys(who, at))
-            self._passed(last | dict.fromkeys(map(id, made), steps))
+            self._passed(last | dict.fromkeys(map(id, made), steps), rest.cycle.gaps)
             self._ledger.heard_again(*(made or rest.cycle.latest))
             self.told(False)
 
