@@ -79,10 +79,10 @@ class Watch(Table):
     """How a recorded step runs what the program compiled: `uncompiled`; in `graphs` that torch compiles for recorded
     steps; `auto` is uncompiled until that has lost as much time as compiling took."""
     scalars: Literal["auto", "all", "loss", "recorded"] = "auto"
-    """What a step's row of scalars has (loss, norms, rates, tokens): `all` of it in each step; between recorded ones,
-    one before and one behind each, only the `loss`, the learning rates and the time, or, in a program of one process,
-    no row at all (`recorded`). `auto`: `loss` while steps are shorter than 0.1 s on all ranks, else `all`. `compare`
-    has all."""
+    """What a step's row of scalars has (loss, norms, rates, tokens): `all` of it in each step; where none is recorded
+    only the `loss`, the learning rates and the time; or, in a program of one process, no row of these at all, but of
+    the steps before and behind a recorded one (`recorded`). `auto`: `loss` while steps are shorter than 0.1 s on all
+    ranks, else `all`. `compare` has all."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 
