@@ -121,6 +121,9 @@ class Program(CompiledCalls):
     def update_begins(self, optimizer: Any) -> None:
         """Nor of that."""
 
+    def compiles(self) -> None:
+        """Nor of anything else."""
+
     def learns(self) -> bool:
         """Whether it is called with gradients."""
         return True
