@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from narrowgauge.session.steps.usual import Usual
 
@@ -48,6 +49,18 @@ class Interrupted(Model):
         if self.stops:
             raise KeyboardInterrupt
         return super().forward(x)
+
+
+class Functions(TorchFunctionMode):
+    """One of the program's, that is told of each of torch's functions; `seen` are their names."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(getattr(function, "__name__", ""))
+        return function(*args, **(kwargs or {}))
 
 
 class Wrapper(torch.optim.Optimizer):

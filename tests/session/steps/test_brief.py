@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.session.inline import Writer
 from tests.session.steps.alone import (
+    Functions,
     Model,
     assert_same_tensors,
     batch,
@@ -20,7 +21,6 @@ from tests.session.steps.alone import (
     step,
 )
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.session.attach import Session
@@ -215,15 +215,10 @@ def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["functions", "operations"])
 def test_modes_of_the_program_see_nothing_of_it(tmp_path, kind):
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(getattr(function, "__name__", ""))
-            return function(*args, **(kwargs or {}))
-
     def program(losses):
         model, optimizer = made()
         for number in EACH:
-            with Functions() if kind == "functions" else FlopCounterMode(display=False):
+            with Functions(seen) if kind == "functions" else FlopCounterMode(display=False):
                 step(model, optimizer, number, losses)
 
     seen = []

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
-from tests.session.steps.alone import AROUND, Model, batch, made, notes, nothing_is_compiled, run
+from tests.session.steps.alone import AROUND, Functions, Model, batch, made, notes, nothing_is_compiled, run
 from tests.session.steps.test_brief import BETWEEN, EACH, IN_BRIEF
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.session.steps.backward_losses import NEAR
@@ -380,11 +379,6 @@ def test_the_rate_of_a_skipped_step_is_the_one_that_it_ends_with(tmp_path):
 
 @pytest.mark.parametrize("kind", ["functions", "operations"])
 def test_modes_of_the_program_see_nothing_of_it(tmp_path, kind):
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(getattr(function, "__name__", ""))
-            return function(*args, **(kwargs or {}))
-
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append(str(function))
@@ -394,7 +388,7 @@ def test_modes_of_the_program_see_nothing_of_it(tmp_path, kind):
         return torch.optim.AdamW(parameters, lr=lr, fused=True)
 
     def program(losses):
-        with Functions() if kind == "functions" else Operations():
+        with Functions(seen) if kind == "functions" else Operations():
             trained(losses, plainly, optimizer)
 
     seen = []
