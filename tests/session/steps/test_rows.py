@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.session.tensors.far_away import Device
 
 from narrowgauge.session.steps import rows
 from narrowgauge.session.steps.line import Line
@@ -62,13 +63,54 @@ def test_none_waits_long(clock, why):
     assert writer.told == []
     if why == "time":
         clock.now += rows.PATIENCE + 0.01
-    event = SimpleNamespace(elapsed_time=lambda end: 500.0)
+    event = SimpleNamespace(elapsed_time=lambda end: 500.0, query=lambda: True)
     second = line(2, recorded=why == "recorded")
     second.events = (event, event) if why == "on a device" else None
     found.add(second)
     assert writer.steps == [1, 2]
     found.add(line(3))
     assert writer.steps == [1, 2]
+
+
+def test_a_row_whose_numbers_are_known_waits_for_its_time(clock):
+    class Event:
+        passed = False
+
+        def elapsed_time(self, end):
+            assert end.passed
+            return 250.0
+
+        def query(self):
+            return self.passed
+
+    writer, event = Writer(), Event()
+    found = StepRows(Writer(), lambda: False, writer)
+    first = line(1)
+    first.events = (event, event)
+    found.add(first)
+    assert writer.told == []
+    event.passed = True
+    found.add(line(2))
+    found.finish()
+    assert writer.steps == [1, 2]
+    assert writer.told[0][1]["step_seconds"] == 0.25
+
+
+def test_sixteen_brief_rows_of_a_device_take_their_way_at_once(clock, monkeypatch):
+    device, writer = Device(monkeypatch), Writer()
+    found = StepRows(Writer(), lambda: False, writer)
+    for step in range(1, TOGETHER + 1):
+        assert device.copied == []
+        brief = line(step, loss=torch.tensor(float(step)))
+        brief.brief = True
+        found.hold(brief)
+    assert device.copied == [TOGETHER]
+    assert writer.told == []
+    found.hold(line(TOGETHER + 1, loss=torch.tensor(0.5)))
+    device.passed = True
+    found.finish()
+    assert device.copied == [TOGETHER, 1]
+    assert [row["loss"] for _, row in writer.told] == [*map(float, range(1, TOGETHER + 1)), 0.5]
 
 
 def test_where_ranks_merge_none_waits_and_those_of_before_are_not_merged(clock):
@@ -139,18 +181,21 @@ def test_what_belongs_to_a_brief_row_that_was_told_comes_after_it(clock):
     assert (merged.steps, writer.told) == ([2, 3], [(3, {"eval_loss": 3.0})])
 
 
-def test_the_writers_thread_gathers_what_is_held_back(clock):
+def test_the_writers_thread_gathers_what_is_held_back(clock, monkeypatch):
     writer = Writer()
     found = StepRows(Writer(), lambda: False, writer)
     found.add(line(1, loss=torch.tensor(2.0)))
     found.gather()
     assert writer.steps == [1]
-    found._deferred._waiting.append(([], {}, None, None, lambda row: None))  # a device has yet to give something
-    found.add(line(2))
+    device = Device(monkeypatch)
+    found.add(line(2, loss=torch.tensor(3.0)))
+    found.tell()
+    found.add(line(3))
     found.gather()
+    device.passed = True
     assert writer.steps == [1]
     found.finish()
-    assert writer.steps == [1, 2]
+    assert writer.steps == [1, 2, 3]
 
 
 def test_a_line_that_fails_costs_itself_and_is_told(clock):

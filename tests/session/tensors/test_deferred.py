@@ -1,9 +1,11 @@
 """Scalars on their way to the run: what lies on the host is not taken anywhere."""
 
+import pytest
 import torch
+from tests.session.tensors.far_away import Device
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.session.tensors.deferred import Deferred
+from narrowgauge.session.tensors.deferred import Deferred, Row
 
 
 class Launched(TorchDispatchMode):
@@ -24,26 +26,69 @@ def test_scalars_on_the_host_are_read_where_they_are():
     scalars = {"loss": torch.tensor([2.5]), "lr": rate, "data_digest": torch.tensor(2**52 - 1), "tokens": 48}
     with launched:
         deferred = Deferred()
-        deferred.put(scalars, rows.append)
+        deferred.put(Row(scalars, rows.append))
         rate.fill_(7.0)  # as a schedule does it
-        deferred.put({}, rows.append)
+        deferred.put(Row({}, rows.append))
     assert rows == [{"loss": 2.5, "lr": 0.125, "data_digest": 2.0**52 - 1, "tokens": 48.0}, {}]
     assert launched.names == {"_local_scalar_dense", "fill_"}
 
 
-def test_what_comes_later_waits_for_what_was_put_before():
-    class Event:
-        passed = False
-
-        def query(self):
-            return self.passed
-
-        def synchronize(self):
-            self.passed = True
-
-    rows, deferred, event = [], Deferred(), Event()
-    deferred._waiting.append((["loss"], {"tokens": 1.0}, torch.tensor([0.5], dtype=torch.float64), event, rows.append))
-    deferred.put({"tokens": 2.0}, rows.append)
+def test_what_comes_later_waits_for_what_was_put_before(monkeypatch):
+    Device(monkeypatch)
+    rows, deferred = [], Deferred()
+    deferred.put(Row({"tokens": 1.0, "loss": torch.tensor(0.5)}, rows.append))
+    deferred.put(Row({"tokens": 2.0}, rows.append))
     assert rows == []
+    assert not deferred.empty
     deferred.drain(wait=True)
     assert rows == [{"tokens": 1.0, "loss": 0.5}, {"tokens": 2.0}]
+    assert deferred.empty
+
+
+def test_what_is_put_together_is_copied_together_and_of_one_that_fails_the_others_arrive(monkeypatch):
+    device = Device(monkeypatch)
+    rows, deferred = [], Deferred()
+    scale, big = torch.tensor([4096.0], dtype=torch.float16), torch.tensor(2**24 + 1, dtype=torch.int32)
+    deferred.put_all(
+        [
+            Row({"loss": torch.tensor(0.1), "scale": scale, "lr": torch.tensor(0.1, dtype=torch.float64)}, rows.append),
+            Row({"loss": torch.tensor(0.2), "big": big}, rows.append),
+            Row({"loss": 0.75}, rows.append),
+        ]
+    )
+    assert device.copied == [2, 2]  # in float32, and what float32 does not hold in float64
+    one, other = torch.tensor([0.1, 0.2]).tolist()
+    with pytest.raises(RuntimeError, match="invalid for input of size 2"):
+        deferred.put_all([Row({"loss": torch.tensor(0.5)}, rows.append), Row({"loss": torch.ones(2)}, rows.append)])
+    assert rows == []
+    device.passed = True
+    deferred.drain()
+    assert rows == [
+        {"loss": one, "scale": 4096.0, "lr": 0.1},
+        {"loss": other, "big": 2.0**24 + 1},
+        {"loss": 0.75},
+        {"loss": 0.5},
+    ]
+
+
+def test_the_first_of_too_many_are_waited_for_and_no_more_than_these(monkeypatch):
+    Device(monkeypatch)
+    rows, deferred = [], Deferred(longest=3)
+    for number in range(5):
+        deferred.put(Row({"loss": torch.tensor(float(number))}, rows.append))
+    assert rows == [{"loss": 0.0}, {"loss": 1.0}]
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_sixteen_losses_take_two_operations_and_no_waiting():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    rows, deferred, launched = [], Deferred(), Launched()
+    losses = [torch.tensor(float(number), device="cuda") for number in range(16)]
+    with launched:
+        torch.cuda._sleep(200_000_000)
+        deferred.put_all(Row({"loss": loss}, rows.append) for loss in losses)
+        assert rows == []
+    assert launched.names == {"stack", "empty", "copy_"}
+    deferred.drain(wait=True)
+    assert rows == [{"loss": float(number)} for number in range(16)]

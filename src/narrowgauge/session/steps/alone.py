@@ -68,17 +68,18 @@ class UpdatesAlone:
         if (line := rest.line) is not None:
             line.backwards += 1
             with _NoFunctionModes():
-                plain = type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32 and not loss.dim()
-                if plain and line.backwards == 1 and not _modes():  # as `add_loss` does, at once
-                    losses = self._updates.losses
+                plain = type(loss) is Tensor and loss.dtype is torch.float32 and not loss.dim()
+                if plain and (loss.is_cpu or loss.is_cuda) and line.backwards == 1 and not _modes():
+                    losses = self._updates.losses  # as `add_loss` does, at once
                     if not losses.scales:
-                        line.loss = loss.item()
+                        line.loss = loss.item() if loss.is_cpu else loss.detach().clone()
                         return True
                     if latest := losses.latest:
                         after, before, scale, version, _ = latest[-1]
                         same = loss._version == version and after() is loss
-                        if same and before.is_cpu and before.dtype is torch.float32 and not before.dim():
-                            line.loss, line.scalars["loss_scale"] = before.item(), scale
+                        if same and before.device == loss.device and before.dtype is torch.float32 and not before.dim():
+                            line.loss = before.item() if before.is_cpu else before.clone()
+                            line.scalars["loss_scale"] = scale
                             return True
             self.loss(line, loss)
         return True

@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.pace import Pace
 from narrowgauge.session.steps.turns import Turns
-from narrowgauge.session.tensors.deferred import Deferred
+from narrowgauge.session.tensors.deferred import Deferred, Row
 
 TOGETHER, PATIENCE = 16, 0.25  # lines, and seconds since the last ones were told, to whoever asks for the latest
 LOCK_SECONDS = 1.0  # for a thread in here: one that was interrupted may wait for whoever waits for it
@@ -71,14 +71,16 @@ class StepRows:
             with self._locked():
                 self._give(all_of_them=True)
                 self._taker = self._merged
-                self._put(line, self._merged)
+                self._deferred.put(self._row(line, self._merged))
             return
         self.hold(line)
 
     def hold(self, line: Line) -> None:
         """The same of one that may wait: where there are no other ranks, or it is brief."""
         self._held.append((line, self._taker))
-        alone = line.recorded or line.events is not None or (isinstance(line.loss, Tensor) and not line.loss.is_cpu)
+        alone = line.recorded
+        if not (alone or line.brief):  # of a device
+            alone = line.events is not None or (isinstance(line.loss, Tensor) and not line.loss.is_cpu)
         if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:
             self._give_if_free()
         if self._error is not None:
@@ -119,7 +121,7 @@ class StepRows:
                 last.scalars.update(values)
                 return
             self._give()
-            self._deferred.put(values, lambda row: writer.add_scalars(step, **row))
+            self._deferred.put(Row(values, lambda row: writer.add_scalars(step, **row)))
 
     def finish(self) -> None:
         """Write everything that is still on its way."""
@@ -136,16 +138,19 @@ class StepRows:
                 self._lock.release()
 
     def _give(self, ready: Callable[[Line], bool] = _any, *, all_of_them: bool = False) -> None:
-        # One by one: what is wrong with one, or interrupts, costs that one.
+        self._deferred.put_all(self._released(ready, all_of_them))
+        self._told = time.perf_counter()
+
+    def _released(self, ready: Callable[[Line], bool], all_of_them: bool) -> Iterator[Row]:
+        """One by one, as they are asked for: what is wrong with one, or interrupts, costs that one."""
         while self._held and ready(self._held[0][0]):
             if len(self._held) == 1 and self._held[0][1] is self._merged and not all_of_them:
                 break
-            self._put(*self._held.popleft())
-        self._told = time.perf_counter()
+            yield self._row(*self._held.popleft())
 
-    def _put(self, line: Line, taker: Taker) -> None:
-        numbers = line.numbers(self.turns.of(line.trainers))
-        self._deferred.put(numbers, functools.partial(self._write, line, taker))
+    def _row(self, line: Line, taker: Taker) -> Row:
+        numbers, behind = line.numbers(self.turns.of(line.trainers)), None if line.events is None else line.events[1]
+        return Row(numbers, functools.partial(self._write, line, taker), behind)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -159,7 +164,7 @@ class StepRows:
     def _write(self, line: Line, taker: Taker, row: dict[str, float]) -> None:
         if not line.disturbed:
             if line.events is not None:
-                # The scalars were copied after the second event, so both have passed.
+                # The row's scalars were copied behind the second, or it was waited for: so both have passed.
                 row["step_seconds"] = line.events[0].elapsed_time(line.events[1]) / 1000.0
             if "step_seconds" in row:
                 self.pace.add(row["step_seconds"], recorded=line.recorded)
