@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.session.models import roots
 from narrowgauge.session.steps import same_training
-from narrowgauge.session.steps.ledger import Laps
+from narrowgauge.session.steps.laps import Laps
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 BATCHES = [torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows)) for rows in range(2, 10)]

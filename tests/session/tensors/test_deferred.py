@@ -13,10 +13,11 @@ class Launched(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.names, self.times = set(), 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.add(function.overloadpacket.__name__)
+        self.times += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -80,7 +81,7 @@ def test_the_first_of_too_many_are_waited_for_and_no_more_than_these(monkeypatch
 
 
 @pytest.mark.gpu
-def test_from_a_gpu_sixteen_losses_take_two_operations_and_no_waiting():
+def test_from_a_gpu_sixteen_losses_take_a_few_operations_and_no_waiting():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     rows, deferred, launched = [], Deferred(), Launched()
@@ -89,6 +90,7 @@ def test_from_a_gpu_sixteen_losses_take_two_operations_and_no_waiting():
         torch.cuda._sleep(200_000_000)
         deferred.put_all(Row({"loss": loss}, rows.append) for loss in losses)
         assert rows == []
-    assert launched.names == {"stack", "empty", "copy_"}
+    assert launched.times <= 4, launched.names
+    assert not launched.names & {"_local_scalar_dense", "_to_copy"}
     deferred.drain(wait=True)
     assert rows == [{"loss": float(number)} for number in range(16)]

@@ -32,6 +32,7 @@ T = TypeVar("T")
 _cuda, _ident, _compiling = torch.cuda, threading.get_ident, torch.compiler.is_dynamo_compiling
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _tracing, _NoFunctionModes = torch._C._is_tracing, torch._C.DisableTorchFunction
+_captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # as `capturing` asks, in one function
 _UNREAL = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -51,7 +52,7 @@ class Hearing(Threads):
         """
         if self.ident != _ident() or self.deaf or _modes() or _transforms() or _tracing():
             return False
-        return backward_task() == NO_TASK and not (_cuda._initialized and capturing())
+        return backward_task() == NO_TASK and not (_cuda._initialized and _captures())
 
     def failed(self, where: str, error: Exception) -> None:
         """Something of ours went wrong in `where`."""

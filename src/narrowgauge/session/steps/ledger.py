@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.aside import Aside
-from narrowgauge.session.steps.line import Events, Line
+from narrowgauge.session.steps.laps import Laps
+from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import gradients, learning_rates
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.turns import held
@@ -237,36 +238,3 @@ def _added(loss: Tensor | float, more: Tensor | float) -> Tensor | float:
 def _float32(number: float) -> float:
     """The nearest number in float32."""
     return c_float(number).value
-
-
-class Laps:
-    """Seconds from step to step: host time on a CPU, event time on a GPU (read when it is there)."""
-
-    def __init__(self) -> None:
-        self.away = 0.0  # of the lap, so many seconds were for something else
-        self.ending = 0.0  # and so many for what the step before had recorded
-        self._last = time.perf_counter()
-        self._before: torch.cuda.Event | None = None
-        self.pair: Events = None  # of the last lap, until somebody takes them
-
-    def lap(self) -> float:
-        """Host seconds since the last lap, less what was `away` or `ending`."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last - self.away - self.ending, now
-        self.away = self.ending = 0.0
-        if torch.cuda.is_initialized():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.pair = (self._before, event) if self._before is not None else None
-            self._before = event
-        return max(seconds, 0.0)
-
-    def hand_over(self) -> None:
-        """Another thread laps from now on: events of two devices have no time between them."""
-        if self._before is not None and self._before.device != torch.device("cuda", torch.cuda.current_device()):
-            self._before = None
-
-    def events(self) -> Events:
-        """The two device events of the last lap, if there were any."""
-        pair, self.pair = self.pair, None
-        return pair

@@ -12,7 +12,8 @@ from narrowgauge.session.tensors.fingerprint import Chained, stored
 from narrowgauge.session.tensors.movement import Movement
 from narrowgauge.session.tensors.norms import Squares
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event] | None
+Event = torch._C._CudaEventBase
+Events = tuple[Event, Event] | None
 
 
 @dataclass

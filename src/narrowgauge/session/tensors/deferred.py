@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
     scalars: Mapping[str, float | Tensor]
     sink: Sink
-    behind: torch.cuda.Event | None = None
+    behind: torch._C._CudaEventBase | None = None
 
 
 def kept(x: Tensor) -> Tensor | float:
@@ -99,7 +99,7 @@ class _Waiting(NamedTuple):
     places: dict[str, tuple[_Kind, int]]
     copies: _Copies
     sink: Sink
-    behind: torch.cuda.Event | None
+    behind: torch._C._CudaEventBase | None
 
     def there(self, *, wait: bool) -> bool:
         """Whether all have arrived, which none has before its copies have left."""
