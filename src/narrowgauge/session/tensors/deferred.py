@@ -158,11 +158,10 @@ class Deferred:
                     places[name] = copies.add(value)
                     continue
             known[name] = float(value)
-        waiting = _Waiting(known, places, copies, row.sink, row.behind)
-        if self._waiting or not waiting.there(wait=False):
-            self._waiting.append(waiting)
+        if not self._waiting and not places and (row.behind is None or row.behind.query()):
+            row.sink(known)
         else:
-            waiting.give()
+            self._waiting.append(_Waiting(known, places, copies, row.sink, row.behind))
 
     def drain(self, *, wait: bool = False) -> None:
         """Hand over what has arrived; with `wait`, everything."""
