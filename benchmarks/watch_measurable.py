@@ -5,6 +5,7 @@
     loss        a block under `ng.watch`, none of whose steps is recorded, with `scalars = "loss"`: rows are brief,
                 as by default once it is known that steps are short
     all         the same with `scalars = "all"`: each row is whole, as by default where steps are long
+    auto        the same by default, as behind the first steps: brief rows or whole ones, by how long steps take
     recorded    the same with `scalars = "recorded"`: there is no row
 
 All take turns, in another order each round. Told are the medians over rounds of a block's median step over that of the
@@ -19,11 +20,12 @@ A program trains otherwise where its name says so: `tiny+pair`.
 
     +compiled   its model is compiled in place
     +scaler     the loss is scaled by a gradient scaler
+    +unclipped  its gradients are not clipped
     +pair       matrices are trained by one optimizer, all else by another
     +ranks      under torchrun: by DistributedDataParallel, each rank a GPU; rank 0 tells
 
     python -m benchmarks.watch_measurable [--sizes tiny layers-1024 ...] [--rounds 24] [--steps 8]
-        [--settings loss all recorded] [--device cuda]
+        [--settings loss all auto recorded] [--device cuda]
     torchrun --nproc-per-node 2 -m benchmarks.watch_measurable --sizes small+ranks --device cuda
 """
 
@@ -49,6 +51,7 @@ import narrowgauge as ng
 from narrowgauge.bench.shapes import sized
 from narrowgauge.observe.stats import host
 from narrowgauge.scripts import gpt
+from narrowgauge.session.steps import pace
 
 WARM = 3  # steps of each block that are not counted
 SIZES = ("layers-512", "tiny", "layers-512-float32", "layers-1024", "small")
@@ -104,7 +107,8 @@ def training(name: str, device: str) -> Train:
 
     def plainly() -> None:
         loss(called).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if "unclipped" not in ways:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -186,6 +190,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     host.wait()
+    pace.SETTLED = 0
     if args.device == "cpu":
         torch.set_num_threads(1)
     if "RANK" in os.environ:

@@ -22,6 +22,8 @@ def look(
     clips: Clips,
     in_parts: Callable[[Optimizer], bool],
     trained: Callable[[], Iterable[Tensor]],
+    *,
+    measures: bool = True,
 ) -> None:
     """Write it into the step's line.
 
@@ -29,6 +31,7 @@ def look(
         clips: the norms of each clip since the last step, which are then the step's.
         in_parts: whether other ranks hold more of what an optimizer trains.
         trained: the parameters of all optimizers.
+        measures: whether gradients are read for their norm, where the program has not told it by clipping them.
     """
     learning_rates(line, optimizer)
     may_skip(line, optimizer)
@@ -36,8 +39,10 @@ def look(
     owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if line.clips:
         owners = line.clips.left_out(owners, trained)
-    if owners:
+    if owners and measures:
         _gradients(line, optimizer, owners, in_parts(optimizer))
+    elif owners:
+        line.unheard = True
     if line.movement is not None:
         line.movement.before(optimizer, in_parts=in_parts(optimizer))
 
@@ -70,7 +75,8 @@ def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts:
 def gradients(line: Line) -> Mapping[str, Tensor | float]:
     """The gradients' norm of the optimizers that were looked at, or this rank's part of it; nothing if it is not whole.
 
-    Where an optimizer steps in backward nobody took the norm of what was not clipped, unless the step is recorded.
+    Nobody took the norm of what was not clipped where an optimizer steps in backward, or where reading it would take
+    too long, unless the step is recorded.
     """
     if line.norm is not None:
         return {"grad_norm": line.norm}

@@ -23,6 +23,7 @@ from math import isfinite
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.session.steps import pace
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.cycle import Cycle
 from narrowgauge.session.steps.line import Line
@@ -57,6 +58,7 @@ class Rest:
 
     def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
         self.asked, self.keeps, self.on = possible and scalars != "all", scalars != "recorded", False
+        self._spares = possible and scalars == "auto"
         self._said = scalars if scalars in ("loss", "recorded") else ""
         self._short: Callable[[], bool] = short if scalars == "auto" else lambda: True
         self.refused: Callable[[], str] = lambda: ""
@@ -82,6 +84,13 @@ class Rest:
             return False
         self._regular = self.cycle.begins() and (not self.keeps or self._known(line))
         return self._regular and self._short()
+
+    def measures(self, step: int) -> bool:
+        """Whether all gradients of this step are read for their norm, if it has a whole row and is not recorded.
+
+        That takes up to a hundredth of a step, however long steps are, and so is done while it is not known how long.
+        """
+        return not (self._spares and step > pace.SETTLED)
 
     @property
     def able(self) -> bool:

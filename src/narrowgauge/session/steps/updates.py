@@ -313,7 +313,8 @@ class Updates:
             if id(optimizer) in line.stepping:
                 line.look_again(id(optimizer))
             line.stepping.add(id(optimizer))
-            look(line, optimizer, self._clips, self._in_parts, self._trained)
+            measures = line.recorded or self._steps.rest.measures(line.step)
+            look(line, optimizer, self._clips, self._in_parts, self._trained, measures=measures)
             self._summands = max(self._summands, line.summands)
 
     @heard
