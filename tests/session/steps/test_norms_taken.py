@@ -2,8 +2,9 @@
 where the program has read them itself, to clip them."""
 
 import pytest
+import torch
 import torch.nn.functional as F
-from tests.session.steps.alone import batch, made, notes, nothing_is_compiled, run
+from tests.session.steps.alone import Model, batch, made, notes, nothing_is_compiled, run
 from torch import nn
 
 from narrowgauge.session.steps import pace
@@ -58,3 +59,26 @@ def test_no_gradient_is_read_where_no_norm_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr("narrowgauge.session.steps.looking._gradients", lambda line, *args: read.append(line.step))
     run(tmp_path, program, "auto")
     assert read == [at for at in EACH if at <= SETTLED or at == 20]
+
+
+@pytest.mark.parametrize("clips", ["up", "down"])
+def test_of_two_optimizers_a_norm_of_one_s_gradients_is_never_that_of_all(tmp_path, clips):
+    def program(losses):
+        model = Model()
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model.up, model.down)]
+        idle = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.01)  # has no gradient, and steps
+        for number in EACH:
+            x = batch(number)
+            F.mse_loss(model(x), x).backward()
+            for optimizer, part in zip(optimizers, ("up", "down"), strict=True):
+                if part == clips or number > 21:
+                    nn.utils.clip_grad_norm_(getattr(model, part).parameters(), 0.5)
+                optimizer.step()
+            idle.step()
+            model.zero_grad()
+
+    _, _, writer = run(tmp_path, program, "auto")
+    _, _, wanted = run(tmp_path, program, "all")
+    norms = writer.column("grad_norm")
+    assert list(norms) == [at for at in EACH if at <= SETTLED or at == 20 or at > 21]
+    assert norms == {at: wanted.column("grad_norm")[at] for at in norms}

@@ -36,13 +36,13 @@ def look(
     learning_rates(line, optimizer)
     may_skip(line, optimizer)
     line.clips.join(clips)
-    owners = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    owners: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     if line.clips:
-        owners = line.clips.left_out(owners, trained)
-    if owners and measures:
-        _gradients(line, optimizer, owners, in_parts(optimizer))
-    elif owners:
-        line.unheard = True
+        owners = line.clips.left_out([*owners], trained)
+    if not measures:
+        line.unheard |= any(True for _ in owners)  # whether there are some
+    elif read := [*owners]:
+        _gradients(line, optimizer, read, in_parts(optimizer))
     if line.movement is not None:
         line.movement.before(optimizer, in_parts=in_parts(optimizer))
 
