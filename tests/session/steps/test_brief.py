@@ -424,7 +424,7 @@ def test_behind_a_loss_that_is_not_finite_the_next_row_is_whole(tmp_path, bad, d
 
 
 @pytest.mark.parametrize("kind", ["twice", "another's", "vectors"])
-def test_whose_steps_regularly_have_losses_that_are_not_theirs_has_whole_rows(tmp_path, kind):
+def test_where_steps_regularly_have_losses_that_are_not_theirs_each_row_has_one(tmp_path, kind):
     def program(losses):
         model, optimizer = made(torch.optim.SGD)
         other = Model()

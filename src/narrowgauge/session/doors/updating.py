@@ -71,9 +71,10 @@ class HearsUpdates(Protocol):
 
 
 class Quiet(Protocol):
-    """Knows whether nothing is compiled."""
+    """Knows whether nothing is compiled, and closures need not be followed."""
 
     quiet: bool
+    careful: bool
 
 
 class HearsUpdatesAlone(Protocol):
@@ -126,7 +127,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
         if not alone:
             followed = updates.step_begins(optimizer, closure if callable(closure) else None)
-        elif closure is None or updates.alone.resting.quiet:
+        elif closure is None or (updates.alone.resting.quiet and not updates.alone.resting.careful):
             return None
         else:
             followed = updates.alone.closure(closure, optimizer)

@@ -112,7 +112,10 @@ class CallsAlone:
         self._steps.resting.called()
         self._loading.evaluated()
         self._steps.evals.training_begins()
-        self._steps.usual.begun(root)
+        if self._steps.resting.careful:
+            self._steps.fed_alone(() if self.hearing.stage else (args, kwargs))
+        else:
+            self._steps.usual.begun(root)
         if root.followed:
             self.expected = root.reference
 

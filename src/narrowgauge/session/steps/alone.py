@@ -25,6 +25,7 @@ from narrowgauge.session.steps.ledger import add_loss, rates
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import learning_rates, may_skip
 from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.steps.zeroed import added, left
 
 _NoFunctionModes, _modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
 
@@ -62,7 +63,9 @@ class UpdatesAlone:
         if rest.parted:
             self._parted()
             return False
-        self._updates.stepping, self.hearing.waits = None, True
+        self.hearing.waits = True
+        if not self._updates.closures.depth:
+            self._updates.stepping = None
         if not rest.called:
             self.resting.called()
         if (line := rest.line) is not None:
@@ -87,8 +90,14 @@ class UpdatesAlone:
     @heard
     def loss(self, line: Line, loss: Any) -> None:
         """`backward` is called on this in the step of the line."""
+        if self.resting.careful:
+            if added(line):
+                self._steps.thrown_away += left(line, but=1)
+            if self._updates.closures.again:
+                line.elsewhere += 1
+                return
         number = self._updates.losses.number(loss)
-        if number is not None and (line.loss is not None or line.backwards == 1):
+        if number is not None and (line.loss is not None or line.backwards == line.elsewhere + 1):
             add_loss(line, number)
         else:  # not all of the step's are known
             line.loss = None
@@ -104,7 +113,8 @@ class UpdatesAlone:
             return
         if failed:
             line.loss = None
-        if "lr" in line.scalars or self._updates.closures.depth:  # called by a closure, which may set them
+        closures = self._updates.closures
+        if ("lr" in line.scalars or closures.depth) and not closures.again:  # called by one, which may set them
             rates(line, *rest.makers)
 
     @heard
@@ -152,7 +162,10 @@ class UpdatesAlone:
 
     def closure(self, closure: Any, optimizer: Optimizer) -> Any:
         """What such an optimizer is to call in the place of its closure: a step that is compiled asks which it is."""
-        return self._updates.closures.followed(closure, optimizer) if callable(closure) else closure
+        closures, line = self._updates.closures, self._steps.rest.line
+        if closures.again and line is not None:  # its step before has raised behind the closure's first call
+            closures.again, line.loss, line.elsewhere = False, None, line.backwards
+        return closures.followed(closure, optimizer) if callable(closure) else closure
 
     def step_ended(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped; whether the long way is not to be told."""

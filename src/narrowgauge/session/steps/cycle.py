@@ -32,6 +32,7 @@ class Kind:
         trainers: their numbers.
         backwards: calls of backward that the latest had.
         called: a model was called in it (the temperature of an actor is trained without).
+        zeroes: gradients were set to zero between two of these calls, or behind the last.
     """
 
     team: frozenset[int]
@@ -39,6 +40,7 @@ class Kind:
     trainers: set[int]
     backwards: int
     called: bool
+    zeroes: bool = False
 
     @property
     def leader(self) -> Optimizer | None:
@@ -83,7 +85,8 @@ class Cycle:
             self._irregular = True
             self._seen.clear()
             return
-        self._seen.append(Kind(frozenset(makers), tuple(makers.values()), line.trainers, line.backwards, called))
+        known = frozenset(makers), tuple(makers.values()), line.trainers
+        self._seen.append(Kind(*known, line.backwards, called, line.zeroes))
         self.kinds.clear()
 
     def begins(self) -> bool:
@@ -111,6 +114,11 @@ class Cycle:
         """A step of the first of `kinds` was made."""
         self._seen.append(self.kinds[0])
         self.kinds.rotate(-1)
+
+    @property
+    def zeroes(self) -> bool:
+        """Whether gradients are set to zero in the middle of some of these steps."""
+        return any(kind.zeroes for kind in self._seen)
 
     @property
     def latest(self) -> list[Optimizer]:

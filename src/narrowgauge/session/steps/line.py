@@ -24,7 +24,11 @@ class Line:
     loss: Tensor | float | None = None
     microbatches: int = 0
     backwards: int = 0  # calls of backward, which microbatches are not where some were thrown away or tried
-    partly: bool = False  # what backward was called on is perhaps not all, or not only, of the step's
+    partly: bool = False  # what backward was called on is perhaps not all of the step's
+    elsewhere: int = 0  # such calls whose gradients were thrown away, or only tried by an optimizer
+    zeroes: bool = False  # gradients were set to zero behind one of them, and before the step
+    zeroed: bool = False  # all that its microbatches left; since then nothing was called
+    other_data: bool = False  # since the last backward a model was called, with other data than for that one
     tokens: int = 0
     scalars: dict[str, float | Tensor] = field(default_factory=dict)
     recorded: bool = False  # tensors are looked at in this step
@@ -51,6 +55,9 @@ class Line:
         """Forget what was seen of an optimizer's step that has raised; of the others', too, if none has stepped."""
         if not self.stepped:
             self.clips, self.unclipped = Clips(), []
+            self.rates.clear()
+            for name in [name for name in self.scalars if name.startswith("lr")]:
+                del self.scalars[name]
             if self.movement is not None:
                 self.movement.begin_anew()
         self.stepping.discard(optimizer)

@@ -99,7 +99,8 @@ class Rest:
 
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
-        heard = line.loss is not None and line.backwards == line.microbatches and not line.partly
+        elsewhere = line.elsewhere if line.zeroes else 0
+        heard = line.loss is not None and line.backwards == line.microbatches + elsewhere and not line.partly
         self._lossless |= not heard
         return heard
 

@@ -21,7 +21,7 @@ from narrowgauge.session.ranks import Ranks
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.sites.plain_sites import PlainSites
-from narrowgauge.session.steps import status
+from narrowgauge.session.steps import status, zeroed
 from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
@@ -73,8 +73,6 @@ class Steps:
         self._came_by = True  # since the last step was opened, for what other ranks have agreed on with this one
         self.begun = False  # a step was opened, or is about to be
         self.stepped: set[int] = set()  # ids of the optimizers that made the last step whose line is closed
-        self.zeroed = False  # all gradients of the open step's microbatches were set to zero
-        self._other_data = False  # since the last backward a model was called, with other data than for that one
         self._doubted = False  # what the open step has may be none of it
         self.thrown_away = 0  # microbatches that no step was made of
         self.notes: list[str] = []
@@ -108,10 +106,8 @@ class Steps:
         """A model, told apart by its number, is called with gradients and these inputs; returns their tokens."""
         line = self.ledger.line
         self._fed = 0 if line is None else line.step
-        accumulates = line is not None and line.microbatches > 0
-        self._other_data = accumulates and (self._other_data or not self.batches.again(inputs))
-        if self.zeroed and line is not None and self._other_data:
-            self.thrown_away += line.microbatches
+        if line is not None and zeroed.given(line, lambda: self.batches.again(inputs)):
+            self.thrown_away += zeroed.left(line)
             self.nothing_learned()
         if self._doubted:
             self.nothing_learned()
@@ -119,15 +115,23 @@ class Steps:
             self._plain.shown.begin()
         self.evals.training_begins(taught=self.ledger.aside.trained(inputs, model))
         self._doubted = False
-        self.zeroed = False  # with the same data it is a second look at them, as sharpness-aware optimizers take it
         return self.batches.see(inputs, model=model, width=width)
 
     def backward_begins(self) -> None:
         """What it adds to was set to zero where a program does so between a model's call and this."""
-        if self.zeroed and self._other_data and self.ledger.line is not None:
-            self.thrown_away += self.ledger.line.microbatches
+        line = self.ledger.line
+        if line is not None and zeroed.added(line):
+            self.thrown_away += zeroed.left(line)
             self.ledger.keep_the_latest()
-        self.zeroed = self._other_data = False
+
+    def fed_alone(self, inputs: Any) -> None:
+        """A model is called with these in a step that is left alone, of a program that throws gradients away."""
+        line = self.rest.line
+        if line is None or self.paused:
+            return
+        if zeroed.given(line, lambda: self.batches.again(inputs)):
+            self.thrown_away += zeroed.left(line)
+        self.batches.came(inputs)
 
     def nothing_learned(self) -> None:
         """What the open step has so far is none of it."""
@@ -139,7 +143,7 @@ class Steps:
         line = self.line
         if self.rest.on:
             return not self.rest.called
-        if self.made or self.zeroed:
+        if self.made or (line is not None and line.zeroed):
             return True
         if line is None:
             return not self.begun
@@ -152,7 +156,7 @@ class Steps:
 
     def doubt(self) -> None:
         """What was begun may be no step: the next forward begins anew."""
-        self._doubted = not (self.made or self.zeroed)
+        self._doubted = not (self.made or (self.line is not None and self.line.zeroed))
 
     def hand_over(self) -> None:
         """Another thread goes on."""
@@ -169,7 +173,7 @@ class Steps:
             self._plain.end(seen=True)
         self.ledger.stepped()
         self.evals.stepped()
-        self.made, self.zeroed, self._doubted = True, False, False
+        self.made, self._doubted = True, False
         if not early:
             self._come_by(self.ledger.steps + 1)
 
@@ -184,6 +188,7 @@ class Steps:
         self.batches.begin_anew()
         self._come_by(line.step + 1)
         self.usual.come_by = self._ranks.tick if self._ranks.several() else None
+        self.resting.careful = self.rest.keeps and self.rest.cycle.zeroes
         self.resting.told(True)
         return True
 

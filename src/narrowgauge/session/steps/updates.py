@@ -37,6 +37,7 @@ from narrowgauge.session.steps.looking import learning_rates, left_out, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
+from narrowgauge.session.steps.zeroed import counted
 
 ENGINE = "an engine steps that multiplies losses, clips or skips by itself"
 
@@ -115,6 +116,8 @@ class Updates:
         if not self.closures.again:
             number = self.losses.add(loss, staged=self.staged > 0)
             self._steps.evals.trains_by.backward(loss, number)
+        elif line is not None:
+            line.elsewhere += 1
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
 
@@ -180,17 +183,20 @@ class Updates:
         if not self._steps.made:  # as it mostly is
             self._zeroed(owner)
         elif (line := self._steps.rest.line) is not None and line.backwards and not self._steps.rest.parted:
-            line.loss = None  # perhaps, and of which of them nobody asks; but where one of several has stepped by them
+            if self._steps.resting.careful:
+                self._zeroed(owner)
+            else:  # perhaps, and of which of them nobody asks; but where one of several has stepped by them
+                line.loss = None
 
     @heard
     def _zeroed(self, owner: Optimizer | nn.Module) -> None:
-        line = self._steps.ledger.line
-        if line is None or not line.microbatches or self.closures.depth or inside_backward():
+        line = self._steps.rest.line or self._steps.ledger.line
+        if line is None or not counted(line) or self.closures.depth or inside_backward():
             return
-        line.partly = True
+        line.zeroes = True
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
         if all(p.grad is None or id(p) in zeroed for p in self._trained()):
-            self._clips, self._steps.zeroed = Clips(), True
+            self._clips, line.zeroed = Clips(), True
 
     @heard
     def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
@@ -222,7 +228,8 @@ class Updates:
             if self._steps.rest.on:  # since now
                 self.stepping = None
                 self.alone.step_begins(optimizer)
-            return None if self._steps.resting.quiet else self.closures.followed(closure, optimizer)
+            resting = self._steps.resting
+            return None if resting.quiet and not resting.careful else self.closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 

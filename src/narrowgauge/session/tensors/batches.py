@@ -149,6 +149,11 @@ class Batches:
         addresses = [_address(given.x) or 0 for given in _tensors(inputs)]
         return any((kept := self._last.get(address)) and not kept.expired() for address in addresses)
 
+    def came(self, inputs: Any) -> None:
+        """These are given in a call of which nothing else is asked than whether the next has any of them."""
+        storages = [storage_of(given.x) for given in _tensors(inputs)]
+        self._last = {storage._cdata: StorageWeakRef(storage) for storage in storages if storage is not None}
+
     def trains(self, inputs: Any) -> bool:
         """Whether the open step was given all of these, as they are now."""
         return self._before.has(known_by(inputs))
