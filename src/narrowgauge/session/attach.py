@@ -191,7 +191,7 @@ class Session:
         self.calls.recover()
         made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with
         if self._only is not None and not _trains(made_with, self._only()):
-            self._others_train = True
+            self._others_train = self.updates.alone.others = True
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
@@ -244,8 +244,6 @@ class Session:
         """Why the program is never left alone; "" if it may be."""
         if self.ranks.several() and not self.steps.rest.keeps:
             return "several ranks train"
-        if self._others_train and self.steps.rest.keeps:
-            return "other models train as well"
         return ""
 
     def _follows(self, optimizer: Optimizer) -> bool:

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.session.inline import Writer
 from tests.session.steps.alone import (
     Functions,
     Model,
@@ -23,8 +22,6 @@ from tests.session.steps.alone import (
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from narrowgauge.session.attach import Session
-from narrowgauge.session.plan import Plan
 from narrowgauge.session.steps import pace
 
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here
@@ -253,26 +250,6 @@ def test_an_evaluation_is_none_of_a_brief_row_s_time(tmp_path, monkeypatch):
     assert {at: writer.column("step_seconds")[at] for at in BETWEEN} == dict.fromkeys(BETWEEN, 1.0)
     assert [at for at in BETWEEN if not writer.column("clean")[at]] == [15]
     assert list(writer.column("eval_loss")) == [14]
-
-
-def test_two_models_of_which_one_is_watched_have_whole_rows(tmp_path):
-    model, other = Model(), Model()
-    plan = Plan(variant="x", out=str(tmp_path), command=("train.py",), compiling=True, watch={"scalars": "loss"})
-    writer = Writer()
-    session = Session(plan, writer, only=model)
-    try:
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, other)]
-        for number in EACH:
-            for each, optimizer in zip((model, other), optimizers, strict=True):
-                x = batch(number)
-                F.mse_loss(each(x), x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        session.finish()
-    assert session.steps.rest.steps == 0
-    assert list(writer.column("grad_norm")) == EACH
-    assert "other models train as well" in notes(session)[0]
 
 
 def test_a_model_s_own_zero_grad_is_heard(tmp_path):

@@ -40,6 +40,7 @@ class Followed(Protocol):
     losses: BackwardLosses
     closures: Closures
     follows: Callable[[Optimizer], bool]
+    others: Callable[[Any], bool]
 
 
 class UpdatesAlone:
@@ -48,11 +49,15 @@ class UpdatesAlone:
     Args:
         steps, hearing: the session's.
         updates: who follows them where the program is not left alone.
+
+    Attributes:
+        others: models are trained beside the one that is watched; then whose a backward pass is and a step is asked.
     """
 
     def __init__(self, steps: Steps, hearing: Hearing, updates: Followed) -> None:
         self._steps, self.hearing, self._updates = steps, hearing, updates
         self.resting = steps.resting
+        self.others = False
 
     @partial(passed_over, below=True)
     def backward_begins(self, loss: Any) -> bool:
@@ -60,6 +65,8 @@ class UpdatesAlone:
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         rest = self._steps.rest
+        if self.others and self._of_others(loss):
+            return False
         if rest.parted:
             self._parted()
             return False
@@ -118,6 +125,10 @@ class UpdatesAlone:
             rates(line, *rest.makers)
 
     @heard
+    def _of_others(self, loss: Any) -> bool:
+        return self._updates.others(loss)
+
+    @heard
     def _parted(self) -> None:
         self.resting.parted()
 
@@ -147,6 +158,8 @@ class UpdatesAlone:
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         updates = self._updates
+        if self.others and not updates.follows(optimizer):
+            return True
         if updates.stepping is None or updates.stepping() is None:
             updates.stepping = ref(optimizer)
             rest = self._steps.rest
@@ -163,6 +176,8 @@ class UpdatesAlone:
     def closure(self, closure: Any, optimizer: Optimizer) -> Any:
         """What such an optimizer is to call in the place of its closure: a step that is compiled asks which it is."""
         closures, line = self._updates.closures, self._steps.rest.line
+        if self.others and not self._updates.follows(optimizer):
+            return closure
         if closures.again and line is not None:  # its step before has raised behind the closure's first call
             closures.again, line.loss, line.elsewhere = False, None, line.backwards
         return closures.followed(closure, optimizer) if callable(closure) else closure

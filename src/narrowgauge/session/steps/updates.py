@@ -65,7 +65,7 @@ class Updates:
         others: Callable[[Any], bool] = lambda loss: False,
     ) -> None:
         self._steps, self._probe, self.hearing, self.same, self.follows = steps, probe, hearing, same, follows
-        self._in_parts, self._trained, self._others = in_parts, trained, others
+        self._in_parts, self._trained, self.others = in_parts, trained, others
         self._of_others = False  # the backward pass that runs is
         self._clips = Clips()  # since the last step
         self.stepping: ReferenceType[Optimizer] | None = None  # whose step has begun
@@ -96,7 +96,7 @@ class Updates:
         self._of_others = False
         if self.losses.estimate(loss):
             return
-        if self._others(loss):
+        if self.others(loss):
             self._of_others = True
             return
         self.backwards += 1
