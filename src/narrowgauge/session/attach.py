@@ -55,6 +55,7 @@ from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.others import is_of_others
+from narrowgauge.session.steps.rest import REFERS
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained, only_estimates
@@ -244,6 +245,9 @@ class Session:
         """Why the program is never left alone; "" if it may be."""
         if self.ranks.several() and not self.steps.rest.keeps:
             return "several ranks train"
+        compiled = self._compiled is not None and self._compiled.any()
+        if self.steps.rest.refers and (compiled or self.steps.rest.cycle.zeroes):
+            return REFERS  # it is not known there what models are given, or make
         return ""
 
     def _follows(self, optimizer: Optimizer) -> bool:

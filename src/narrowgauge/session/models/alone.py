@@ -113,7 +113,7 @@ class CallsAlone:
         self._loading.evaluated()
         self._steps.evals.training_begins()
         if self._steps.resting.careful:
-            self._steps.fed_alone(() if self.hearing.stage else (args, kwargs))
+            self._steps.fed_alone(() if self.hearing.stage else (args, kwargs), id(root), root.width)
         else:
             self._steps.usual.begun(root)
         if root.followed:

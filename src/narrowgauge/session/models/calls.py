@@ -215,7 +215,8 @@ class Calls:
             self._again = known_by((args, kwargs))
             self._evaluates = None if root.module.training else id(root)
             self._eval_began = time.perf_counter()
-            self._steps.evals.model_begins(root, evaluates=root.evaluates)
+            unsure = root.module.training and self._steps.unsure
+            self._steps.evals.model_begins(root, evaluates=root.evaluates, unsure=unsure)
             return
         if self._roots.changed:
             self._renew()
@@ -246,9 +247,9 @@ class Calls:
     def _refers(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether what trains is looked at once more before its backward: by the model without its adapters, say."""
         steps = self._steps
-        if not (root.module.training and steps.evals.backward_waits and steps.batches.trains((args, kwargs))):
+        if not (root.module.training and steps.backward_waits and steps.batches.trains((args, kwargs))):
             return False
-        steps.rest.give_up("the program calls its model without gradients on batches that it trains on")
+        steps.referred()
         return True
 
     @partial(passed_over, below=True)

@@ -85,6 +85,8 @@ class EvalLosses:
 
     Attributes:
         fed: a model was called with gradients since the step.
+        unsure: called where a loss may be an evaluation's, or a reference's of the batch that trains; whether it is
+            left out, given whether there are others to be taken.
         idle: since the step nothing else was heard, nor is anything of before left: such a call changes `fed` alone,
             and so does a step.
     """
@@ -110,6 +112,8 @@ class EvalLosses:
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = False  # the model's call that was heard last had gradients
         self.fed, self.idle = False, False
+        self.unsure: Callable[[bool], bool] = lambda others: False
+        self._unsure = False
         self._metrics = 0  # as a reference's call began
         self._before = 0, 0  # several and unreduced ones, as the model's call began: what is inside is a part
 
@@ -158,6 +162,8 @@ class EvalLosses:
         unsure: bool = False,
         beside: bool = False,
     ) -> None:
+        if self._unsure and self.unsure(bool(self._losses)):
+            return
         self._told = self._beside = self._row = False
         self._measured.forget()
         further = not self._called_since and self._after_call
@@ -181,13 +187,14 @@ class EvalLosses:
         self._unheard.over(taught=taught)
         self._after_call = False
         self._trains = self.fed = True
+        self._unsure = False
 
-    def model_begins(self, model: Any, *, evaluates: bool = False) -> None:
+    def model_begins(self, model: Any, *, evaluates: bool = False, unsure: bool = False) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return.
 
-        It `evaluates` if the model is in that mode.
+        It `evaluates` if the model is in that mode, and is `unsure` if what it is given may be what trains.
         """
-        self.idle = False
+        self.idle, self._unsure = False, unsure
         if evaluates and not self.fed:  # or it is a reference's, beside a batch that trains
             self._unheard.called()
         self._own = self.trains_by.of(model)
@@ -226,6 +233,7 @@ class EvalLosses:
         self._called_since.clear()
         self._unheard.over()
         self._last_was_ours, self.fed = True, False
+        self._unsure = False
         self._told = self._beside = self._row = self._left = False
         self.idle = self._trains and not self._losses
 

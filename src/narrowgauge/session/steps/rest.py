@@ -29,6 +29,7 @@ from narrowgauge.session.steps.cycle import Cycle
 from narrowgauge.session.steps.line import Line
 
 _UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
+REFERS = "the program calls its model without gradients on batches that it trains on"
 AROUND = 1  # steps before a recorded one, and behind it, that have a row where those between have none
 
 
@@ -53,7 +54,8 @@ class Rest:
         refused: why it is not to be, asked before it is; "" if it may.
         line: of the step that is being made, as far as it is kept.
         backwards: calls of backward that the next has.
-        hands_on: a step that will have a row may be given what a model makes in this one.
+        hands_on: a step that will have a row may be given what a model makes in this one, or it is asked anyhow.
+        refers: the program calls its model without gradients on batches that wait for their backward, a reference.
     """
 
     def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
@@ -74,7 +76,7 @@ class Rest:
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
         self.backwards = 0
-        self.hands_on = False
+        self.hands_on = self.refers = False
 
     def follows(self, line: Line, *, called: bool) -> bool:
         """Whether a step of this line may be the last with a row; `called` in it was a model."""
@@ -131,7 +133,8 @@ class Rest:
     def opened(self, step: int) -> None:
         """This one is the next; it is left alone."""
         others = len(self.cycle.kinds) - 1
-        self.hands_on = others > 0 and self.until is not None and step + others > self.until
+        soon = others > 0 and self.until is not None and step + others > self.until
+        self.hands_on = soon or self.refers
         self.line = Line(step, brief=True, trainers=self._trainers, clips=_UNCLIPPED) if self.keeps else None
 
     def is_like(self, line: Line) -> bool:
@@ -169,7 +172,7 @@ class Rest:
 
     def end_soon(self) -> None:
         """The step that has begun is the last one that is left alone."""
-        self.until, self.hands_on = 0, len(self.cycle.kinds) > 1
+        self.until, self.hands_on = 0, self.refers or len(self.cycle.kinds) > 1
 
     def over(self, steps: int) -> bool:
         """Whether, so many being made, the next has a row."""

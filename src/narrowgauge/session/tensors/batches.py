@@ -91,12 +91,14 @@ class Batches:
         self._before.take_back()
         del self._counted[self._latest :]
 
-    def see(self, inputs: Any, *, more: bool = False, model: int = 0, width: Width = _unknown) -> int:
+    def see(
+        self, inputs: Any, *, more: bool = False, model: int = 0, width: Width = _unknown, hashed: bool = True
+    ) -> int:
         """A `model`'s call begins with these; returns the tokens in them (samples, if no input is token ids).
 
         Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none. What the
         step has given another model counts there (given.py). What token ids are is said in counting.py, as is how
-        the model's `width` tells one sample from many.
+        the model's `width` tells one sample from many. What is not to be `hashed` is left out of the digest.
         """
         before = self._given if more else set()
         self._latest = self._latest if more else len(self._counted)
@@ -120,7 +122,7 @@ class Batches:
                 if given.at and len(self._states) < MOST_STATES:
                     self._states.add((model, given.at, x.shape[1:]))
                 continue
-            if dense and self._hashes:
+            if dense and hashed and self._hashes:
                 self.digest = chain((x,), self.digest)
             if dense or (x.is_nested and not x.is_meta):
                 data.append(given)

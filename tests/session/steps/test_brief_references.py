@@ -1,0 +1,190 @@
+"""Brief rows of programs that call their model without gradients on a batch that waits for its backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.session.steps.alone import Model, batch, notes, nothing_is_compiled, run
+from tests.session.steps.test_brief import BETWEEN, EACH, with_rows_of_each
+from torch import nn
+
+__all__ = ["nothing_is_compiled"]  # a fixture for each test here, too
+
+
+class Returns(Model):
+    """Returns a loss beside what it made, as Hugging Face's models."""
+
+    def forward(self, x, labels=None):
+        y = super().forward(x)
+        return {"y": y, **({} if labels is None else {"loss": F.mse_loss(y, labels)})}
+
+
+def referring(what, every=1):
+    """A program with a reference in each step, or in one of so many."""
+
+    def program(losses):
+        model = Returns()
+        called = model
+        if "wrapped" in what:  # what is trained is called through it, the reference without
+            called = nn.DataParallel(model)
+            called.device_ids = []  # also where there are GPUs
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            for part in (0, 1):
+                x, labels = batch(number + 50 * part), batch(number + 50 * part)
+                y = called(x=x, labels=labels)["y"]
+                loss = F.softplus(y).mean()
+                if what == "behind backward":
+                    loss.backward()
+                reference = torch.zeros(())
+                if number % every == 0:
+                    with torch.no_grad():
+                        called.train(what != "eval")
+                        if what == "written":
+                            labels.add_(1.0)
+                        reference = model(x=x.clone() if "other" in what else x, labels=labels)["y"]
+                        if "measured" in what:
+                            F.l1_loss(reference, labels)
+                        called.train()
+                if what != "behind backward":
+                    (loss + (y - reference).square().mean()).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return program
+
+
+EVALUATED = ["behind backward", "eval", "other", "written", "wrapped, other"]
+REFERENCES = ["itself", "wrapped", "measured", "wrapped, measured"]
+
+
+@pytest.mark.parametrize("what", [*EVALUATED, *REFERENCES])
+def test_what_is_an_evaluation_is_one_in_brief_rows_too_and_what_is_a_reference_is_none(tmp_path, what):
+    _, _, whole = run(tmp_path, referring(what), "all")
+    session, writer = with_rows_of_each(tmp_path, referring(what))
+    assert list(writer.column("loss")) == EACH
+    wanted, found = whole.column("eval_loss"), writer.column("eval_loss")
+    assert bool(wanted) is (what in EVALUATED)
+    if what in EVALUATED and what != "eval":  # the first was in a step that nobody had looked at
+        assert session.steps.rest.steps == len(BETWEEN) - 1
+        assert [at for at in wanted if at not in found] == [2]
+    else:
+        assert session.steps.rest.steps == len(BETWEEN)
+        assert found == wanted
+
+
+@pytest.mark.parametrize("what", [*EVALUATED, *REFERENCES])
+def test_one_that_comes_seldom_is_told_apart_as_well(tmp_path, what):
+    """The first is in a step that nobody looked at: its loss is left out, and the next row is whole."""
+    _, _, whole = run(tmp_path, referring(what, 3), "all")
+    session, writer = with_rows_of_each(tmp_path, referring(what, 3))
+    assert list(writer.column("loss")) == EACH
+    assert session.steps.rest.steps == len(BETWEEN) - (what != "eval")
+    wanted, found = whole.column("eval_loss"), writer.column("eval_loss")
+    assert [at for at in wanted if at not in found] == [2] * (what in EVALUATED and what != "eval")
+
+
+def test_one_between_two_steps_is_never_doubted(tmp_path):
+    def program(losses):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(F.mse_loss(model(x), x).item())
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("eval_loss")) == EACH
+    assert not session.steps.resting.careful
+
+
+class Beside(Model):
+    """Is given what another model made, beside a batch or alone."""
+
+    def forward(self, made, x=None):
+        return super().forward(made if x is None else made + x)
+
+
+@pytest.mark.parametrize("what", ["made", "of the step before"])
+def test_what_the_step_was_not_given_as_data_is_evaluated(tmp_path, what):
+    batches = [batch(1), batch(4)]
+
+    def program(losses):
+        torch.manual_seed(0)
+        model, other = Beside(), Model()
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 1e-2)
+        for number in EACH:
+            x, before = batches[number % 2], batches[1 - number % 2]
+            made = other(x)
+            loss = F.mse_loss(made, x)
+            loss.backward()
+            made = made.detach()
+            y = model(made, x)
+            with torch.no_grad():
+                F.l1_loss(model(made if what == "made" else before), x)
+                again = model(made, x)  # which is a reference
+            loss = (y - again + 1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, _, whole = run(tmp_path, program, "all")
+    _, writer = with_rows_of_each(tmp_path, program)
+    found, wanted = writer.column("eval_loss"), whole.column("eval_loss")
+    assert len(wanted) > 20
+    assert len(wanted) - len(found) <= 1
+
+
+@pytest.mark.parametrize("kind", ["compiled", "zeroes"])
+def test_what_is_not_known_there_has_whole_rows(tmp_path, kind):
+    def program(losses):
+        model = Model()
+        called = torch.compile(model, backend="eager", dynamic=True) if kind == "compiled" else model
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x = batch(number)
+            for part in range(1 + (kind == "zeroes")):
+                if part:
+                    optimizer.zero_grad()
+                y = called(x)
+                with torch.no_grad():
+                    reference = called(x)
+                F.mse_loss(y, x + reference).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("grad_norm")) == EACH
+    assert session.steps.rest.steps == 0
+    assert "calls its model without gradients on batches that it trains on" in notes(session)[0]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_evaluations_in_mid_step_and_between_steps_are_what_they_are_in_whole_rows(tmp_path, every):
+    def evaluated(model, number, losses):
+        with torch.no_grad():
+            losses.append(F.mse_loss(model(batch(number)), batch(number)).item())
+
+    def program(losses):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x = batch(number)
+            loss = F.mse_loss(model(x), x)
+            if number % every == 0:
+                evaluated(model, 200, losses)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2 == 0:
+                evaluated(model, 100, losses)
+
+    _, _, whole = run(tmp_path, program, "all")
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert writer.column("eval_loss") == whole.column("eval_loss")
+    assert session.steps.rest.steps == len(BETWEEN) - 1
