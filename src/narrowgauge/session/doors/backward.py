@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from narrowgauge.session.doors.updating import HearsUpdatesAlone
+
 
 class HearsBackward(Protocol):
     """Hears of backward passes."""
+
+    @property
+    def alone(self) -> HearsUpdatesAlone:
+        """Who hears of them while seams rest."""
 
     def backward_begins(self, loss: Any, plain: bool) -> None:
         """A backward pass begins, of `loss` if that is a tensor of one number, or of several such."""
@@ -21,8 +27,16 @@ class HearsBackward(Protocol):
 
 
 @contextmanager
-def backward(updates: HearsBackward, loss: Any, *, plain: bool) -> Iterator[None]:
-    """Inside, the pass runs; `plain` if nothing is asked for but gradients of leaves."""
+def backward(updates: HearsBackward, loss: Any, *, plain: bool, alone: bool = False) -> Iterator[None]:
+    """Inside, the pass runs; `plain` if nothing is asked for but gradients of leaves, `alone` while seams rest."""
+    if alone and updates.alone.backward_begins(loss):
+        try:
+            yield
+        except BaseException:
+            updates.alone.backward_ended(failed=True)
+            raise
+        updates.alone.backward_ended()
+        return
     updates.backward_begins(loss, plain)
     try:
         yield

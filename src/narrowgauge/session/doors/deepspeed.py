@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from narrowgauge.session.doors.engines import HearsEngineSteps, engine_step
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.doors.within import Make, counted
@@ -38,14 +40,18 @@ class HearsEngines(Protocol):
     prepares: int
     staged: int
 
+    @property
+    def engines(self) -> HearsEngineSteps:
+        """Who hears of its steps."""
+
     def gradients_clipped(self, norm: Any, order: float) -> None:
         """Gradients were clipped; `norm`, of that order, is theirs from before."""
 
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | None]) -> None:
         """A loss was multiplied by a scale, which is None where it is none that changes."""
 
-    def engine_stepped(self, told: Callable[[], Told]) -> None:
-        """An engine stepped, or skipped."""
+    def pipelined(self) -> None:
+        """An engine goes through stages of a pipeline."""
 
 
 def follow(seams: Seams, updates: HearsEngines) -> bool:
@@ -73,24 +79,32 @@ def follow(seams: Seams, updates: HearsEngines) -> bool:
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = getattr(self, "skipped_steps", 0)
-            out = original(self, *args, **kwargs)
-            updates.engine_stepped(lambda: _told(self, before))
-            return out
+            step = partial(original, self, *args, **kwargs)
+            return engine_step(updates.engines, step, lambda _: _told(self, before))
+
+        return run
+
+    def stages(original: Callable[..., Any]) -> Callable[..., Any]:
+        inside = counted(updates, "staged")(original)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            updates.pipelined()
+            return inside(*args, **kwargs)
 
         return run
 
     places: list[tuple[str, str, str, Make]] = [
-        (ENGINE, "", "clip_grad_norm_", clip),
         (ENGINE, "DeepSpeedEngine", "_take_model_step", step),
         ("deepspeed.runtime.base_optimizer", "ZeROOptimizer", "scale_if_loss", scale),
-        (PIPELINE, "PipelineEngine", "_exec_schedule", counted(updates, "staged")),  # it holds its functions by pass
+        (PIPELINE, "PipelineEngine", "_exec_schedule", stages),  # it holds its functions by pass
         *((module, name, "initialize_optimizer_states", counted(updates, "prepares")) for module, name in PREPARES),
     ]
     for module, name, function, make in places:
-        owner = sys.modules.get(module)
-        owner = getattr(owner, name, None) if name else owner
+        owner = getattr(sys.modules.get(module), name, None)
         if hasattr(owner, function):
             seams.replace(owner, function, make)
+    if hasattr(sys.modules[ENGINE], "clip_grad_norm_"):
+        seams.replace(sys.modules[ENGINE], "clip_grad_norm_", clip, rests=True)
     return True
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.session.doors.backward import HearsBackward, backward
+from narrowgauge.session.doors.engines import HearsEngineSteps, engine_step
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.doors.updating import Told
+from narrowgauge.session.tensors.shares import stage_here
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -43,8 +46,12 @@ class HearsMegatron(HearsBackward, Protocol):
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """A loss was multiplied by a scale, which is None where it is none that changes."""
 
-    def engine_stepped(self, told: Callable[[], Told]) -> None:
-        """An optimizer stepped, or skipped."""
+    def pipelined(self) -> None:
+        """A stage of a pipeline is trained."""
+
+    @property
+    def engines(self) -> HearsEngineSteps:
+        """Who hears of its optimizers' steps."""
 
 
 class Megatron:
@@ -62,7 +69,9 @@ class Megatron:
         def engine(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(output: Any, grad_output: Any = None) -> Any:
                 last = grad_output is None  # of the pipeline's stages
-                with backward(updates, self._loss(output) if last else None, plain=last):
+                if not last or (not seams.resting and stage_here() is not None):
+                    updates.pipelined()
+                with backward(updates, self._loss(output) if last else None, plain=last, alone=seams.resting):
                     return original(output, grad_output)
 
             return run
@@ -93,9 +102,10 @@ class Megatron:
 
         def step(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                out = original(optimizer, *args, **kwargs)
-                updates.engine_stepped(lambda: _told(optimizer, out))
-                return out
+                if not seams.resting and stage_here() is not None:
+                    updates.pipelined()
+                step = partial(original, optimizer, *args, **kwargs)
+                return engine_step(updates.engines, step, lambda out: _told(optimizer, out))
 
             return run
 

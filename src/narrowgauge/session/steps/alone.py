@@ -21,6 +21,7 @@ from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, capturing, heard
 from narrowgauge.session.steps.backward_losses import NEAR, BackwardLosses
 from narrowgauge.session.steps.closures import Closures
+from narrowgauge.session.steps.engines import EngineSteps
 from narrowgauge.session.steps.ledger import add_loss, rates
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.looking import learning_rates, may_skip
@@ -39,8 +40,12 @@ class Followed(Protocol):
     prepares: int
     losses: BackwardLosses
     closures: Closures
+    engines: EngineSteps
     follows: Callable[[Optimizer], bool]
     others: Callable[[Any], bool]
+
+    def skipped(self, *optimizers: Optimizer) -> None:
+        """A step of these that is not left alone was skipped."""
 
 
 class UpdatesAlone:
@@ -158,13 +163,14 @@ class UpdatesAlone:
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         updates = self._updates
-        if self.others and not updates.follows(optimizer):
+        if updates.prepares or (self.others and not updates.follows(optimizer)):
             return True
         if updates.stepping is None or updates.stepping() is None:
             updates.stepping = ref(optimizer)
             rest = self._steps.rest
             if (line := rest.line) is not None:  # of rates, which it may change as it steps
-                (rates if len(rest.team) == 1 else learning_rates)(line, optimizer)
+                at_once = len(rest.team) == 1 and not updates.engines.alone  # not group by group
+                (rates if at_once else learning_rates)(line, optimizer)
                 if getattr(optimizer, "found_inf", None) is not None:
                     self._may_skip(line, optimizer)
         return True
@@ -185,6 +191,8 @@ class UpdatesAlone:
     def step_ended(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped; whether the long way is not to be told."""
         updates = self._updates
+        if updates.engines.alone and updates.engines.noted(optimizer):
+            return True
         mine = not updates.prepares and updates.stepping is not None and updates.stepping() is optimizer
         if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
             updates.ended += 1
@@ -210,4 +218,7 @@ class UpdatesAlone:
         if updates.stepping is not None and updates.stepping() not in (None, optimizer):
             return
         updates.stepping, updates.closures.again = None, False
+        engine_s = steps.rest.on and steps.rest.by_engine
         steps.left_alone(optimizer)
+        if engine_s and steps.rest.on:  # which did not make this one: the optimizer may go on with another group
+            self.resting.unlike(optimizer)

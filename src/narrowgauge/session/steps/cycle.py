@@ -33,6 +33,7 @@ class Kind:
         backwards: calls of backward that the latest had.
         called: a model was called in it (the temperature of an actor is trained without).
         zeroes: gradients were set to zero between two of these calls, or behind the last.
+        engine: an engine makes it, in one step of its own, however often each optimizer steps in that.
     """
 
     team: frozenset[int]
@@ -41,6 +42,7 @@ class Kind:
     backwards: int
     called: bool
     zeroes: bool = False
+    engine: bool = False
 
     @property
     def leader(self) -> Optimizer | None:
@@ -69,29 +71,35 @@ class Cycle:
         self.kinds: deque[Kind] = deque()
         self.unlike = False
         self._irregular = False  # a step was
+        self._engine = 0, 0  # the last step in which one stepped, and how many parts that had by then
 
     def led_by(self, optimizer: Optimizer) -> None:
         """This one made a step that has a row, or was the last to take part in it."""
         self._makers.pop(id(optimizer), None)
         self._makers[id(optimizer)] = ref(optimizer)
 
+    def engine_made(self, line: Line, *, all_of_it: bool) -> None:
+        """An engine stepped in the step of this line, and made `all_of_it` so far."""
+        self._engine = line.step, len(line.stepped) if all_of_it else -1
+
     def seen(self, line: Line, *, called: bool) -> None:
         """The step of this line was made; `called` in it was a model."""
         self._makers = {at: known for at, known in self._makers.items() if known() is not None}
         makers = {at: known for at, known in self._makers.items() if at in line.optimizers}
-        whole = len(line.optimizers) == len(line.stepped)  # each of them
+        engine, parts = self._engine[0] == line.step, self._engine[1]
+        whole = len(line.stepped) == (parts if engine else len(line.optimizers))  # each of them
         if not (line.microbatches and whole and len(makers) == len(line.optimizers)):
             self.unlike |= self._irregular or bool(self._seen)
             self._irregular = True
             self._seen.clear()
             return
         known = frozenset(makers), tuple(makers.values()), line.trainers
-        self._seen.append(Kind(*known, line.backwards, called, line.zeroes))
+        self._seen.append(Kind(*known, line.backwards, called, line.zeroes, engine))
         self.kinds.clear()
 
     def begins(self) -> bool:
         """Whether what comes is known from what was seen: then it begins with the first of `kinds`."""
-        seen = [kind.team for kind in self._seen]
+        seen = [(kind.team, kind.engine) for kind in self._seen]
         for period in range(1, min(LONGEST, len(seen) // 2) + 1):
             teams = seen[min(map(seen.index, seen[-period:])) :]
             if len(teams) >= 2 * period and teams[period:] == teams[:-period]:

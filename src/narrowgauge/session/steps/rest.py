@@ -145,6 +145,11 @@ class Rest:
         return isinstance(loss, Tensor) or isfinite(loss)
 
     @property
+    def by_engine(self) -> bool:
+        """Whether the next step is one that an engine makes."""
+        return self.cycle.kinds[0].engine
+
+    @property
     def makers(self) -> list[Optimizer]:
         """Those who make the next step, as far as they live."""
         return self.cycle.kinds[0].living

@@ -82,7 +82,7 @@ class Resting:
             self.unlike(*made, optimizer)
         elif rest.over(self._ledger.steps):
             self.wake()
-        elif len(rest.cycle.kinds) == 1:
+        elif len(rest.cycle.kinds) == 1 and not rest.by_engine:
             self._usual.ended(optimizer)
 
     def parted(self) -> None:

@@ -27,19 +27,19 @@ from torch.optim.optimizer import Optimizer
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
-from narrowgauge.session.doors.updating import Told
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.steps.alone import UpdatesAlone
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.closures import Closures
+from narrowgauge.session.steps.engines import EngineSteps
 from narrowgauge.session.steps.looking import learning_rates, left_out, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
 from narrowgauge.session.steps.zeroed import counted
 
-ENGINE = "an engine steps that multiplies losses, clips or skips by itself"
+PIPELINE = "the program trains a pipeline"
 
 
 class Updates:
@@ -77,6 +77,7 @@ class Updates:
         self.ended = 0  # steps that optimizers made
         self._summands = 0  # gradients of a step whose norm is in none, at most
         self.losses = BackwardLosses(steps)
+        self.engines = EngineSteps(steps, hearing, self)
         self.alone = UpdatesAlone(steps, hearing, self)
 
     @heard_if(lambda self, scaler, before, after: self.same.loss(before))
@@ -87,7 +88,6 @@ class Updates:
     @heard
     def loss_multiplied(self, before: Any, after: Any, scale: Callable[[], float | Tensor | None]) -> None:
         """An engine multiplied the loss by a scale of its own, if there is one."""
-        self._steps.rest.give_up(ENGINE)
         self.losses.multiplied(before, after, scale())
 
     @heard_if(lambda self, loss, plain: self.same.loss(loss))
@@ -177,11 +177,19 @@ class Updates:
             self._steps.rest.give_up("a pipeline divides the gradients of its microbatches")
         self._steps.ledger.divide(by)
 
+    @heard
+    def pipelined(self) -> None:
+        """An engine goes through stages of a pipeline, each of which has a part of what is to be known of a step."""
+        self._steps.rest.give_up(PIPELINE)
+        self._steps.resting.wake()
+
     @passed_over
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
         if not self._steps.made:  # as it mostly is
             self._zeroed(owner)
+        elif self.engines.by:  # of what has stepped
+            return
         elif (line := self._steps.rest.line) is not None and line.backwards and not self._steps.rest.parted:
             if self._steps.resting.careful:
                 self._zeroed(owner)
@@ -264,26 +272,19 @@ class Updates:
         if not self.follows(optimizer) or (self._steps.made and self._steps.ledger.has(optimizer)):
             return
         if self._steps.rest.on:
-            self._steps.left_alone(optimizer, skipped=True)
+            if self.engines.alone:
+                self.engines.skipped(optimizer)
+            else:
+                self._steps.left_alone(optimizer, skipped=True)
             return
         line = self._steps.ledger.line
         if line is not None and self.stepping is not None and self.stepping() not in (None, optimizer):
             line.scalars["skipped"] = 1.0  # the step is that of the optimizer around it, and not over
             return
-        self._skipped(optimizer)
+        self.skipped(optimizer)
 
-    @heard
-    def engine_stepped(self, told: Callable[[], Told]) -> None:
-        """An engine stepped that clips and skips by itself; its norm is that of all ranks' gradients."""
-        self._steps.rest.give_up(ENGINE)
-        norm, skipped, optimizers = told()
-        if skipped and not self._steps.made:
-            self._skipped(*optimizers)
-        line = self._steps.ledger.line
-        if line is not None and norm is not None:
-            line.norm = norm.detach().clone() if isinstance(norm, Tensor) else norm
-
-    def _skipped(self, *optimizers: Optimizer) -> None:
+    def skipped(self, *optimizers: Optimizer) -> None:
+        """The open step is one of these, and skipped."""
         if (line := self._steps.ledger.line) is not None:
             for optimizer in optimizers:
                 learning_rates(line, optimizer)
@@ -309,6 +310,7 @@ class Updates:
         self.stepping, self.closures.again, self.stepped_in_backward = None, False, False
         self._clips = Clips()
         self.losses.forget()
+        self.engines.forget()
 
     def _made(self, *, early: bool = False) -> None:
         self.stepping, self.closures.again, self.stepped_in_backward = None, False, False
