@@ -144,6 +144,28 @@ def test_weights_and_their_update_are_those_that_the_optimizer_has(seen):
     assert compared == 2 * 6 + 3 * 4
 
 
+@pytest.mark.parametrize("engine", ["3", "fp16-1"])
+def test_between_recorded_steps_rows_are_brief_and_say_what_whole_ones_do(tmp_path, warm_python, engine):
+    launcher = ("torchrun", "--nproc-per-node", "2", "--master-port", "PORT")
+    case = Case(tmp_path, "deepspeed_zero", launcher, 2, warm_python, ENGINES=engine, TIMES="4", EVERY="8")
+    found = {}
+    for scalars in ("all", "loss"):
+        settings = tmp_path / f"{scalars}.toml"
+        settings.write_text(f'[watch]\nscalars = "{scalars}"\n')
+        ended = case.watched("--config", str(settings), really=False, name=scalars)
+        assert ended.code == 0, ended.err
+        table = case.run(scalars).scalars()
+        rows = zip(*(table[name].tolist() for name in table), strict=True)
+        found[scalars] = [dict(zip(table, row, strict=True)) for row in rows], ended.said
+    (whole, said), (brief, said_in_brief) = found["all"], found["loss"]
+    assert said_in_brief == said
+    assert len(brief) == len(whole) == len(said)
+    assert case.run("loss").meta["watch"]["steps_in_brief"] == sum(math.isnan(row["grad_norm"]) for row in brief) >= 5
+    for one, other in zip(brief, whole, strict=True):
+        for name in {"loss", "lr", "skipped", "loss_scale"} & other.keys():
+            assert one[name] == pytest.approx(other[name], rel=1e-12, nan_ok=True)
+
+
 def test_its_layers_are_converted(seen):
     check_converted(seen, named=naming(seen.converted.said), steps=[1, 2, 5, 6, 7, 8, 11, 12, 13, 14])
     names = {row["name"] for row in seen.case.run("converted").meta["conversion"] if row["recipe"] == "current"}

@@ -80,10 +80,11 @@ deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
 if device.type == "cpu":  # refused where its instructions are missing, for speed; torch multiplies without them
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+times = int(os.environ.get("TIMES", "1"))  # that the data are read
 models, engines, said, losses = [], [], [], {}
 for name in os.environ.get("ENGINES", " ".join(STAGES)).split():
     fp16 = name.startswith("fp16")
-    data = pieces(count=(32 if fp16 else 16) * world)[rank::world].to(device).split(4)
+    data = pieces(count=(32 if fp16 else 16) * world)[rank::world].to(device).split(4) * times
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128))
     models.append(model)
