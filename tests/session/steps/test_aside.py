@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import narrowgauge as ng
 from narrowgauge.session.doors import calling
 from narrowgauge.session.models import calls
-from narrowgauge.session.steps import aside, ledger
+from narrowgauge.session.steps import aside, laps, ledger
 
 
 class Ticks(nn.Module):
@@ -36,7 +36,7 @@ class Ticks(nn.Module):
 def now(monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    for module in (ledger, calls, aside, calling):
+    for module in (laps, ledger, calls, aside, calling):
         monkeypatch.setattr(module, "time", clock)
     return now
 

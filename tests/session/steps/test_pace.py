@@ -9,7 +9,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.session import watching
 from narrowgauge.session.recorder import Recorder
-from narrowgauge.session.steps import ledger
+from narrowgauge.session.steps import laps, ledger
 from narrowgauge.session.steps.pace import Pace
 
 
@@ -60,7 +60,8 @@ def test_nothing_is_said_of_a_trial_that_lost_a_few_seconds(seconds, told):
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_run_tells_by_how_much_recorded_steps_are_longer_and_an_evaluation_is_in_neither(slow, tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in (laps, ledger):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with ng.watch(out=tmp_path / "run", every=4):
@@ -88,7 +89,8 @@ def clock(seconds, monkeypatch):
         now[0] += seconds if self.collector.wants("") else 0.0
         end_step(self)
 
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (laps, ledger):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Recorder, "end_step", slowly)
     return now
 
