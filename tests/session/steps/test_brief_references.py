@@ -164,18 +164,23 @@ def test_what_is_not_known_there_has_whole_rows(tmp_path, kind):
     assert "calls its model without gradients on batches that it trains on" in notes(session)[0]
 
 
+@pytest.mark.parametrize("kind", ["", "compiled", "zeroes"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_evaluations_in_mid_step_and_between_steps_are_what_they_are_in_whole_rows(tmp_path, every):
+def test_evaluations_in_mid_step_and_between_steps_are_what_they_are_in_whole_rows(tmp_path, every, kind):
     def evaluated(model, number, losses):
         with torch.no_grad():
             losses.append(F.mse_loss(model(batch(number)), batch(number)).item())
 
     def program(losses):
         model = Model()
+        called = torch.compile(model, backend="eager", dynamic=True) if kind == "compiled" else model
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         for number in EACH:
             x = batch(number)
-            loss = F.mse_loss(model(x), x)
+            if kind == "zeroes":
+                F.mse_loss(called(x), x).backward()
+                optimizer.zero_grad()
+            loss = F.mse_loss(called(x), x)
             if number % every == 0:
                 evaluated(model, 200, losses)
             loss.backward()

@@ -28,6 +28,7 @@ class Resting:
         quiet: meanwhile nothing is compiled, which would ask what hooks and closures there are.
         careful: the program sets gradients to zero in mid-step, and what becomes of that is followed.
         refers: it asks for references (`Rest.refers`), and what models are given is looked at; it is `careful` then.
+        sure: what it evaluates in mid-step is known to be that, or cannot be.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Resting:
         self._rest, self._ledger, self._evals, self._usual = rest, ledger, evals, usual
         self._passed, self._take_evaluation = passed, take_evaluation
         self.told: Callable[[bool], None] = lambda rests: None
-        self.quiet = self.careful = self.refers = False
+        self.quiet = self.careful = self.refers = self.sure = False
         self._odd: list[list[int]] = []  # who made steps that nobody expected, by ids; all behind the last expected one
 
     def called(self) -> None:

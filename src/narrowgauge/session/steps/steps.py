@@ -155,7 +155,7 @@ class Steps:
     @property
     def unsure(self) -> bool:
         """Whether nobody knows what the step was given so far, and so what may be a reference."""
-        return self.rest.on and self.rest.keeps and not self.resting.refers and self.evals.fed
+        return self.rest.on and not self.resting.sure and self.evals.fed
 
     def _may_refer(self, others: bool) -> bool:
         """A loss may be a reference's: from the next row on, which is whole, it is known; whether it is left out.
@@ -168,7 +168,7 @@ class Steps:
 
     def referred(self) -> None:
         """A model was called without gradients on a batch that waits for its backward."""
-        self.rest.refers = True
+        self.rest.refers = self.rest.referred = True
         if not self.rest.keeps:
             self.rest.give_up(REFERS)
 
@@ -227,9 +227,11 @@ class Steps:
         self.batches.begin_anew()
         self._come_by(line.step + 1)
         self.usual.come_by = self._ranks.tick if self._ranks.several() else None
-        self.resting.refers = self.rest.keeps and self.rest.refers
-        self.resting.careful = self.resting.refers or (self.rest.keeps and self.rest.cycle.zeroes)
         self.resting.told(True)
+        rest, resting, zeroes = self.rest, self.resting, self.rest.cycle.zeroes
+        resting.sure = rest.refers or not rest.keeps
+        resting.refers = rest.refers and rest.keeps and resting.quiet and not zeroes
+        resting.careful = resting.refers or (rest.keeps and zeroes)
         return True
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False, within: bool = False) -> None:
