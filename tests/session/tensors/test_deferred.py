@@ -94,3 +94,18 @@ def test_from_a_gpu_sixteen_losses_take_a_few_operations_and_no_waiting():
     assert not launched.names & {"_local_scalar_dense", "_to_copy"}
     deferred.drain(wait=True)
     assert rows == [{"loss": float(number)} for number in range(16)]
+
+
+@pytest.mark.gpu
+def test_what_comes_from_a_gpu_that_is_not_the_current_one_is_awaited_there():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    rows, deferred, loss = [], Deferred(), torch.tensor(2.5, device="cuda:1")
+    with torch.cuda.device(1):
+        torch.cuda._sleep(1_000_000_000)
+    deferred.put(Row({"loss": 2 * loss}, rows.append))
+    torch.cuda.synchronize(0)
+    deferred.drain()
+    assert rows == []
+    deferred.drain(wait=True)
+    assert rows == [{"loss": 5.0}]
