@@ -18,6 +18,7 @@ On a GPU each block is timed as a whole, from one idle GPU to the next.
 
 A program trains otherwise where its name says so: `tiny+pair`.
 
+    +deep       it has eight times the layers (on a GPU)
     +compiled   its model is compiled in place
     +scaler     the loss is scaled by a gradient scaler
     +unclipped  its gradients are not clipped
@@ -39,6 +40,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ from narrowgauge.session.steps import pace
 
 WARM = 3  # steps of each block that are not counted
 SIZES = ("layers-512", "tiny", "layers-512-float32", "layers-1024", "small")
-DRAWS = 2000
+DRAWS, DEEP = 2000, 8
 Train = Callable[[], None]
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
@@ -68,7 +70,10 @@ def on_cpu(name: str) -> tuple[torch.nn.Module, Loss]:
 
 def on_gpu(name: str) -> tuple[torch.nn.Module, Loss]:
     """The same of the packaged Llama, of a size of `narrowgauge bench`."""
-    size = sized(name)
+    base, *ways = name.split("+")
+    size = sized(base)
+    if "deep" in ways:
+        size = replace(size, layers=DEEP * size.layers)
     with torch.device("cuda"):
         model = gpt.Llama(size)
 
@@ -84,7 +89,7 @@ def training(name: str, device: str) -> Train:
     """One of a program's training steps."""
     torch.manual_seed(0)
     base, *ways = name.split("+")
-    model, loss = on_cpu(base) if device == "cpu" else on_gpu(base)
+    model, loss = on_cpu(base) if device == "cpu" else on_gpu(name)
     optimizers = [gpt.make_optimizer(model, 1e-3, torch.device(device))]
     if "pair" in ways:
         matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is big] for big in (True, False))
