@@ -110,6 +110,30 @@ def two_losses(model, x, losses, optimizer):
     optimizer.zero_grad()
 
 
+def in_one_closure(model, x, losses, optimizer):
+    """The first of two calls is thrown away in the closure that is given to the optimizer, before the second."""
+
+    def both():
+        moved = x.clone().requires_grad_()
+        backward(model, moved, losses, x)
+        optimizer.zero_grad()
+        backward(model, (moved + 0.1 * moved.grad.sign()).detach(), losses, x)
+
+    optimizer.step(both)
+    optimizer.zero_grad()
+
+
+def in_backward(model, x, losses, optimizer):
+    """Gradients are set to zero inside a backward pass, before the step's second."""
+    loss = F.mse_loss(model(x), x)
+    loss.register_hook(lambda gradient: optimizer.zero_grad())
+    loss.backward()
+    losses.append(loss.item())
+    backward(model, batch(len(x)), losses)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def training(steps, twice=None, kind=torch.optim.AdamW):
     """A program of 24 of these steps; `losses` are one list for each."""
 
@@ -132,6 +156,8 @@ PROGRAMS = [
     pytest.param(training(attacked_harder), lambda losses: losses[-1], id="attacked harder"),
     pytest.param(training(late), lambda losses: losses[-1], id="late"),
     pytest.param(training(two_losses), sum, id="two losses"),
+    pytest.param(training(in_one_closure), sum, id="in one closure"),
+    pytest.param(training(in_backward), sum, id="in backward"),
 ]
 
 
@@ -320,3 +346,23 @@ def test_what_was_set_to_zero_once_is_forgotten(tmp_path, monkeypatch):
 
     session, _ = with_rows_of_each(tmp_path, program)
     assert not session.steps.resting.careful
+
+
+def test_what_is_set_to_zero_now_and_then_costs_one_loss(tmp_path):
+    """Of the first nobody had looked at what models were given; how many microbatches it was is not known, either."""
+
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            if number % 3 == 0:
+                adversarial(model, batch(number), losses, optimizer)
+            else:
+                backward(model, batch(number), losses)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert [at for at in EACH if at not in writer.column("loss")] == [3]
+    _, whole, _ = run(tmp_path, program, "all")
+    for facts, told in ((whole.facts(), "Gradients of 8"), (session.facts(), "Gradients of at least 7")):
+        assert [note for note in facts["notes"] if note.startswith(f"{told} microbatches were set to zero")]

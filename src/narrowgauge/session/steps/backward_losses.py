@@ -130,9 +130,10 @@ class BackwardLosses:
                 "that are handed on, say), which adds nothing to loss: that is of the other calls alone."
             )
         if thrown := self._steps.thrown_away:
+            least = "at least " if self._steps.more_thrown_away else ""
             notes.append(
-                f"Gradients of {thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero before a "
-                "step was made of them; their losses and tokens are in no step."
+                f"Gradients of {least}{thrown} {'microbatch' if thrown == 1 else 'microbatches'} were set to zero "
+                "before a step was made of them; their losses and tokens are in no step."
             )
         return notes
 

@@ -78,6 +78,7 @@ class Steps:
         self.stepped: set[int] = set()  # ids of the optimizers that made the last step whose line is closed
         self._doubted = False  # what the open step has may be none of it
         self.thrown_away = 0  # microbatches that no step was made of
+        self.more_thrown_away = False  # perhaps, in steps that were left alone
         self.notes: list[str] = []
 
     @property
@@ -228,7 +229,8 @@ class Steps:
         self._come_by(line.step + 1)
         self.usual.come_by = self._ranks.tick if self._ranks.several() else None
         self.resting.told(True)
-        rest, resting, zeroes = self.rest, self.resting, self.rest.cycle.zeroes
+        rest, resting = self.rest, self.resting
+        zeroes, resting.zeroes = resting.zeroes or rest.cycle.zeroes, False
         resting.sure = rest.refers or not rest.keeps
         resting.refers = rest.refers and rest.keeps and resting.quiet and not zeroes
         resting.careful = resting.refers or (rest.keeps and zeroes)

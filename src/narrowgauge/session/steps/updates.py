@@ -194,12 +194,15 @@ class Updates:
             if self._steps.resting.careful:
                 self._zeroed(owner)
             else:  # perhaps, and of which of them nobody asks; but where one of several has stepped by them
-                line.loss = None
+                line.loss, self._steps.more_thrown_away, self._steps.resting.zeroes = None, True, True
 
     @heard
     def _zeroed(self, owner: Optimizer | nn.Module) -> None:
         line = self._steps.rest.line or self._steps.ledger.line
-        if line is None or not counted(line) or self.closures.depth or inside_backward():
+        if line is None or not counted(line):
+            return
+        self._steps.resting.zeroes = True
+        if self.closures.depth or inside_backward():
             return
         line.zeroes = True
         zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
