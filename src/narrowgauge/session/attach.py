@@ -135,7 +135,8 @@ class Session:
         )
         self.updates = Updates(
             *(self.steps, probe, self.hearing, same),
-            *(self._follows, self.optimizers.in_parts, self.optimizers.parameters, self._of_others),
+            *(self._follows, self.optimizers.in_parts, self.optimizers.parameters),
+            *(self._of_others, self._held_by_others),
         )
         self.hearing.handing = Handing(self.calls, self.steps, self.updates)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
@@ -257,12 +258,19 @@ class Session:
         """Whether a backward pass trains other models alone."""
         if self._only is None or not self._others_train:
             return False
-        model = self._only()
-        own = self.optimizers.ids() if model is None else {id(p) for p in model.parameters()} | self.optimizers.ids()
-        others = is_of_others(loss, own)
-        if others and model is None and self._gone is None:
+        others = is_of_others(loss, self._own())
+        if others and self._only() is None and self._gone is None:
             self._gone = self.ledger.steps
         return others
+
+    def _held_by_others(self, parameters: frozenset[int]) -> bool:
+        """Whether what has these ids is trained in other models alone."""
+        return self._only is not None and self._others_train and parameters.isdisjoint(self._own())
+
+    def _own(self) -> set[int]:
+        """The ids of what the one model that is watched holds, and its optimizers."""
+        model = None if self._only is None else self._only()
+        return set(self.optimizers.ids()).union(() if model is None else map(id, model.parameters()))
 
     def _trouble(self, what: str) -> None:
         """Something of ours went wrong: said at once, the first time; the notes tell of all."""

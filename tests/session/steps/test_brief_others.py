@@ -1,16 +1,20 @@
 """Brief rows of one model that is watched beside others: these have their own losses and steps."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.session.doors.test_deepspeed import ENGINE, Engine, loaded
 from tests.session.inline import Writer
 from tests.session.steps.alone import Model, batch, notes, nothing_is_compiled
 from tests.session.steps.test_brief import BETWEEN, EACH, IN_BRIEF
+from torch import nn
 
 from narrowgauge.session.attach import Session
 from narrowgauge.session.plan import Plan
 
-__all__ = ["nothing_is_compiled"]  # a fixture for each test here, too
+__all__ = ["loaded", "nothing_is_compiled"]  # fixtures, the second for each test here
 
 
 def watched(tmp_path, program, scalars):
@@ -193,3 +197,89 @@ def test_a_backward_of_others_that_raises_leaves_the_loss(tmp_path):
             others.zero_grad()
 
     in_brief(tmp_path, program)
+
+
+def norm_of(model):
+    """That of its gradients, as they are."""
+    return nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("at", ["before its backward", "before its clip", "before its step"])
+@pytest.mark.parametrize("clips", ["others", "both"])
+def test_clips_of_the_others_are_none_of_its_norm(tmp_path, clips, at):
+    wanted = []
+
+    def program(losses, model, other):
+        own, others = sgd(model, other)
+        wanted.clear()
+
+        def trains_others(now, number):
+            if now == at:
+                others.zero_grad()
+                loss_of(other, batch(number + 9), losses).backward()
+                nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+                others.step()
+
+        for number in EACH:
+            trains_others("before its backward", number)
+            own.zero_grad()
+            loss_of(model, batch(number), losses).backward()
+            wanted.append(norm_of(model))
+            trains_others("before its clip", number)
+            if clips == "both":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            trains_others("before its step", number)
+            own.step()
+
+    session, _ = in_brief(tmp_path, program)
+    assert session.steps.rest.steps == len(BETWEEN)
+    _, _, every = watched(tmp_path, program, "all")
+    assert list(every.column("grad_norm").values()) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("own", ["engine", "optimizer"])
+@pytest.mark.parametrize("at", ["before its backward", "before its step", "behind its step"])
+def test_an_engine_of_the_others_makes_none_of_its_steps(tmp_path, loaded, at, own):
+    """Neither its norm, which it clips by, nor that it skips, is the watched model's."""
+
+    class Clips(Engine):
+        def _take_model_step(self):
+            sys.modules[ENGINE].clip_grad_norm_(self.module.parameters(), max_norm=1.0)
+            super()._take_model_step()
+
+    wanted = []
+
+    def program(losses, model, other):
+        others = Clips(other)
+        engine = Engine(model) if own == "engine" else None
+        optimizer = None if engine else torch.optim.SGD(model.parameters(), lr=0.01)
+        wanted.clear()
+
+        def trains_others(now, number):
+            if now == at:
+                loss = loss_of(other, batch(number + 9), losses)
+                others.backward(loss * (1e30 if number in (3, 14) else 1.0))
+                others.step()
+
+        for number in EACH:
+            trains_others("before its backward", number)
+            loss_of(model, batch(number), losses).backward()
+            wanted.append(norm_of(model))
+            trains_others("before its step", number)
+            if engine:
+                engine.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            trains_others("behind its step", number)
+        assert others.skipped_steps == 2
+
+    loaded()
+    session, writer = in_brief(tmp_path, program)
+    assert session.steps.rest.steps == len(BETWEEN)
+    assert session.facts()["steps"] == len(EACH)
+    assert not writer.column("skipped")
+    assert not any(writer.column("nonfinite").values())
+    _, _, every = watched(tmp_path, program, "all")
+    assert list(every.column("grad_norm").values()) == pytest.approx(wanted)
+    assert not every.column("skipped")

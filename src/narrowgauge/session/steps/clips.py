@@ -55,6 +55,11 @@ class Clips:
         """Another backward adds to the gradients."""
         self._old = len(self._clips)
 
+    def keep_known(self) -> None:
+        """Only those of which it is known whose gradients were clipped."""
+        if self._unknown:
+            self._keep([clip for clip in self._clips if clip.of is not None])
+
     def join(self, later: Clips) -> None:
         """Take these as well, and leave none there."""
         for clip in later._clips:

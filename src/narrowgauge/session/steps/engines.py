@@ -4,6 +4,7 @@
     none does, and it skipped  all that it holds
     none does                  no step
     one engine in another's    a part of that one's
+    all in it are others'      of models beside the one that is watched: no step, and its norm is none of its
 
 While the program is left alone nothing is done as its optimizers step but to note which did, and by which rates: what
 one of them holds meanwhile may be a group of what it trains, and what is expected is the engine's step.
@@ -40,6 +41,9 @@ class Followed(Protocol):
 
     def skipped(self, *optimizers: Optimizer) -> None:
         """A step of these that is not left alone was skipped."""
+
+    def forget_clips_of_others(self) -> None:
+        """An engine of other models stepped: what was clipped by nobody knows whom was theirs."""
 
 
 class EngineSteps:
@@ -123,7 +127,9 @@ class EngineSteps:
             found = told()
         finally:  # whatever an engine does not tell, its step was made
             _, skipped, optimizers = found
-            if self.alone:
+            if optimizers and not (self.by or any(map(self._updates.follows, optimizers))):
+                self._updates.forget_clips_of_others()
+            elif self.alone:
                 self._made_alone(skipped, optimizers)
             elif rest.on:
                 if skipped and rest.called:

@@ -51,6 +51,7 @@ class Updates:
         in_parts: whether other ranks hold more of what it trains.
         trained: the parameters of all of them.
         others: whether gradients of a loss reach other models alone than the one that is watched.
+        others_hold: whether these do the parameters with such ids.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Updates:
         in_parts: Callable[[Optimizer], bool] = lambda optimizer: False,
         trained: Callable[[], Iterable[Tensor]] = tuple,
         others: Callable[[Any], bool] = lambda loss: False,
+        others_hold: Callable[[frozenset[int]], bool] = lambda parameters: False,
     ) -> None:
         self._steps, self._probe, self.hearing, self.same, self.follows = steps, probe, hearing, same, follows
-        self._in_parts, self._trained, self.others = in_parts, trained, others
+        self._in_parts, self._trained, self.others, self._others_hold = in_parts, trained, others, others_hold
         self._of_others = False  # the backward pass that runs is
         self._clips = Clips()  # since the last step
         self.stepping: ReferenceType[Optimizer] | None = None  # whose step has begun
@@ -212,8 +214,12 @@ class Updates:
     @heard
     def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:
         """The program clipped the gradients `of` these parameters; its own norm is the one before clipping."""
-        if isinstance(norm, Tensor) and order == 2.0 and not norm.is_meta:
+        if isinstance(norm, Tensor) and order == 2.0 and not norm.is_meta and not (of and self._others_hold(of)):
             self._clips.add(norm, of)
+
+    def forget_clips_of_others(self) -> None:
+        """An engine of other models stepped: what was clipped by nobody knows whom was theirs."""
+        self._clips.keep_known()
 
     def step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
         """An optimizer is about to step; what it should call in the place of its closure, if it has one."""
