@@ -73,5 +73,5 @@ def test_nor_is_what_is_not_to_be_heard(hearing):
 )
 def test_nor_is_a_capture_which_only_a_gpu_that_was_woken_has(hearing, monkeypatch, initialized, captures, plain):
     monkeypatch.setattr(doors, "_cuda", SimpleNamespace(_initialized=initialized))
-    monkeypatch.setattr(doors, "capturing", lambda: captures)
+    monkeypatch.setattr(doors, "_captures", lambda: captures)
     assert hearing.plainly() == plain

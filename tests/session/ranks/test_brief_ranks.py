@@ -92,6 +92,8 @@ for number in range(1, last + 1):
             spiked, overflows = (number == 14 and rank == 1 and word in words for word in ("spike", "overflow"))
             scaler.scale(loss + float("inf") if spiked else loss * float("inf") if overflows else loss).backward()
         said.append(loss.item())
+    if "clips" in words:  # so the norm of long steps is known, too
+        nn.utils.clip_grad_norm_(parameters, 0.5)
     for stepping, optimizer in enumerate(optimizers):
         scaler.step(optimizer)
     scaler.update()
@@ -207,7 +209,7 @@ def test_modes_of_the_program_see_nothing_of_what_is_merged_meanwhile(ran):
     assert said[0][3]
 
 
-@pytest.mark.parametrize("words", ["ddp soon", "ddp soon long1", "ddp soon long0"])
+@pytest.mark.parametrize("words", ["ddp soon clips", "ddp soon clips long1", "ddp soon clips long0"])
 def test_by_themselves_they_are_so_where_steps_of_all_ranks_are_short(ran, words):
     _, every = ran(words, "all")
     _, run = ran(words, "auto")
@@ -239,9 +241,18 @@ def test_a_whole_row_of_some_ranks_beside_brief_ones_tells_nothing_of_all(ran):
 
 
 def test_by_themselves_ranks_have_whole_rows_where_one_of_them_must(ran):
-    _, every = ran("stages soon", "all")
-    _, run = ran("stages soon", "auto")
+    _, every = ran("stages soon clips", "all")
+    _, run = ran("stages soon clips", "auto")
     check(run, every, [])
+
+
+def test_norms_of_long_steps_that_nobody_clips_are_those_of_the_first_and_recorded_ones(ran):
+    _, every = ran("fsdp soon long0 long1", "all")
+    _, run = ran("fsdp soon long0 long1", "auto")
+    found, wanted = columns(run), columns(every)
+    assert list(found["grad_norm"]) == [1, 2, 3, 4, 10, 20]
+    assert found["grad_norm"] == {at: wanted["grad_norm"][at] for at in found["grad_norm"]}
+    assert found["tokens" if "tokens" in wanted else "microbatches"].keys() == set(EACH)
 
 
 @pytest.mark.parametrize("words", ["ddp judged", "ddp judged0", "local judged"])
