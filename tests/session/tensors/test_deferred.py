@@ -86,6 +86,7 @@ def test_from_a_gpu_sixteen_losses_take_a_few_operations_and_no_waiting():
         pytest.skip("needs a CUDA GPU")
     rows, deferred, launched = [], Deferred(), Launched()
     losses = [torch.tensor(float(number), device="cuda") for number in range(16)]
+    Deferred().put_all(Row({"loss": loss}, [].append) for loss in losses)  # what is loaded as it is needed first waits
     with launched:
         torch.cuda._sleep(200_000_000)
         deferred.put_all(Row({"loss": loss}, rows.append) for loss in losses)
@@ -101,6 +102,7 @@ def test_what_comes_from_a_gpu_that_is_not_the_current_one_is_awaited_there():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA GPUs")
     rows, deferred, loss = [], Deferred(), torch.tensor(2.5, device="cuda:1")
+    Deferred().put(Row({"loss": 2 * loss}, [].append))  # as above
     with torch.cuda.device(1):
         torch.cuda._sleep(1_000_000_000)
     deferred.put(Row({"loss": 2 * loss}, rows.append))
