@@ -215,7 +215,7 @@ class Calls:
             self._again = known_by((args, kwargs))
             self._evaluates = None if root.module.training else id(root)
             self._eval_began = time.perf_counter()
-            unsure = root.module.training and self._steps.unsure
+            unsure = root.module.training and self._steps.references.unsure
             self._steps.evals.model_begins(root, evaluates=root.evaluates, unsure=unsure)
             return
         if self._roots.changed:
@@ -246,10 +246,10 @@ class Calls:
 
     def _refers(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether what trains is looked at once more before its backward: by the model without its adapters, say."""
-        steps = self._steps
-        if not (root.module.training and steps.backward_waits and steps.batches.trains((args, kwargs))):
+        references = self._steps.references
+        if not (root.module.training and references.may_be((args, kwargs))):
             return False
-        steps.referred()
+        references.came()
         return True
 
     @partial(passed_over, below=True)

@@ -56,7 +56,6 @@ class Rest:
         backwards: calls of backward that the next has.
         hands_on: a step that will have a row may be given what a model makes in this one, or it is asked anyhow.
         refers: the program calls its model without gradients on batches that wait for their backward, perhaps.
-        referred: it did so in a step with a whole row: a reference.
     """
 
     def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
@@ -77,7 +76,7 @@ class Rest:
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
         self.backwards = 0
-        self.hands_on = self.refers = self.referred = False
+        self.hands_on = self.refers = False
 
     def follows(self, line: Line, *, called: bool) -> bool:
         """Whether a step of this line may be the last with a row; `called` in it was a model."""

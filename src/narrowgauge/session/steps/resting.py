@@ -26,10 +26,9 @@ class Resting:
     Attributes:
         told: called when the program begins to be left alone, and when it is not any more.
         quiet: meanwhile nothing is compiled, which would ask what hooks and closures there are.
-        careful: the program sets gradients to zero in mid-step, and what becomes of that is followed.
+        careful: the program sets gradients to zero in mid-step, and what becomes of that is followed; or it may have
+            references (`references.py`), which is asked.
         zeroes: it has, since it last began to be left alone or shortly before, wherever that was: in a closure, say.
-        refers: it asks for references (`Rest.refers`), and what models are given is looked at; it is `careful` then.
-        sure: what it evaluates in mid-step is known to be that, or cannot be.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Resting:
         self._rest, self._ledger, self._evals, self._usual = rest, ledger, evals, usual
         self._passed, self._take_evaluation = passed, take_evaluation
         self.told: Callable[[bool], None] = lambda rests: None
-        self.quiet = self.careful = self.refers = self.sure = self.zeroes = False
+        self.quiet = self.careful = self.zeroes = False
         self._odd: list[list[int]] = []  # who made steps that nobody expected, by ids; all behind the last expected one
 
     def called(self) -> None:

@@ -26,7 +26,8 @@ from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.memory import PeakMemory
-from narrowgauge.session.steps.rest import REFERS, Rest
+from narrowgauge.session.steps.references import References
+from narrowgauge.session.steps.rest import Rest
 from narrowgauge.session.steps.resting import Resting
 from narrowgauge.session.steps.rows import StepRows
 from narrowgauge.session.steps.usual import Usual
@@ -60,14 +61,12 @@ class Steps:
         self.memory = PeakMemory()
         self.batches = Batches()
         self.evals = EvalLosses(lambda: self.ledger.steps + bool(self.rest.parted), self.ledger.aside)
-        self.evals.unsure = self._may_refer
         possible = plan.compiling and plan.steps is None and probe is None
         short = partial(ranks.all_short, lambda: self.ledger.rows.pace.short)
         self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=short)
         self.usual = Usual(self.rest, self.ledger, self.evals)
         self.resting = Resting(self.rest, self.ledger, self.evals, self.usual, recorder.passed, self._take_evaluation)
-        self._evaluated = -1  # the last step that has a loss of an evaluation
-        self._called_at = 0, 0  # step and calls of backward, as one was last in a step that is left alone
+        self.references = References(self.rest, self.evals, self.batches, lambda: self.ledger.steps)
         self._fed = 0  # the last step in which a model was called with gradients
         self._recorded_steps = 0
         self._room = Room()
@@ -130,48 +129,8 @@ class Steps:
 
     def fed_alone(self, inputs: Any, model: int, width: Width) -> None:
         """The same as `feed` of a step that is left alone, where that is asked for (`Resting.careful`)."""
-        line = self.rest.line
-        if line is None:
-            return
-        begins, self._called_at = self._called_at[0] != line.step, (line.step, line.backwards)
-        if self.paused:
-            return
-        if thrown := zeroed.given(line, lambda: self.batches.again(inputs)):
-            self.thrown_away += zeroed.left(line)
-        if not self.resting.refers:
-            self.batches.came(inputs)
-            return
-        if begins or thrown:
-            self.batches.begin_anew()
-        self.batches.see(inputs, model=model, width=width, hashed=False)
-
-    @property
-    def backward_waits(self) -> bool:
-        """Whether a model was called with gradients since the step, and backward not since."""
-        if not self.rest.on:
-            return self.evals.backward_waits
-        line = self.rest.line if self.resting.refers else None
-        return line is not None and self._called_at == (line.step, line.backwards)
-
-    @property
-    def unsure(self) -> bool:
-        """Whether nobody knows what the step was given so far, and so what may be a reference."""
-        return self.rest.on and not self.resting.sure and self.evals.fed
-
-    def _may_refer(self, others: bool) -> bool:
-        """A loss may be a reference's: from the next row on, which is whole, it is known; whether it is left out.
-
-        A program that evaluates between steps, too, and may have `others` from there, is taken to evaluate by it.
-        """
-        self.rest.refers = True
-        self.rest.end_soon()
-        return not others and self._evaluated < self.ledger.steps
-
-    def referred(self) -> None:
-        """A model was called without gradients on a batch that waits for its backward."""
-        self.rest.refers = self.rest.referred = True
-        if not self.rest.keeps:
-            self.rest.give_up(REFERS)
+        if (line := self.rest.line) is not None:
+            self.thrown_away += self.references.fed(line, inputs, model, width, tries=self.paused)
 
     def nothing_learned(self) -> None:
         """What the open step has so far is none of it."""
@@ -229,11 +188,10 @@ class Steps:
         self._come_by(line.step + 1)
         self.usual.come_by = self._ranks.tick if self._ranks.several() else None
         self.resting.told(True)
-        rest, resting = self.rest, self.resting
-        zeroes, resting.zeroes = resting.zeroes or rest.cycle.zeroes, False
-        resting.sure = rest.refers or not rest.keeps
-        resting.refers = rest.refers and rest.keeps and resting.quiet and not zeroes
-        resting.careful = resting.refers or (rest.keeps and zeroes)
+        resting = self.resting
+        zeroes, resting.zeroes = resting.zeroes or self.rest.cycle.zeroes, False
+        asks = self.references.rests(able=resting.quiet and not zeroes)
+        resting.careful = asks or (self.rest.keeps and zeroes)
         return True
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False, within: bool = False) -> None:
@@ -379,7 +337,7 @@ class Steps:
 
     def _take_evaluation(self, *, ended: bool = False) -> None:
         for step, loss in self.evals.take(ended=ended).items():
-            self._evaluated = step
+            self.references.evaluated = step
             if self.line is not None and self.line.step == step:
                 self.line.scalars["eval_loss"] = loss
             else:  # before the first step, or while another was open already
