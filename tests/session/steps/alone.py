@@ -51,6 +51,18 @@ class Interrupted(Model):
         return super().forward(x)
 
 
+class Refused(torch.autograd.Function):
+    """A loss whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise RuntimeError("out of memory")
+
+
 class Functions(TorchFunctionMode):
     """One of the program's, that is told of each of torch's functions; `seen` are their names."""
 

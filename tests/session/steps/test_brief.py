@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.session.steps.alone import (
     Functions,
     Model,
+    Refused,
     assert_same_tensors,
     batch,
     evaluated,
@@ -104,15 +105,6 @@ def test_gradients_that_may_be_thrown_away_leave_a_step_without_a_loss(tmp_path)
 
 
 def test_a_backward_that_raises_leaves_a_step_without_a_loss(tmp_path):
-    class Refused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            raise RuntimeError("out of memory")
-
     def program(losses):
         model, optimizer = made()
         for number in EACH:

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.session.steps.alone import batch, made, nothing_is_compiled, run
+from tests.session.steps.alone import Refused, batch, made, nothing_is_compiled, run
 from tests.session.steps.test_brief import BETWEEN, EACH, IN_BRIEF, with_rows_of_each
 
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here, too
@@ -226,15 +226,6 @@ def test_some_gradients_that_are_left_are_those_of_the_step(tmp_path):
 
 @pytest.mark.parametrize("behind", [True, False])
 def test_a_loss_that_is_no_number_or_a_backward_that_raises_is_thrown_away_with_the_others(tmp_path, behind):
-    class Refused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            raise RuntimeError("out of memory")
-
     def program(losses):
         model, optimizer = made()
         for number in EACH:
