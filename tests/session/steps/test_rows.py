@@ -96,6 +96,19 @@ def test_a_row_whose_numbers_are_known_waits_for_its_time(clock):
     assert writer.told[0][1]["step_seconds"] == 0.25
 
 
+def test_nor_is_it_told_where_its_numbers_came_by_another_stream(clock, monkeypatch):
+    device, passed, writer = Device(monkeypatch), [], Writer()
+    found = StepRows(Writer(), lambda: False, writer)
+    first = line(1, loss=torch.tensor(0.5))
+    event = SimpleNamespace(elapsed_time=lambda end: 250.0, query=lambda: bool(passed))
+    first.events, device.passed = (event, event), True
+    found.add(first)
+    assert writer.told == []
+    passed.append(True)
+    found.add(line(2, recorded=True))
+    assert writer.steps == [1, 2]
+
+
 def test_sixteen_brief_rows_of_a_device_take_their_way_at_once(clock, monkeypatch):
     device, writer = Device(monkeypatch), Writer()
     found = StepRows(Writer(), lambda: False, writer)

@@ -44,9 +44,6 @@ class Followed(Protocol):
     follows: Callable[[Optimizer], bool]
     others: Callable[[Any], bool]
 
-    def skipped(self, *optimizers: Optimizer) -> None:
-        """A step of these that is not left alone was skipped."""
-
 
 class UpdatesAlone:
     """Those of one program.
@@ -218,7 +215,7 @@ class UpdatesAlone:
         if updates.stepping is not None and updates.stepping() not in (None, optimizer):
             return
         updates.stepping, updates.closures.again = None, False
-        engine_s = steps.rest.on and steps.rest.by_engine
+        by_engine = steps.rest.on and steps.rest.by_engine
         steps.left_alone(optimizer)
-        if engine_s and steps.rest.on:  # which did not make this one: the optimizer may go on with another group
+        if by_engine and steps.rest.on:  # which did not make this one: the optimizer may go on with another group
             self.resting.unlike(optimizer)

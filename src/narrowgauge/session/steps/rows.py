@@ -164,7 +164,7 @@ class StepRows:
     def _write(self, line: Line, taker: Taker, row: dict[str, float]) -> None:
         if not line.disturbed:
             if line.events is not None:
-                # The row's scalars were copied behind the second, or it was waited for: so both have passed.
+                # Both have passed: the row came behind the second (`Row.behind`).
                 row["step_seconds"] = line.events[0].elapsed_time(line.events[1]) / 1000.0
             if "step_seconds" in row:
                 self.pace.add(row["step_seconds"], recorded=line.recorded)

@@ -22,7 +22,7 @@ Sink = Callable[[dict[str, float]], None]
 class Row(NamedTuple):
     """A dictionary of scalars (0-d, any device and dtype; of a sharded one what is here), and who takes its numbers.
 
-    `behind` is what has passed before it is given, where it has no scalar of a device.
+    `behind` is what has passed before it is given: an event of any device and stream, not only of those of the scalars.
     """
 
     scalars: Mapping[str, float | Tensor]
@@ -103,11 +103,10 @@ class _Waiting(NamedTuple):
 
     def there(self, *, wait: bool) -> bool:
         """Whether all have arrived, which none has before its copies have left."""
-        if self.places:
-            return self.copies.arrived(wait=wait)
         if wait and self.behind is not None:
             self.behind.synchronize()
-        return self.behind is None or self.behind.query()
+        arrived = not self.places or self.copies.arrived(wait=wait)
+        return arrived and (self.behind is None or self.behind.query())
 
     def give(self) -> None:
         """To its sink; all have arrived."""
