@@ -140,12 +140,17 @@ def test_what_the_step_was_not_given_as_data_is_evaluated(tmp_path, what):
     assert len(wanted) - len(found) <= 1
 
 
+def called_as(kind):
+    """A model, what is called of it, and its optimizer."""
+    model = Model()
+    called = torch.compile(model, backend="eager", dynamic=True) if kind == "compiled" else model
+    return model, called, torch.optim.SGD(model.parameters(), 1e-2)
+
+
 @pytest.mark.parametrize("kind", ["compiled", "zeroes"])
 def test_what_is_not_known_there_has_whole_rows(tmp_path, kind):
     def program(losses):
-        model = Model()
-        called = torch.compile(model, backend="eager", dynamic=True) if kind == "compiled" else model
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        _, called, optimizer = called_as(kind)
         for number in EACH:
             x = batch(number)
             for part in range(1 + (kind == "zeroes")):
@@ -172,9 +177,7 @@ def test_evaluations_in_mid_step_and_between_steps_are_what_they_are_in_whole_ro
             losses.append(F.mse_loss(model(batch(number)), batch(number)).item())
 
     def program(losses):
-        model = Model()
-        called = torch.compile(model, backend="eager", dynamic=True) if kind == "compiled" else model
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        model, called, optimizer = called_as(kind)
         for number in EACH:
             x = batch(number)
             if kind == "zeroes":
