@@ -200,6 +200,27 @@ def test_many_clips_are_not_gone_through_for_each_other():
     assert set(line.norms([])) == {"grad_norm"}
 
 
+def test_what_was_clipped_is_not_asked_for_its_gradients():
+    class Parameter:
+        """Of thousands this takes long."""
+
+        def __init__(self, grad=None):
+            self.asked, self._grad = 0, grad
+
+        @property
+        def grad(self):
+            self.asked += 1
+            return self._grad
+
+    clipped, others = [Parameter(1.0) for _ in range(3)], [Parameter(1.0), Parameter()]
+    clips = Clips()
+    clips.add(torch.tensor(1.0), frozenset(map(id, clipped)))
+    assert clips.left_out(clipped, tuple) == []
+    assert clips.left_out([*others, *clipped], lambda: clipped) == others[:1]
+    assert clips.left_out([*others, *clipped], tuple) == []  # what was clipped is none of what is trained
+    assert [p.asked for p in clipped] == [0, 0, 0]
+
+
 def test_functions_that_the_program_took_by_name_before(tmp_path, monkeypatch):
     program = ModuleType("program")
     program.total, program.clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_

@@ -33,7 +33,7 @@ class Clips:
 
     def __init__(self) -> None:
         self._clips: list[Clip] = []
-        self._covered: set[int] = set()  # by all that are known
+        self._covered: set[int] | frozenset[int] = frozenset()  # by all that are known; those of one are no copy
         self._unknown = False  # one is of nobody knows which
         self._old = 0  # of so many the gradients have grown since
 
@@ -78,26 +78,32 @@ class Clips:
         self._know(clip)
 
     def _keep(self, clips: list[Clip]) -> None:
-        self._clips, self._covered, self._unknown, self._old = clips, set(), False, 0
+        self._clips, self._covered, self._unknown, self._old = clips, frozenset(), False, 0
         for clip in clips:
             self._know(clip)
 
     def _know(self, clip: Clip) -> None:
         self._unknown |= clip.of is None
-        self._covered |= clip.of or set()
+        if not self._covered:
+            self._covered = clip.of or frozenset()
+        elif clip.of:
+            if not isinstance(self._covered, set):
+                self._covered = set(self._covered)
+            self._covered |= clip.of
 
-    def left_out(self, owners: Sequence[Tensor], trained: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
-        """Which of these parameters no clip was of; none of them where that is not known.
+    def left_out(self, held: Sequence[Tensor], trained: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
+        """Which of these parameters have gradients that no clip was of; none of them where that is not known.
 
         Args:
-            owners: an optimizer's, with gradients.
+            held: an optimizer's. To read whether each has a gradient takes longer than all else here, and mostly all
+                were clipped, whether they have one or not.
             trained: those of all optimizers. What was clipped may be other tensors than these: a program's own master
                 copies, say, have the gradients of its model's parameters.
         """
-        if self._unknown or self._covered.issuperset(map(id, owners)):
+        if self._unknown or self._covered.issuperset(map(id, held)):
             return []
-        others = [p for p in owners if id(p) not in self._covered]
-        return others if self._covered <= {id(p) for p in trained()} else []
+        others = [p for p in held if id(p) not in self._covered and p.grad is not None]
+        return others if others and self._covered <= {id(p) for p in trained()} else []
 
     def norms(self, others: Sequence[tuple[frozenset[int], Squares]]) -> Mapping[str, Tensor | float]:
         """What is written of them, with gradients that were not clipped: by the parameters' ids, their squares.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def look(
     line.clips.join(clips)
     owners: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     if line.clips:
-        owners = line.clips.left_out([*owners], trained)
+        held = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+        owners = line.clips.left_out(held, trained)
     if not measures:
         line.unheard |= any(True for _ in owners)  # whether there are some
     elif read := [*owners]:
