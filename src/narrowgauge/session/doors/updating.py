@@ -11,7 +11,7 @@ stepped   torch's global optimizer step hooks    the end of a step; a closure is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
+from narrowgauge.session.doors.clipped import Clipped, by_torchs_clip, with_gradients
 from narrowgauge.session.doors.hearing import capturing
 from narrowgauge.session.doors.seams import Seams
 
@@ -37,6 +38,10 @@ class HearsUpdates(Protocol):
     """Hears of backward passes and optimizers."""
 
     ended: int  # so many steps of optimizers were heard
+
+    @property
+    def settled(self) -> bool:
+        """Whether the open step is neither recorded nor one of the first."""
 
     @property
     def alone(self) -> HearsUpdatesAlone:
@@ -255,13 +260,14 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
             before = scaled[0]
             norm = original(*args, **kwargs)
             if torchs and scaled[0] == before:  # it was compiled by itself: what it calls lies in its graph
-                of = unseen_by_modes(_ids_of, args[0] if args else kwargs["parameters"])
+                of = unseen_by_modes(with_gradients, args[0] if args else kwargs["parameters"])
                 clipped(_order(args, kwargs, 2), norm, of)
             return norm
 
         return run
 
     scaled = [0]  # calls of what scales gradients down
+    known = Clipped()
     other: list[Any] = [None, 2.0]  # the last norm that was no L2 norm, and its order
 
     def norm_taken(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,6 +276,8 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
             if not torch.compiler.is_dynamo_compiling():
                 order = _order(args, kwargs, 1)
                 other[:] = [None if order == 2.0 else norm, order]
+                if updates.settled and by_torchs_clip():
+                    known.norm_taken(norm, args[0] if args else kwargs.get("tensors"))
             return norm
 
         return run
@@ -280,7 +288,11 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
             if not torch.compiler.is_dynamo_compiling():
                 norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
                 scaled[0] += 1
-                of = unseen_by_modes(_ids_of, args[0] if args else kwargs["parameters"])
+                parameters = args[0] if args else kwargs["parameters"]
+                if updates.settled and by_torchs_clip():
+                    of = unseen_by_modes(known.with_gradients, parameters, norm)
+                else:
+                    of = unseen_by_modes(with_gradients, parameters)
                 clipped(other[1] if norm is other[0] else 2.0, norm, of)
 
         return run
@@ -298,14 +310,3 @@ def _follow_clips(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) ->
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> float:
     """The order of the norm that gradients are clipped by, which is given by name or at this place."""
     return float(kwargs.get("norm_type", args[place] if len(args) > place else 2.0))
-
-
-@passed_over
-def _ids_of(parameters: Any) -> frozenset[int] | None:
-    """Those of what a program had torch clip, as far as it has gradients; None of what can be read but once."""
-    if isinstance(parameters, torch.Tensor):
-        parameters = (parameters,)
-    plain = isinstance(parameters, list | tuple)  # which torch makes of most; to ask an abstract class takes longer
-    if not plain and (not isinstance(parameters, Iterable) or isinstance(parameters, Iterator)):
-        return None
-    return frozenset(map(id, [p for p in parameters if p.grad is not None]))

@@ -28,6 +28,7 @@ from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, heard, heard_if
 from narrowgauge.session.same_weights import SameWeightsProbe
+from narrowgauge.session.steps import pace
 from narrowgauge.session.steps.alone import UpdatesAlone
 from narrowgauge.session.steps.backward_losses import BackwardLosses
 from narrowgauge.session.steps.clips import Clips
@@ -216,6 +217,13 @@ class Updates:
         """The program clipped the gradients `of` these parameters; its own norm is the one before clipping."""
         if isinstance(norm, Tensor) and order == 2.0 and not norm.is_meta and not (of and self._others_hold(of)):
             self._clips.add(norm, of)
+
+    @property
+    @passed_over
+    def settled(self) -> bool:
+        """Whether the open step is neither recorded nor one of the first, which are looked at in full."""
+        line = self._steps.ledger.line
+        return line is not None and not line.recorded and line.step > pace.SETTLED
 
     def forget_clips_of_others(self) -> None:
         """An engine of other models stepped: what was clipped by nobody knows whom was theirs."""
