@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks
@@ -54,13 +53,12 @@ from narrowgauge.session.steps.graphed import Graphed
 from narrowgauge.session.steps.graphs import Graphs
 from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.loading import Loading
-from narrowgauge.session.steps.others import is_of_others
+from narrowgauge.session.steps.others import Others
 from narrowgauge.session.steps.rest import REFERS
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained, only_estimates
 from narrowgauge.session.steps.updates import Updates
-from narrowgauge.session.tensors.masters import copies_of
 
 __all__ = ["Session", "StopTraining"]
 
@@ -87,13 +85,11 @@ class Session:
         only: nn.Module | None = None,
     ) -> None:
         self.plan, self._writer, self._probe = plan, writer, probe
-        self._only = None if only is None else ref(only)
-        self._gone: int | None = None  # steps that it had made, when it was gone and others trained
         self.notes: list[str] = []
         self.optimizers = Trained()
         self.optimizers_made = 0
         self._estimates = False  # an optimizer was made on the meta device
-        self._others_train = False  # beside the one model that is watched
+        self.others = Others(only, self.optimizers, lambda: self.ledger.steps)
         self.forks = 0  # children, in which nobody listens
         self.recorder = Recorder(plan, writer)
         self.recorder.mine = lambda: self.calls.of_training()
@@ -136,7 +132,7 @@ class Session:
         self.updates = Updates(
             *(self.steps, probe, self.hearing, same),
             *(self._follows, self.optimizers.in_parts, self.optimizers.parameters),
-            *(self._of_others, self._held_by_others),
+            *(self.others.learn_from, self.others.hold),
         )
         self.hearing.handing = Handing(self.calls, self.steps, self.updates)
         graphed = Graphed(self.steps, self.hearing, self.roots.unhooked)
@@ -192,8 +188,8 @@ class Session:
         self._open_doors()
         self.calls.recover()
         made_with = [p for group in optimizer.param_groups for p in group["params"]] if made_with is None else made_with
-        if self._only is not None and not _trains(made_with, self._only()):
-            self._others_train = self.updates.alone.others = True
+        if self.others.made(made_with):
+            self.updates.alone.others = True
             return
         self.optimizers.add(optimizer, made_with)
         self.optimizers_made += 1
@@ -252,25 +248,7 @@ class Session:
         return ""
 
     def _follows(self, optimizer: Optimizer) -> bool:
-        return (self._only is None or optimizer in self.optimizers) and not only_estimates(optimizer)
-
-    def _of_others(self, loss: Any) -> bool:
-        """Whether a backward pass trains other models alone."""
-        if self._only is None or not self._others_train:
-            return False
-        others = is_of_others(loss, self._own())
-        if others and self._only() is None and self._gone is None:
-            self._gone = self.ledger.steps
-        return others
-
-    def _held_by_others(self, parameters: frozenset[int]) -> bool:
-        """Whether what has these ids is trained in other models alone."""
-        return self._only is not None and self._others_train and parameters.isdisjoint(self._own())
-
-    def _own(self) -> set[int]:
-        """The ids of what the one model that is watched holds, and its optimizers."""
-        model = None if self._only is None else self._only()
-        return set(self.optimizers.ids()).union(() if model is None else map(id, model.parameters()))
+        return (self.others.none or optimizer in self.optimizers) and not only_estimates(optimizer)
 
     def _trouble(self, what: str) -> None:
         """Something of ours went wrong: said at once, the first time; the notes tell of all."""
@@ -350,13 +328,13 @@ class Session:
             **steps.batches.facts(),
             "not_found": not_found(
                 *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
-                others=self._others_train,
+                others=self.others.train,
                 converting=bool(self.plan.recipe),
                 elsewhere=self.ranks.others_have("loss"),
                 estimates=self._estimates,
                 forks=self.forks,
                 closed=CLOSED in self.plain.notes,
-                gone=self._gone,
+                gone=self.others.gone,
             ),
             "notes": [
                 *self.notes,
@@ -387,8 +365,3 @@ class Session:
             "refusal": conversions.refusal,
             "flops": None if probe is None else probe.flops,
         }
-
-
-def _trains(parameters: Sequence[Tensor], model: nn.Module | None) -> bool:
-    own = set() if model is None else {id(p) for p in model.parameters()}
-    return any(id(p) in own for p in parameters) or (model is not None and bool(copies_of(model, parameters)))

@@ -15,7 +15,7 @@ Optimizers and parameters are held weakly, and told apart as objects: an optimiz
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from weakref import ReferenceType, WeakSet, ref
 
 import torch.distributed as dist
@@ -27,6 +27,11 @@ from narrowgauge.session.tensors.sharded import is_distributed, lowest, mesh_siz
 from narrowgauge.session.tensors.shares import group_of
 from narrowgauge.session.tensors.weakly import Weak, weakly
 
+_Module = nn.Module  # a program's module may have its own word on what its parameters are
+_parameters, _named_parameters = _Module.parameters, _Module.named_parameters
+_named_modules, _named_members = _Module.named_modules, _Module._named_members
+_WORDS = frozenset(("parameters", "named_parameters", "named_modules", "_named_members"))
+
 
 class Trained:
     """The optimizers that the program made and still holds."""
@@ -37,6 +42,7 @@ class Trained:
         self._elements: dict[int, int] = {}  # of what it was made with
         self._copied: dict[int, Weak] = {}  # parameters of models whose copies are trained
         self._asked: WeakSet[nn.Module] = WeakSet()  # modules that are no such models
+        self._all: dict[int, Weak] | None = None  # what `made` told, until something else was made or is gone
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         known = self._known.get(id(optimizer))
@@ -63,6 +69,7 @@ class Trained:
         def gone(known: ReferenceType[Optimizer]) -> None:
             if self._known.get(number) is known:
                 del self._known[number], self._made[number], self._elements[number]
+                self._all = None
 
         self._made[number] = {id(p): weakly(p) for p in made}
         self._elements[number] = sum(math.prod(shape_of(p)) for p in made)
@@ -72,6 +79,7 @@ class Trained:
     def changed(self) -> None:
         """Optimizers hold other parameters than before: any module may have copies among them."""
         self._asked.clear()
+        self._all = None
 
     def parameters(self) -> list[Tensor]:
         """All that optimizers hold now, and that have numbers."""
@@ -84,18 +92,42 @@ class Trained:
         before = ((at, p()) for made in known for at, p in made.items())
         return found | {at for at, p in before if p is not None and not p.is_meta}
 
+    def made(self) -> dict[int, Weak]:
+        """By their ids, what living optimizers were made with, or copies of it: most of `ids`, and told at once."""
+        if self._all is None:
+            found = self._all = {}  # there from the beginning: while it is filled, an optimizer may go
+            for known in (self._copied, *list(self._made.values())):
+                found.update((at, p) for at, p in known.items() if p() is not None)
+            return found
+        return self._all
+
+    def holds(self, these: Set[int]) -> bool:
+        """Whether any of these is one of `ids`, which are asked as they are, and not gathered."""
+        for made in (self._copied, *list(self._made.values())):
+            if not made.keys().isdisjoint(these):
+                before = (made[at]() for at in made.keys() & these)
+                if any(p is not None and not p.is_meta for p in before):
+                    return True
+        for known in list(self._known.values()):
+            for group in () if (optimizer := known()) is None else optimizer.param_groups:
+                now = group["params"]
+                if not these.isdisjoint(map(id, now)) and any(id(p) in these and not p.is_meta for p in now):
+                    return True
+        return False
+
     def owns(self, module: nn.Module) -> bool:
         """Whether any of the module's parameters is trained, itself or by a copy; the copies are looked for once."""
-        own = {id(p) for p in module.parameters()}
+        own = ids_of(module)
         if not own:
             return False
-        if not own.isdisjoint(self.ids()):
+        if self.holds(own):
             return True
         if module in self._asked:
             return False
         self._asked.add(module)
         copied = copies_of(module, (p for optimizer in self for p in parameters(optimizer)))
         self._copied.update((id(p), weakly(p)) for p in copied)
+        self._all = None
         return bool(copied)
 
     def mesh(self) -> int | None:
@@ -116,6 +148,28 @@ class Trained:
         if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
             return False
         return sum(p.numel() for p in now) < self._elements[id(optimizer)]
+
+
+def ids_of(module: nn.Module) -> set[int]:
+    """The ids of its parameters, as they are now: by a few functions, where torch's own way has one for each module."""
+    kind = type(module)
+    plain = kind.parameters is _parameters and kind.named_parameters is _named_parameters
+    if not plain or not vars(module).keys().isdisjoint(_WORDS):
+        return {id(p) for p in module.parameters()}
+    found: set[int] = set()
+    waiting, seen = [module], {id(module)}
+    while waiting:
+        each = waiting.pop()
+        kind = type(each)
+        if kind.named_modules is not _named_modules or kind._named_members is not _named_members:
+            return {id(p) for p in module.parameters()}
+        found.update(map(id, each._parameters.values()))
+        for child in each._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    found.discard(id(None))
+    return found
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
