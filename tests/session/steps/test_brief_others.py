@@ -181,6 +181,25 @@ def test_others_that_come_while_the_program_is_left_alone_are_told_apart(tmp_pat
     assert session.steps.rest.steps == len(BETWEEN)
 
 
+def test_what_is_called_beside_it_is_found_once_it_trains(tmp_path):
+    def program(losses, model, other):
+        (own,) = sgd(model)
+        for number in EACH:
+            if number == 15:
+                own.param_groups[0]["params"].extend(other.parameters())
+            loss_of(model, batch(number), losses).backward()
+            loss_of(other, batch(number), losses).backward()
+            own.step()
+            own.zero_grad()
+            other.zero_grad()
+
+    wanted, every, _ = watched(tmp_path, program, "all")
+    losses, session, _ = watched(tmp_path, program, "loss")
+    assert losses == wanted
+    assert session.facts()["models"] == every.facts()["models"] == 2
+    assert "about step 15 was not as before" in notes(session)[0]  # that was seen at once
+
+
 def test_a_backward_of_others_that_raises_leaves_the_loss(tmp_path):
     def program(losses, model, other):
         own, others = sgd(model, other)

@@ -9,7 +9,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.session.steps.others import Others
-from narrowgauge.session.steps.trained import Trained, ids_of
+from narrowgauge.session.steps.trained import Trained
+from narrowgauge.session.tensors.of_modules import ids_of
 
 
 class Watched:
@@ -107,6 +108,26 @@ def test_parameters_that_are_replaced_are_its_optimizers_as_long_as_that_lives(w
     gc.collect()
     assert watched.theirs(old[0])
     assert not watched.theirs(watched.model[1].bias)
+
+
+def test_a_module_is_passed_by_as_long_as_it_owns_nothing(watched):
+    trained, other, groups = watched.trained, watched.other, watched.optimizer.param_groups
+    assert not trained.passes_by(other)  # it has not been asked for copies
+    assert not trained.owns(other)
+    assert trained.passes_by(other)
+    groups[0]["params"].append(other.bias)
+    assert not trained.passes_by(other)
+    groups[0]["params"].pop()
+    assert trained.passes_by(other)
+    weight, other.weight = other.weight, watched.model[0].weight
+    assert not trained.passes_by(other)
+    other.weight = weight
+    assert trained.passes_by(other)
+    other.parameters = lambda recurse=True: iter([watched.model[0].bias])
+    assert not trained.passes_by(other)
+    del other.parameters
+    trained.changed()  # and may have copies now
+    assert not trained.passes_by(other)
 
 
 def test_another_optimizer_is_made_and_goes(watched):

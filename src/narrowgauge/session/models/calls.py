@@ -254,11 +254,17 @@ class Calls:
 
     @partial(passed_over, below=True)
     def known(self, module: nn.Module) -> bool:
-        """Whether its own hooks tell of it, or it has nothing that could be trained."""
+        """Whether its own hooks tell of it, or it has nothing that is trained: another's model, or a loss."""
         if module in self._roots:
             return self._roots.unfollowed(module) is None
-        empty = not (module._parameters or module._modules)  # a loss, say; where the program has no word of its own
-        return empty and type(module).parameters is nn.Module.parameters
+        if not (module._parameters or module._modules):  # unless the program has a word of its own
+            return type(module).parameters is nn.Module.parameters
+        if self._running.depth:
+            return True
+        try:
+            return self._optimizers.passes_by(module)
+        except Exception:  # which is told of where it is asked carefully
+            return False
 
     def _begins_aside(self) -> None:
         if not inside_backward():

@@ -54,12 +54,13 @@ class UpdatesAlone:
 
     Attributes:
         others: models are trained beside the one that is watched; then whose a backward pass is and a step is asked.
+        theirs: the backward pass that runs is others'.
     """
 
     def __init__(self, steps: Steps, hearing: Hearing, updates: Followed) -> None:
         self._steps, self.hearing, self._updates = steps, hearing, updates
         self.resting = steps.resting
-        self.others = False
+        self.others = self.theirs = False
 
     @partial(passed_over, below=True)
     def backward_begins(self, loss: Any) -> bool:
@@ -68,7 +69,8 @@ class UpdatesAlone:
             return False
         rest = self._steps.rest
         if self.others and self._of_others(loss):
-            return False
+            self.theirs = True
+            return True
         if rest.parted:
             self._parted()
             return False
@@ -114,6 +116,10 @@ class UpdatesAlone:
     @partial(passed_over, below=True)
     def backward_ended(self, *, failed: bool = False) -> None:
         """Such a backward returned, or `failed`."""
+        if self.theirs:
+            self.theirs = False
+            self._updates.losses.forget()
+            return
         self.hearing.waits = self._updates.stepped_in_backward = False
         rest, losses = self._steps.rest, self._updates.losses
         if losses.scales:

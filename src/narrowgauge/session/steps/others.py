@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from narrowgauge.session.steps.trained import Trained, ids_of
+from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.tensors.masters import copies_of
+from narrowgauge.session.tensors.of_modules import ids_of
 
 _COMPILED = "CompiledFunctionBackward"  # which shows all parameters that it takes
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -36,6 +37,7 @@ class Others:
         steps: how many it has made.
 
     Attributes:
+        none: all that train are followed.
         train: some do.
         gone: steps that the model had made, when it was gone and others trained.
     """
@@ -43,13 +45,8 @@ class Others:
     def __init__(self, only: nn.Module | None, optimizers: Trained, steps: Callable[[], int]) -> None:
         self._only = None if only is None else ref(only)
         self._optimizers, self._steps = optimizers, steps
-        self.train = False
+        self.none, self.train = only is None, False
         self.gone: int | None = None
-
-    @property
-    def none(self) -> bool:
-        """Whether all that train are followed."""
-        return self._only is None
 
     def made(self, made_with: Sequence[Tensor]) -> bool:
         """An optimizer was made with these; whether it trains others alone."""
@@ -69,11 +66,12 @@ class Others:
         leaves = _leaves(loss, self._optimizers)
         if not leaves or self._own(leaves.keys()):
             return False
-        if not any(isinstance(leaf, nn.Parameter) for leaf in leaves.values()):
-            return False
-        if self.gone is None and self._only() is None:
-            self.gone = self._steps()
-        return True
+        for leaf in leaves.values():
+            if type(leaf) is nn.Parameter or isinstance(leaf, nn.Parameter):
+                if self.gone is None and self._only() is None:
+                    self.gone = self._steps()
+                return True
+        return False
 
     def hold(self, these: frozenset[int]) -> bool:
         """Whether what has these ids is trained in others alone."""
@@ -87,8 +85,10 @@ class Others:
 
 def _leaves(loss: Any, optimizers: Trained) -> dict[int, Tensor]:
     """What gradients of `loss` reach, by ids; nothing where that is sure to be, or may be, what `optimizers` train."""
-    losses = loss if isinstance(loss, tuple | list) else (loss,)
-    waiting: list[Any] = [each.grad_fn for each in losses if isinstance(each, Tensor) and each.grad_fn is not None]
+    waiting: list[Any] = []
+    for each in loss if isinstance(loss, tuple | list) else (loss,):
+        if isinstance(each, Tensor) and each.grad_fn is not None:
+            waiting.append(each.grad_fn)
     seen, found, made = set(waiting), {}, optimizers.made()
     while waiting:
         node = waiting.pop()  # the last first: a layer's weight, mostly

@@ -23,14 +23,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.tensors.masters import copies_of
+from narrowgauge.session.tensors.of_modules import ids_in_tables, ids_of
 from narrowgauge.session.tensors.sharded import is_distributed, lowest, mesh_size, shape_of
 from narrowgauge.session.tensors.shares import group_of
 from narrowgauge.session.tensors.weakly import Weak, weakly
-
-_Module = nn.Module  # a program's module may have its own word on what its parameters are
-_parameters, _named_parameters = _Module.parameters, _Module.named_parameters
-_named_modules, _named_members = _Module.named_modules, _Module._named_members
-_WORDS = frozenset(("parameters", "named_parameters", "named_modules", "_named_members"))
 
 
 class Trained:
@@ -103,17 +99,32 @@ class Trained:
 
     def holds(self, these: Set[int]) -> bool:
         """Whether any of these is one of `ids`, which are asked as they are, and not gathered."""
+        for p in self._met(these):  # noqa: SIM110 - asked at each backward beside others: a generator takes longer
+            if not p.is_meta:
+                return True
+        return False
+
+    def _met(self, these: Set[int]) -> Iterator[Tensor]:
         for made in (self._copied, *list(self._made.values())):
             if not made.keys().isdisjoint(these):
-                before = (made[at]() for at in made.keys() & these)
-                if any(p is not None and not p.is_meta for p in before):
-                    return True
+                for at in made.keys() & these:
+                    if (p := made[at]()) is not None:
+                        yield p
         for known in list(self._known.values()):
             for group in () if (optimizer := known()) is None else optimizer.param_groups:
                 now = group["params"]
-                if not these.isdisjoint(map(id, now)) and any(id(p) in these and not p.is_meta for p in now):
-                    return True
-        return False
+                if not these.isdisjoint(map(id, now)):
+                    yield from (p for p in now if id(p) in these)
+
+    def passes_by(self, module: nn.Module) -> bool:
+        """Whether it is sure at once that the module does not own anything: it was asked, and has nothing since.
+
+        The program's modes see none of this; where they might, or it is not sure, `owns` is to be asked.
+        """
+        own = ids_in_tables(module)
+        if own is None or (own and module not in self._asked):
+            return False
+        return next(self._met(own), None) is None
 
     def owns(self, module: nn.Module) -> bool:
         """Whether any of the module's parameters is trained, itself or by a copy; the copies are looked for once."""
@@ -148,28 +159,6 @@ class Trained:
         if not now or not all(p.dim() == 1 and id(p) not in made for p in now):
             return False
         return sum(p.numel() for p in now) < self._elements[id(optimizer)]
-
-
-def ids_of(module: nn.Module) -> set[int]:
-    """The ids of its parameters, as they are now: by a few functions, where torch's own way has one for each module."""
-    kind = type(module)
-    plain = kind.parameters is _parameters and kind.named_parameters is _named_parameters
-    if not plain or not vars(module).keys().isdisjoint(_WORDS):
-        return {id(p) for p in module.parameters()}
-    found: set[int] = set()
-    waiting, seen = [module], {id(module)}
-    while waiting:
-        each = waiting.pop()
-        kind = type(each)
-        if kind.named_modules is not _named_modules or kind._named_members is not _named_members:
-            return {id(p) for p in module.parameters()}
-        found.update(map(id, each._parameters.values()))
-        for child in each._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    found.discard(id(None))
-    return found
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
