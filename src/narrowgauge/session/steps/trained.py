@@ -79,7 +79,11 @@ class Trained:
 
     def parameters(self) -> list[Tensor]:
         """All that optimizers hold now, and that have numbers."""
-        return [p for optimizer in self for p in parameters(optimizer) if not p.is_meta]
+        found = []
+        for known in list(self._known.values()):  # in one function: asked in steps that are left alone, too
+            for group in () if (optimizer := known()) is None else optimizer.param_groups:
+                found += [p for p in group["params"] if not p.is_meta]
+        return found
 
     def ids(self) -> set[int]:
         """The ids of all parameters that optimizers hold, or held when they were made, and that have numbers."""

@@ -208,9 +208,12 @@ class Updates:
         if self.closures.depth or inside_backward():
             return
         line.zeroes = True
-        zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
-        if all(p.grad is None or id(p) in zeroed for p in self._trained()):
-            self._clips, line.zeroed = Clips(), True
+        left = [p for p in self._trained() if p.grad is not None]
+        if left:  # set to zero, and not to nothing; or others'
+            zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
+            if any(id(p) not in zeroed for p in left):
+                return
+        self._clips, line.zeroed = Clips(), True
 
     @heard
     def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:

@@ -216,8 +216,11 @@ def _leaves(held: Any, found: list[Given], name: str) -> list[Given]:
     if kind is Tensor:
         found.append(Given(name, len(found), held))
     elif kind is tuple or kind is list:
-        for x in held:
-            _leaves(x, found, name)
+        for x in held:  # without a call for each tensor, or for keywords where there are none
+            if type(x) is Tensor:
+                found.append(Given(name, len(found), x))
+            elif type(x) is not dict or x:
+                _leaves(x, found, name)
     elif kind is dict:
         for key, x in held.items():
             _leaves(x, found, str(key))
