@@ -23,6 +23,9 @@ A program trains otherwise where its name says so: `tiny+pair`.
     +scaler     the loss is scaled by a gradient scaler
     +unclipped  its gradients are not clipped
     +pair       matrices are trained by one optimizer, all else by another
+    +sam        of layers: each batch has two backward passes, the first to find where the second looks
+    +reference  of layers: the model is called without gradients, too, on the batch that it trains on
+    +beside     another model like it trains in turn with it, and it alone is watched
     +ranks      under torchrun: by DistributedDataParallel, each rank a GPU; rank 0 tells
 
     python -m benchmarks.watch_measurable [--sizes tiny layers-1024 ...] [--rounds 24] [--steps 8]
@@ -85,8 +88,64 @@ def on_gpu(name: str) -> tuple[torch.nn.Module, Loss]:
     return model, loss
 
 
+def looking_twice(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Train:
+    """A training step of layers, in which they are called twice on its batch."""
+    base, *ways = name.split("+")
+    width, parameters = int(base.split("-")[1]), [*model.parameters()]
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not base.endswith("float32")):
+            return model(x).float()
+
+    def stepped() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def sharp() -> None:
+        x = torch.randn(width, width)
+        called(x).square().mean().backward()
+        steepest = [p.grad for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, steepest, alpha=0.05)
+        optimizer.zero_grad(set_to_none=True)
+        called(x).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, steepest, alpha=0.05)
+        stepped()
+
+    def refers() -> None:
+        x = torch.randn(width, width)
+        y = called(x)
+        with torch.no_grad():
+            reference = called(x)
+        (y - reference + y.square()).mean().backward()
+        stepped()
+
+    return sharp if "sam" in ways else refers
+
+
 def training(name: str, device: str) -> Train:
     """One of a program's training steps."""
+    return watched(name, device)[0]
+
+
+def watched(name: str, device: str) -> tuple[Train, tuple[torch.nn.Module, ...]]:
+    """The same, and the model that is watched, if it is not the whole program."""
+    if name.endswith("+beside"):
+        model, train = trained(name.removesuffix("+beside"), device)
+        _, other = trained(name.removesuffix("+beside"), device)
+
+        def both() -> None:
+            train()
+            other()
+
+        return both, (model,)
+    return trained(name, device)[1], ()
+
+
+def trained(name: str, device: str) -> tuple[torch.nn.Module, Train]:
+    """A model, and one of its training steps."""
     torch.manual_seed(0)
     base, *ways = name.split("+")
     model, loss = on_cpu(base) if device == "cpu" else on_gpu(name)
@@ -95,6 +154,8 @@ def training(name: str, device: str) -> Train:
         matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is big] for big in (True, False))
         optimizers = [torch.optim.SGD(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
     scaler = torch.amp.GradScaler(device, enabled="scaler" in ways)
+    if "sam" in ways or "reference" in ways:
+        return model, looking_twice(name, model, *optimizers)
     called = torch.nn.parallel.DistributedDataParallel(model) if "ranks" in ways else model
     if "compiled" in ways:
         called.compile()
@@ -119,7 +180,7 @@ def training(name: str, device: str) -> Train:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    return train if "scaler" in ways else plainly
+    return model, train if "scaler" in ways else plainly
 
 
 def block(train: Train, steps: int, device: str) -> float:
@@ -150,7 +211,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def row_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A program's row."""
-    train = training(name, args.device)
+    train, only = watched(name, args.device)
     took: dict[str, list[float]] = {kind: [] for kind in ("alone", "again", *args.settings)}
     with tempfile.TemporaryDirectory() as folder:
         folder = _rank_0s(folder)
@@ -160,12 +221,12 @@ def row_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
             kinds = list(took)
             turn = number % len(kinds)
             for kind in kinds[turn:] + kinds[:turn]:
-                watched: AbstractContextManager[object] = nullcontext()
+                around: AbstractContextManager[object] = nullcontext()
                 if kind in args.settings:
                     settings = Path(folder) / f"{kind}.toml"
-                    watched = ng.watch(out=Path(folder) / f"{number}_{kind}", every=NEVER, config=settings)
+                    around = ng.watch(*only, out=Path(folder) / f"{number}_{kind}", every=NEVER, config=settings)
                 _rank_0s("")  # all begin at once
-                with watched:
+                with around:
                     ms = block(train, args.steps, args.device)
                 if number:  # the first round compiles and imports
                     took[kind].append(ms)
