@@ -13,7 +13,12 @@ import narrowgauge
 
 WATCHED = (  # what a watch puts functions of its own in the places of
     *((torch, "compile"), (torch.autograd, "backward"), (torch.Tensor, "backward"), (os, "_exit")),
-    *((torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "__setstate__")),
+    *(
+        (torch.optim.Optimizer, "__init__"),
+        (torch.optim.Optimizer, "__setstate__"),
+        (torch.optim.Optimizer, "zero_grad"),
+    ),
+    *((torch._C._nn, "mse_loss"), (torch.nn.utils, "clip_grad_norm_")),
 )
 
 if not torch.cuda.is_available():

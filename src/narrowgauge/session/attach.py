@@ -40,6 +40,7 @@ from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.handing import Handing
 from narrowgauge.session.models.inner_calls import InnerCalls
 from narrowgauge.session.models.roots import Roots
+from narrowgauge.session.models.shortcut import Shortcut
 from narrowgauge.session.not_found import not_found
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told
@@ -141,6 +142,7 @@ class Session:
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
         self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
+        Shortcut(self.seams, self.hearing, self.steps, self.calls.alone, self.updates, self.roots)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)

@@ -70,7 +70,7 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
 
     def hear(heard: bool) -> None:
         hooks = nn.modules.module._global_forward_pre_hooks
-        if not heard and hooks.get(OURS) is called:
+        if not heard and OURS in hooks and hooks[OURS] in (called, calls.alone.hook):
             del hooks[OURS]
         elif heard and seams.telling:
             hooks[OURS] = called

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import CodeType, FrameType
 from typing import Any
 
@@ -47,22 +47,40 @@ _KERNELS: tuple[tuple[Any, str, int], ...] = (
     (torch._C._nn, "multilabel_margin_loss", 2),
     (torch._C._nn, "soft_margin_loss", 2),
 )
+_OWNERS = {name: owner for owner, name, _ in _KERNELS}
 _NONE, _MEAN, _SUM = range(3)
 _KL_DIV, _HUBER = F.kl_div.__code__, F.huber_loss.__code__
 Told = Callable[[str, Tensor, tuple[Any, ...], bool], None]
 
 
-def follow(seams: Seams, told: Told, mine: Callable[[], bool], trained: Callable[[str], None]) -> None:
+def follow(
+    seams: Seams, told: Told, mine: Callable[[], bool], trained: Callable[[str], None]
+) -> Callable[[Collection[str]], None]:
     """Until the seams are closed, what such a function returns without gradients, where the thread is `mine`.
 
     `told(function, loss, arguments, summed)`: `summed` is whether it is a sum over the batch. `trained(function)` hears
-    of those that are called with gradients.
+    of those that are called with gradients. Returns what has those of these names called for that by one function, for
+    a while in which nobody asks.
     """
     for owner, name, place in _KERNELS:
         original = getattr(owner, name, None)
         if original is not None:
             seams.replace(owner, name, functools.partial(_listen, told, mine, trained, name, place), overridable=True)
             same_to_torchscript(original, getattr(owner, name))
+
+    def shorten(names: Collection[str]) -> None:
+        for name in names:
+            seams.swap(_OWNERS[name], name, _trains)
+
+    return shorten
+
+
+def _trains(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if torch.is_grad_enabled() else ours(*args, **kwargs)
+
+    same_to_torchscript(original, run)
+    return run
 
 
 def _listen(

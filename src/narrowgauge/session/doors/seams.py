@@ -36,12 +36,16 @@ class Seams:
         self._undo = ExitStack()
         self._originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._held: list[Any] = []
+        self._resting: list[tuple[Any, str]] = []  # places of what tells nobody while seams rest
+        self._stand_ins: dict[tuple[int, str], tuple[Any, Any]] = {}  # by places: ours, and what stands for it
+        self._swapped: list[tuple[Any, str, Any, Any]] = []  # where it does
         self.telling = True
         self.resting = False  # meanwhile what `rests` tells nobody
 
     def close(self) -> None:
         """Undo everything, in reverse order; what the program has wrapped stays, and tells nobody."""
         self.telling = False
+        self.swap_back()
         self._undo.close()
 
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
@@ -94,9 +98,37 @@ class Seams:
         places = [(owner, name)]
         if also is not None and getattr(*also) is original:  # the program may have put its own there
             places.append(also)
+        self._resting += places if rests else ()
         for place in places:
             setattr(*place, seam)
             self._undo.callback(undo, *place)
+
+    def swap(self, owner: Any, name: str, make: Callable[[Any, Any], Callable[..., Any]] | None = None) -> None:
+        """Have torch's own function in the place of ours for a while, or `make(ours, torch's)`, if ours is there."""
+        seam = vars(owner).get(name)
+        known = self._stand_ins.get((id(owner), name))
+        if known is None or known[0] is not seam:
+            original = self.original(seam)
+            if original is seam:
+                return
+            stand_in = (
+                original if make is None else functools.wraps(original)(passed_over(unseen(make(seam, original))))
+            )
+            known = self._stand_ins[id(owner), name] = seam, stand_in
+        setattr(owner, name, known[1])
+        self._swapped.append((owner, name, *known))
+
+    def swap_resting(self) -> None:
+        """Have torch's own functions in all places of what tells nobody now."""
+        for place in self._resting:
+            self.swap(*place)
+
+    def swap_back(self) -> None:
+        """Undo each `swap`, but where the program has put its own meanwhile."""
+        swapped, self._swapped = self._swapped, []
+        for owner, name, seam, stand_in in swapped:
+            if vars(owner).get(name) is stand_in:
+                setattr(owner, name, seam)
 
     def is_held(self, owner: ModuleType, names: Iterable[str]) -> None:
         """What stands in `owner` under these names is what modules outside of torch may have taken by name."""

@@ -85,6 +85,8 @@ class Quiet(Protocol):
 class HearsUpdatesAlone(Protocol):
     """The same while seams rest; what says whether that is all is told otherwise as well if it is not."""
 
+    hook: Callable[[Optimizer, bool], None] | None  # what ended steps are told
+
     @property
     def resting(self) -> Quiet:
         """How the program is left alone."""
@@ -148,6 +150,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
         else:
             updates.step_ended(optimizer, early)
 
+    updates.alone.hook = step_ended
     seams.on_close(hear_steps(step_ended, step_begins))
 
 

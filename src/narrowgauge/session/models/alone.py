@@ -51,7 +51,7 @@ class CallsAlone:
         recover: Callable[[], None],
     ) -> None:
         self.rest = steps.rest
-        self._running, self.hearing, self._steps, self._loading = running, hearing, steps, loading
+        self.running, self.hearing, self._steps, self.loading = running, hearing, steps, loading
         self._learns, self._recover = learns, recover
         self.hook: Callable[[nn.Module, tuple[Any, ...]], None] | None = None  # hears of all modules, if anybody does
         self.expected: Callable[[], nn.Module | None] = _none  # what was called last, if its own hooks tell of it
@@ -59,7 +59,7 @@ class CallsAlone:
     @partial(passed_over, below=True)
     def passes(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A model is called while the program is left alone; whether it is left alone with that."""
-        running, steps = self._running, self._steps
+        running, steps = self.running, self._steps
         if self.hearing.ident != get_ident():
             return False
         if backward_task() != NO_TASK:
@@ -81,7 +81,7 @@ class CallsAlone:
                 _hooks.pop(OURS, None)
             if root is steps.usual.model and steps.evals.idle and self.hearing.plainly():
                 self.rest.called = steps.evals.fed = True
-                self._loading.of_thread.waited = 0.0
+                self.loading.of_thread.waited = 0.0
             else:
                 self._called(root, args, kwargs)
         elif not running.alone:  # in an evaluation
@@ -93,12 +93,13 @@ class CallsAlone:
         """Something is compiled: what hooks there are is asked whenever it is called."""
         if self._steps.resting.quiet:
             self._steps.resting.quiet = False
+            self._steps.usual.over()
             if self.hook is not None:
                 _hooks[OURS] = self.hook
 
     def begins(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The outermost call, as which it was followed so far, is one that is left alone."""
-        self._running.alone = True
+        self.running.alone = True
         self._called(root, args, kwargs)
 
     @heard
@@ -110,7 +111,7 @@ class CallsAlone:
         if root.frozen() and not moves((args, kwargs)):
             return
         self._steps.resting.called()
-        self._loading.evaluated()
+        self.loading.evaluated()
         self._steps.evals.training_begins()
         if self._steps.resting.careful:
             self._steps.fed_alone(() if self.hearing.stage else (args, kwargs), id(root), root.width)
@@ -122,7 +123,7 @@ class CallsAlone:
     @partial(passed_over, below=True)
     def passed(self) -> bool:
         """Such a call returned, or raised."""
-        running = self._running
+        running = self.running
         if not (running.alone and running.depth) or self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         running.depth -= 1
@@ -138,7 +139,7 @@ class CallsAlone:
     @passed_over
     def made(self, inputs: Any, output: Any) -> None:
         """This was returned by a call with these, and the next row may be of a step that gives it to another model."""
-        if not self._running.depth:
+        if not self.running.depth:
             self._made(inputs, output)
 
     @heard

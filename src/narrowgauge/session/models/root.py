@@ -27,6 +27,7 @@ class _OfThread(threading.local):
 _REPLICA = "_is_replica"  # nn.DataParallel made it, with our hooks: its call, in a thread, is a part of the wrapper's
 _NONE: dict[str, Any] = {}
 _UNASKED = -1, -1
+Around = tuple[Callable[..., None], Callable[..., None]]  # what is called before it, and after
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -71,7 +72,7 @@ class Root:
         self._thread = _OfThread()
         self._learns = Weak()  # the parameter that was found to want a gradient last
         self._hooks: tuple[RemovableHandle, ...] = ()
-        self._around: tuple[Callable[..., None], Callable[..., None]] | None = None
+        self._around: Around | None = None
         self._width: tuple[int, int] | None = _UNASKED
 
     def belongs_to(self, model: nn.Module) -> None:
@@ -168,6 +169,20 @@ class Root:
             self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             self.module.register_forward_hook(after, with_kwargs=True, always_call=True),
         )
+
+    def swap(self, make: Callable[[Callable[..., None], Callable[..., None]], Around] | None) -> bool:
+        """Have what `make` makes of our hooks in their places; or, without, these again. Whether they are there."""
+        module = self._module()
+        if module is None or self._around is None or not self._hooks:
+            return False
+        places: tuple[Any, ...] = module._forward_pre_hooks, module._forward_hooks
+        if any(
+            hook.id not in hooks for hook, hooks in zip(self._hooks, places, strict=True)
+        ):  # the program took it out
+            return False
+        for hook, hooks, ours in zip(self._hooks, places, make(*self._around) if make else self._around, strict=True):
+            hooks[hook.id] = ours
+        return True
 
     def leave(self) -> None:
         """Undo `follow`."""

@@ -55,12 +55,15 @@ class UpdatesAlone:
     Attributes:
         others: models are trained beside the one that is watched; then whose a backward pass is and a step is asked.
         theirs: the backward pass that runs is others'.
+        scales: a gradient scaler multiplies losses.
+        hook: what optimizers' ended steps are told, if anything is.
     """
 
     def __init__(self, steps: Steps, hearing: Hearing, updates: Followed) -> None:
         self._steps, self.hearing, self._updates = steps, hearing, updates
         self.resting = steps.resting
-        self.others = self.theirs = False
+        self.others = self.theirs = self.scales = False
+        self.hook: Callable[[Optimizer, bool], None] | None = None
 
     @partial(passed_over, below=True)
     def backward_begins(self, loss: Any) -> bool:
@@ -159,6 +162,9 @@ class UpdatesAlone:
             name = node._sequence_nr(), node.name()  # as `name_of` has it
             losses.latest.append((ref(after), before.detach(), known, after._version, name))
         losses.scales = True
+        if not self.scales:
+            self.scales = True
+            self._steps.usual.over()
         return True
 
     def step_begins(self, optimizer: Optimizer) -> bool:

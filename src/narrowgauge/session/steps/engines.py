@@ -114,6 +114,7 @@ class EngineSteps:
 
     @heard
     def _begun(self, ident: int) -> None:
+        self._steps.usual.interrupted()
         rest = self._steps.rest
         self._mine, self.by, self._skips = ident, {}, False
         self.alone = rest.on and rest.by_engine

@@ -16,15 +16,16 @@ from narrowgauge.session.steps.line import Event, Events
 # A torch without CUDA has neither, and asks for neither.
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_cuda = torch.cuda  # whose `is_initialized` is a function more; a child of a fork hears nothing
 
 
 class Laps:
-    """Those of one program."""
+    """Those of one program; `last`: when the last one ended, by `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.away = 0.0  # of the lap, so many seconds were for something else
         self.ending = 0.0  # and so many for what the step before had recorded
-        self._last = time.perf_counter()
+        self.last = time.perf_counter()
         self._before: Event | None = None
         self._stream: tuple[int, int, torch.cuda.Stream] | None = None  # of the last event: device, address, itself
         self.pair: Events = None  # of the last lap, until somebody takes them
@@ -32,9 +33,9 @@ class Laps:
     def lap(self) -> float:
         """Host seconds since the last lap, less what was `away` or `ending`."""
         now = time.perf_counter()
-        seconds, self._last = now - self._last - self.away - self.ending, now
+        seconds, self.last = now - self.last - self.away - self.ending, now
         self.away = self.ending = 0.0
-        if torch.cuda.is_initialized():
+        if _cuda._initialized:
             device, stream = _device(), self._stream
             address = _raw_stream(device)
             if stream is None or stream[0] != device or stream[1] != address:

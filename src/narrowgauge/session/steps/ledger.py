@@ -41,7 +41,7 @@ class Ledger:
 
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
-        self._clock = Laps()
+        self.clock = Laps()
         self.aside = Aside()
         self.line: Line | None = None
         self.steps = 0
@@ -70,7 +70,7 @@ class Ledger:
         """The step's gradients so far were divided: so is its loss."""
         if self.line is not None and self.line.loss is not None and by:
             loss = self.line.loss
-            self.line.loss = loss / by if isinstance(loss, Tensor) else _float32(loss / _float32(by))
+            self.line.loss = loss / by if isinstance(loss, Tensor) else float32(loss / float32(by))
 
     def take_back(self) -> None:
         """The last microbatch's backward failed: it was none of the step's, nor was what it was computed from."""
@@ -94,12 +94,12 @@ class Ledger:
     def ready(self) -> None:
         """All is ready for the first step, whose time begins."""
         if not self.steps and self.line is None:
-            self._clock = Laps()
+            self.clock = Laps()
             self.aside.taken()
 
     def hand_over(self) -> None:
         """Another thread is followed from now on; it may have another device."""
-        self._clock.hand_over()
+        self.clock.hand_over()
 
     @property
     def unfinished(self) -> bool:
@@ -111,9 +111,9 @@ class Ledger:
         if self.line is not None:
             # A program with two optimizers steps twice; both laps belong to the one step.
             so_far = self.line.scalars.get("step_seconds", 0.0)
-            self._clock.away += self.aside.taken()
-            away, ending = self._clock.away, self._clock.ending
-            seconds = self._clock.lap()
+            self.clock.away += self.aside.taken()
+            away, ending = self.clock.away, self.clock.ending
+            seconds = self.clock.lap()
             self.line.disturbed |= away > 0.0 or ending > seconds
             self.line.scalars["step_seconds"] = so_far + seconds
             self.steps = self.line.step
@@ -134,12 +134,12 @@ class Ledger:
         if line is None:
             self.rows.pace.passed()
             return
-        self._clock.away += away
+        self.clock.away += away
         self.keep(line, optimizer, disturbed=away > 0.0)
 
     def keep(self, line: Line, optimizer: Optimizer, *, disturbed: bool = False) -> None:
         """The line of a step that was left alone is finished."""
-        clock = self._clock
+        clock = self.clock
         if "lr" not in line.scalars:  # nobody was told that it began
             rates(line, optimizer)
         ending = clock.ending  # of a recording, if this is the step behind it
@@ -151,8 +151,8 @@ class Ledger:
     def heard_again(self, *optimizers: Optimizer) -> None:
         """These made the last step, that was left alone. What comes next is timed, what was so far is not."""
         self._alone = {held(optimizer): self.rows.turns.trainer(optimizer) for optimizer in optimizers}
-        self._clock.lap()
-        self._clock.events()
+        self.clock.lap()
+        self.clock.events()
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether the open step is of this optimizer, with what it holds now."""
@@ -174,7 +174,7 @@ class Ledger:
 
     def interrupted(self, seconds: float) -> None:
         """The program, or a probe, did something else: it falls into the time of the step that ends next."""
-        self._clock.away += seconds
+        self.clock.away += seconds
 
     @contextmanager
     def recording_ends(self) -> Iterator[None]:
@@ -182,7 +182,7 @@ class Ledger:
         began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
-        self._clock.ending += seconds
+        self.clock.ending += seconds
         if self.line is not None and not self.unfinished:
             self.line.scalars["step_seconds"] = self.line.scalars.get("step_seconds", 0.0) + seconds
 
@@ -192,7 +192,7 @@ class Ledger:
         if line is None or line.step > self.steps:
             return  # an unfinished step has no update to be paired with
         line.scalars.update(gradients(line))  # once: a step may be of thousands of optimizers
-        line.events, line.movement = self._clock.events(), None
+        line.events, line.movement = self.clock.events(), None
         self.rows.add(line)
 
     def finish(self) -> None:
@@ -224,17 +224,17 @@ def add_loss(line: Line, loss: Tensor) -> None:
     """A loss of a step, which has one more from now on; in float32, as it is now."""
     more = kept(here(loss))
     if isinstance(more, Tensor) and (more.dim() or more.dtype != torch.float32):
-        more = _float32(more.item()) if type(more) is Tensor and more.is_cpu else more.reshape(()).float()
-    line.loss = more if line.loss is None else _added(line.loss, more)
+        more = float32(more.item()) if type(more) is Tensor and more.is_cpu else more.reshape(()).float()
+    line.loss = more if line.loss is None else together(line.loss, more)
 
 
-def _added(loss: Tensor | float, more: Tensor | float) -> Tensor | float:
-    """Both, in float32 wherever they are."""
+def together(loss: Tensor | float, more: Tensor | float) -> Tensor | float:
+    """The sum of two losses, in float32 wherever they are."""
     if isinstance(loss, Tensor):
         return loss + (more.to(loss.device) if isinstance(more, Tensor) else more)
-    return loss + more if isinstance(more, Tensor) else _float32(loss + more)
+    return loss + more if isinstance(more, Tensor) else float32(loss + more)
 
 
-def _float32(number: float) -> float:
+def float32(number: float) -> float:
     """The nearest number in float32."""
     return c_float(number).value

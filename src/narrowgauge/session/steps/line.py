@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_float
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from narrowgauge.session.tensors.norms import Squares
 
 Event = torch._C._CudaEventBase
 Events = tuple[Event, Event] | None
+Rates = float | dict[str, float | Tensor]  # one of all parameter groups; or each by its name
 
 
 @dataclass
@@ -85,3 +87,19 @@ class Line:
             numbers["turn"] = turn
         numbers["clean"] = float(not (self.disturbed or self.recorded))
         return numbers
+
+
+# What is kept of a step that was made as the ones before (`models/shortcut.py`): who made it, its number, loss, rates,
+# seconds and events.
+Short = tuple[set[int], int, Tensor | float | None, Rates, float, Events]
+UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
+
+
+def line_of(short: Short) -> Line:
+    """The line of such a step."""
+    trainers, step, loss, rates, seconds, events = short
+    if isinstance(loss, float):
+        loss = c_float(loss).value  # in float32, as all losses are told
+    scalars: dict[str, float | Tensor] = {"lr": rates} if isinstance(rates, float) else rates
+    scalars["step_seconds"] = seconds
+    return Line(step, loss, scalars=scalars, brief=True, trainers=trainers, clips=UNCLIPPED, events=events)

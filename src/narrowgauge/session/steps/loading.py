@@ -32,6 +32,7 @@ class Loading:
 
     Attributes:
         seen: whether any loader was, where training is followed.
+        alike: steps are made of one batch each, as they were, and nobody tells when they have it.
         of_thread: what the calling thread has `waited` for batches that no model was called with yet, in seconds.
     """
 
@@ -39,10 +40,12 @@ class Loading:
         self._hearing, self._evals, self._aside = hearing, evals, aside
         aside.waits = self.evaluated
         self.of_thread = _OfThread()
-        self.seen = False
+        self.seen = self.alike = False
 
     def batch_loaded(self, seconds: float, iterator: Any, *, last: bool = False) -> None:
         """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
+        if self.alike:
+            self.of_thread.waited = 0.0  # for those that were trained on
         self.of_thread.waited += seconds
         if self._hearing.perhaps_mine():
             self.seen = True

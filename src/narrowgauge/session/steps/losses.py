@@ -89,6 +89,7 @@ class EvalLosses:
             left out, given whether there are others to be taken.
         idle: since the step nothing else was heard, nor is anything of before left: such a call changes `fed` alone,
             and so does a step.
+        disturbed: called where that is over.
     """
 
     def __init__(self, steps: Callable[[], int] = lambda: 0, aside: Aside | None = None) -> None:
@@ -112,6 +113,8 @@ class EvalLosses:
         self._own = ReturnedLosses()  # of the model whose call without gradients was heard last
         self._trains = False  # the model's call that was heard last had gradients
         self.fed, self.idle = False, False
+        self.disturbed: Callable[[], None] = lambda: None
+        self._shorten: Callable[[Collection[str]], None] = lambda names: None
         self.unsure: Callable[[bool], bool] = lambda others: False
         self._unsure = False
         self._metrics = 0  # as a reference's call began
@@ -119,11 +122,20 @@ class EvalLosses:
 
     def watch(self, seams: Seams, mine: Callable[[], bool] = lambda: True) -> None:
         """Listen to torch's loss functions, where the calling thread is `mine`."""
-        follow(seams, self._heard, mine, self._measured.trained.add)
+        self._shorten = follow(seams, self._heard, mine, self._measured.trained.add)
+
+    def shorten(self) -> None:
+        """Where the seams are swapped for a while: those that the program trains by are called by one function."""
+        self._shorten(self._measured.trained)
+
+    def _judges(self) -> None:
+        if self.idle:
+            self.disturbed()
+            self.idle = False
 
     def _heard(self, function: str, loss: Tensor, arguments: Sequence[Any], summed: bool) -> None:
         """torch's loss function returned this without gradients."""
-        self.idle = False
+        self._judges()
         self._unheard.loss()
         if self._trains or any(isinstance(x, Tensor) and x.grad_fn is not None for x in arguments):
             self._counts.metrics += 1
@@ -194,7 +206,8 @@ class EvalLosses:
 
         It `evaluates` if the model is in that mode, and is `unsure` if what it is given may be what trains.
         """
-        self.idle, self._unsure = False, unsure
+        self._judges()
+        self._unsure = unsure
         if evaluates and not self.fed:  # or it is a reference's, beside a batch that trains
             self._unheard.called()
         self._own = self.trains_by.of(model)
@@ -213,7 +226,7 @@ class EvalLosses:
 
     def module_called(self, module: nn.Module, trained: Callable[[], Collection[int]], inputs: Any = ()) -> None:
         """Another module is called without gradients; `trained` gives the ids of all parameters that are."""
-        self.idle = False
+        self._judges()
         known = self._holds.get(id(module))
         if known is None or known[0]() is not module:
             self._trained = self._trained or frozenset(trained())

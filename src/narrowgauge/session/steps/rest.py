@@ -24,11 +24,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps import pace
-from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.cycle import Cycle
-from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.line import UNCLIPPED, Line
 
-_UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
 REFERS = "the program calls its model without gradients on batches that it trains on"
 AROUND = 1  # steps before a recorded one, and behind it, that have a row where those between have none
 
@@ -135,7 +133,7 @@ class Rest:
         others = len(self.cycle.kinds) - 1
         soon = others > 0 and self.until is not None and step + others > self.until
         self.hands_on = soon or self.refers
-        self.line = Line(step, brief=True, trainers=self._trainers, clips=_UNCLIPPED) if self.keeps else None
+        self.line = Line(step, brief=True, trainers=self._trainers, clips=UNCLIPPED) if self.keeps else None
 
     def is_like(self, line: Line) -> bool:
         """Whether the step of this line, which is made, is as those before: by backward's calls, and a finite loss."""

@@ -84,7 +84,7 @@ class Resting:
         elif rest.over(self._ledger.steps):
             self.wake()
         elif len(rest.cycle.kinds) == 1 and not rest.by_engine:
-            self._usual.ended(optimizer)
+            self._usual.ended(optimizer, line)
 
     def parted(self) -> None:
         """What comes is of the next step, though not all of those that make each of them stepped in this one."""

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.line import Line, Short, line_of
 from narrowgauge.session.steps.pace import Pace
 from narrowgauge.session.steps.turns import Turns
 from narrowgauge.session.tensors.deferred import Deferred, Row
@@ -50,14 +50,18 @@ class StepRows:
         merged: takes the rows.
         several: whether there are other ranks, who wait for each row.
         own: takes those of this rank alone, while there are no others.
+
+    Attributes:
+        held, taker: lines that are held back, each with who takes its row; and who takes that of the next.
+        told: when the last ones were given away, by `time.perf_counter`.
     """
 
     def __init__(self, merged: Taker, several: Callable[[], bool], own: Taker) -> None:
         self._merged, self._several, self._own = merged, several, own
-        self._held: deque[tuple[Line, Taker]] = deque()
-        self._taker = own  # of what is held back
+        self.held: deque[tuple[Line | Short, Taker]] = deque()
+        self.taker = own
         self._lock = threading.RLock()
-        self._told = time.perf_counter()
+        self.told = time.perf_counter()
         self._deferred = Deferred()
         self._error: Exception | None = None
         self.pace = Pace()
@@ -70,19 +74,24 @@ class StepRows:
         if self._several():
             with self._locked():
                 self._give(all_of_them=True)
-                self._taker = self._merged
+                self.taker = self._merged
                 self._deferred.put(self._row(line, self._merged))
             return
         self.hold(line)
 
     def hold(self, line: Line) -> None:
         """The same of one that may wait: where there are no other ranks, or it is brief."""
-        self._held.append((line, self._taker))
+        self.held.append((line, self.taker))
         alone = line.recorded
         if not (alone or line.brief):  # of a device
             alone = line.events is not None or (isinstance(line.loss, Tensor) and not line.loss.is_cpu)
-        if alone or len(self._held) >= TOGETHER or time.perf_counter() - self._told > PATIENCE:
-            self._give_if_free()
+        late = len(self.held) >= TOGETHER or time.perf_counter() - self.told > PATIENCE
+        if alone or late or self._error is not None:
+            self.overdue()
+
+    def overdue(self) -> None:
+        """What is held back has been for long enough."""
+        self._give_if_free()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -116,7 +125,7 @@ class StepRows:
         Of the last one, if ranks merge it, they go with it.
         """
         with self._locked():
-            last, taker = self._held[-1] if self._held else (None, None)
+            last, taker = self._at(-1) if self.held else (None, None)
             if last is not None and last.step == step and taker is self._merged:
                 last.scalars.update(values)
                 return
@@ -139,14 +148,23 @@ class StepRows:
 
     def _give(self, ready: Callable[[Line], bool] = _any, *, all_of_them: bool = False) -> None:
         self._deferred.put_all(self._released(ready, all_of_them))
-        self._told = time.perf_counter()
+        self.told = time.perf_counter()
 
     def _released(self, ready: Callable[[Line], bool], all_of_them: bool) -> Iterator[Row]:
         """One by one, as they are asked for: what is wrong with one, or interrupts, costs that one."""
-        while self._held and ready(self._held[0][0]):
-            if len(self._held) == 1 and self._held[0][1] is self._merged and not all_of_them:
+        while self.held:
+            line, taker = self._at(0)
+            if not ready(line) or (len(self.held) == 1 and taker is self._merged and not all_of_them):
                 break
-            yield self._row(*self._held.popleft())
+            self.held.popleft()
+            yield self._row(line, taker)
+
+    def _at(self, place: int) -> tuple[Line, Taker]:
+        line, taker = self.held[place]
+        if isinstance(line, tuple):
+            line = line_of(line)
+            self.held[place] = line, taker
+        return line, taker
 
     def _row(self, line: Line, taker: Taker) -> Row:
         numbers, behind = line.numbers(self.turns.of(line.trainers)), None if line.events is None else line.events[1]

@@ -100,6 +100,7 @@ class Steps:
         The next may be left alone if it begins as `usual`, or has a part that was. Raises StopTraining when all steps
         that were asked for are made.
         """
+        self.usual.interrupted()
         if self.rest.on and self.rest.called:
             self.resting.unlike()
         elif self.made or self.ledger.line is None:
@@ -140,6 +141,7 @@ class Steps:
     def between(self, *, proven: bool) -> bool:
         """Whether nothing has come of the open step yet; of a thread that has `proven` nothing, but forwards."""
         line = self.line
+        self.usual.interrupted()
         if self.rest.on:
             return not self.rest.called
         if self.made or (line is not None and line.zeroed):
@@ -246,6 +248,7 @@ class Steps:
 
         Without `heard`, optimizers' steps were not heard any more.
         """
+        self.usual.over()
         if not heard:
             self.notes.append(
                 "The program cleared torch's global optimizer hooks, ours among them: what stepped after step "

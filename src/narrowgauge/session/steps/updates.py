@@ -189,6 +189,7 @@ class Updates:
     @passed_over
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
+        self._steps.usual.interrupted(amid=True)
         if not self._steps.made:  # as it mostly is
             self._zeroed(owner)
         elif self.engines.by:  # of what has stepped

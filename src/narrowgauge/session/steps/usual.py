@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
+from typing import Protocol
 from weakref import ReferenceType, ref
 
 from torch.optim.optimizer import Optimizer
@@ -23,6 +24,20 @@ from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.rest import Rest
+
+
+class Shorter(Protocol):
+    """What takes such steps by fewer functions, as long as it may (`models/shortcut.py`)."""
+
+    def take(self, model: object, optimizer: Optimizer, line: Line | None) -> None:
+        """Steps are as usual from here on: this is called in them, and that one makes them, the last of this line."""
+
+    def leave(self) -> None:
+        """They need not be: what is known of the step that is made is in its line."""
+
+    @property
+    def amid(self) -> bool:
+        """Whether it knows of calls of backward that no step was made of yet."""
 
 
 class Usual:
@@ -34,6 +49,7 @@ class Usual:
     Attributes:
         model: what is called with gradients in steps that are as usual; None where none is.
         come_by: told which step is next, where other ranks may wait for this one there.
+        shorter: takes them by fewer functions.
     """
 
     def __init__(self, rest: Rest, ledger: Ledger, evals: EvalLosses) -> None:
@@ -41,19 +57,28 @@ class Usual:
         self._called: object = None  # the model that was called last with gradients, where `rest` was told
         self.model: object = None
         self.come_by: Callable[[int], None] | None = None
+        self.shorter: Shorter | None = None
         self._optimizer: ReferenceType[Optimizer] | None = None  # that makes them
 
     def begun(self, model: object) -> None:
         """This was called with gradients."""
         self._called = model
 
-    def ended(self, optimizer: Optimizer) -> None:
-        """A step was as it should be, made by this; those that are as it was are as they should be."""
+    def ended(self, optimizer: Optimizer, line: Line | None) -> None:
+        """A step was as it should be, made by this, of this line; those that are as it was are as they should be."""
         self.model, self._optimizer = self._called, ref(optimizer)
+        if self.model is not None and self.shorter is not None:
+            self.shorter.take(self.model, optimizer, line)
+
+    def interrupted(self, *, amid: bool = False) -> None:
+        """Something else asks of the step that is made, or tells of it; or, if backward was called in it (`amid`)."""
+        if self.shorter is not None and (not amid or self.shorter.amid):
+            self.shorter.leave()
 
     def over(self) -> None:
         """The next step has a row."""
         self._called = self.model = self._optimizer = None
+        self.interrupted()
 
     def made(self, optimizer: Optimizer) -> bool:
         """This one stepped: whether that is as usual, and done with."""

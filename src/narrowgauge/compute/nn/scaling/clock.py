@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.resume_warnings import warn_unowned
 from narrowgauge.compute.nn.tracing.marks import passed_over
-from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
+from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps, interrupt
 
 _PATIENCE = 8  # steps by optimizers that own nothing, before the first that does
 
@@ -54,6 +54,10 @@ class StepClock:
 
     def follow(self, module: nn.Module) -> None:
         """Count steps of optimizers that own any parameter of `module`; held weakly."""
+        global _followed
+        if not _followed:
+            _followed = True
+            interrupt()
         self._modules.add(module)
 
     def follows(self, module: nn.Module) -> bool:
@@ -164,6 +168,7 @@ def inside_backward() -> bool:
 _CLOCKS: weakref.WeakValueDictionary[int, StepClock] = weakref.WeakValueDictionary()
 _heard: Any = None
 _optimizer_steps = 0
+_followed = False
 
 
 def optimizer_steps() -> int:
@@ -174,10 +179,22 @@ def optimizer_steps() -> int:
 def _install_hook() -> None:
     global _heard
     if _heard is None:
-        _heard = hear_steps(_after_step)
+        _heard = hear_steps(count_step)
 
 
-def _after_step(optimizer: Optimizer, early: bool) -> None:
+def nobody_counts() -> bool:
+    """Whether no module's steps were ever counted. Then they may be told of later, so many at once (`passed`)."""
+    return not _followed
+
+
+def passed(steps: int) -> None:
+    """So many steps were made, of which nobody was told."""
+    global _optimizer_steps
+    _optimizer_steps += steps
+
+
+def count_step(optimizer: Optimizer, early: bool) -> None:
+    """An optimizer has stepped."""
     global _optimizer_steps
     _optimizer_steps += 1
     for held in _CLOCKS.valuerefs():

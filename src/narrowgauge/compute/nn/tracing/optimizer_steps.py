@@ -40,9 +40,11 @@ OURS = -1
 
 Begins = Callable[[Optimizer, Any, Any], Any]
 Ended = Callable[[Optimizer, bool], None]
+Hook = Callable[[Optimizer, Any, Any], Any]  # one of torch's
 
 _BEGINS: dict[int, Begins] = {}
 _ENDED: dict[int, Ended] = {}
+_SWAPPED: list[Callable[[], None]] = []
 _HANDLES: dict[int, Tensor] = {}  # by id: an optimizer need not be hashable
 _PLAIN = (Tensor, nn.Parameter)  # others, as DTensor, take no operator that they do not know
 _numbers = itertools.count()
@@ -57,6 +59,7 @@ def hear_steps(ended: Ended, begins: Begins | None = None) -> Callable[[], None]
         begins: called as `begins(optimizer, args, kwargs)` before it steps; what it returns is as of torch's own
             hooks. In a graph it is called without arguments, and what it returns is lost.
     """
+    interrupt()
     number = next(_numbers)
     _ENDED[number] = ended
     if begins is not None:
@@ -87,6 +90,46 @@ def _install() -> None:
         step_breaks.hear(_tell_between, _between)
 
 
+def swap(
+    optimizer: Optimizer, ended: Ended, hooks: tuple[Hook, Hook], interrupted: Callable[[], None]
+) -> list[Ended] | None:
+    """Have functions of a listener to this one in the places of our hooks (`ordinary`), until `swap_back`.
+
+    For where nothing is compiled.
+
+    Args:
+        ended: what it gave to `hear_steps`.
+        hooks: torch's, before each step and after.
+        interrupted: called where somebody else is about to listen, or to count; it is to `swap_back`.
+    Returns:
+        What else is to be told of ended steps. None if nothing is done: somebody else is told of beginning ones, or its
+        steps call its base class's.
+    """
+    before, after = _global_optimizer_pre_hooks.get(OURS), _global_optimizer_post_hooks.get(OURS)
+    if len(_BEGINS) != 1 or type(optimizer) in _running.nested or (before, after) != ordinary():
+        return None
+    _global_optimizer_pre_hooks[OURS], _global_optimizer_post_hooks[OURS] = hooks
+    _SWAPPED.append(interrupted)
+    return [listener for listener in _ENDED.values() if listener != ended]
+
+
+def ordinary() -> tuple[Hook, Hook]:
+    """Our hooks, before each step and after."""
+    return _before, _after
+
+
+def swap_back() -> None:
+    """Undo `swap`."""
+    _SWAPPED.clear()
+    _install()
+
+
+def interrupt() -> None:
+    """Somebody is about to listen, or to count: our hooks are in their places again."""
+    for interrupted in list(_SWAPPED):
+        interrupted()
+
+
 def settle() -> None:
     """The program compiles: what tells between graphs is in its place before any of them is made."""
     if _BEGINS or _ENDED:
@@ -112,12 +155,14 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.inner: dict[int, int] = {}  # by the optimizers' ids: how many of each run inside of its outermost
+        self.nested: set[type[Optimizer]] = set()  # of which there were such
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer's step begins; whether it is an outermost."""
         number = id(optimizer)
         if number in self.inner and _steps_already(optimizer):  # or that one was left by an error
             self.inner[number] += 1
+            self.nested.add(type(optimizer))
             return False
         self.inner[number] = 0
         return True
