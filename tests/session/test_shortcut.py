@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _glob
 
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here
 
-FEWEST = 12  # functions of ours in a step of one backward on a CPU
+FEWEST = 8  # functions of ours in a step of one backward on a CPU, by a loss function of torch's
 
 
 def once(model, optimizer, number, losses):
@@ -50,7 +50,7 @@ def calls(function):
     found = []
 
     def told(frame, event, _):
-        if event == "call" and "narrowgauge" in frame.f_code.co_filename:
+        if event == "call" and "narrowgauge/session" in frame.f_code.co_filename:  # layers of other tests count steps
             found.append(frame.f_code.co_qualname)
 
     sys.setprofile(told)

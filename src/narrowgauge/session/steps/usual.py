@@ -14,12 +14,14 @@ come to is what they have in the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from typing import Protocol
 from weakref import ReferenceType, ref
 
 from torch.optim.optimizer import Optimizer
 
+from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.steps.ledger import Ledger
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
@@ -70,6 +72,7 @@ class Usual:
         if self.model is not None and self.shorter is not None:
             self.shorter.take(self.model, optimizer, line)
 
+    @partial(passed_over, below=True)
     def interrupted(self, *, amid: bool = False) -> None:
         """Something else asks of the step that is made, or tells of it; or, if backward was called in it (`amid`)."""
         if self.shorter is not None and (not amid or self.shorter.amid):
