@@ -1,13 +1,14 @@
-"""Steps that are left alone and are as the one before: told by five functions instead of two dozen.
+"""Steps that are left alone and are as the one before: told by seven functions instead of two dozen.
 
 Between a program's own operations nothing of ours is in the processor's caches: each function, each object that it
 looks at and each name that it looks up takes its part of a microsecond from memory. So while all is as usual
-(`steps/usual.py`) one function each stands where the ordinary ones do, and keeps what it is told in one place (`_Now`).
+(`steps/usual.py`) one function or two stand where the ordinary ones do, and keep what they are told in one place
+(`_Now`).
 
     where                                ordinary      as usual
     torch's hook for all modules         1 function    1: the model is called with gradients
-    the model's own hooks                5             1: its call has ended
-    torch.autograd.backward              3             1: on this loss
+    the model's own hooks                5             2: its call begins, and has ended
+    torch.autograd.backward              3             2: on this loss, which is kept
     torch's hooks around optimizers      13            2: its rates; the step was made
     torch's clip functions               3             none: nobody is told of clips in steps that are left alone
     Optimizer.zero_grad                  2             none, where a step has one backward: two tell of it
