@@ -13,6 +13,7 @@ from tests.session.inline import followed
 from tests.session.steps.alone import batch, compared, evaluated, made, nothing_is_compiled, run, step
 from torch import nn
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here
 
@@ -164,6 +165,63 @@ def test_a_backward_more_whose_gradients_are_thrown_away_or_not(tmp_path, way):
     _, _, brief = run(tmp_path, program, "loss")
     assert (15 in brief.column("loss")) == (way == "kept")
     assert {at: loss for at, loss in every.column("loss").items() if at in brief.column("loss")} == brief.column("loss")
+
+
+@pytest.mark.parametrize("way", ["none", "zero", "module", "kept"])
+def test_the_same_with_an_evaluation_behind_it(tmp_path, way):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            if number == 6:
+                F.mse_loss(model(batch(40)), batch(40)).backward()
+                if way in ("none", "zero"):
+                    optimizer.zero_grad(set_to_none=way == "none")
+                elif way == "module":
+                    model.zero_grad()
+                losses.append(evaluated(model))
+            once(model, optimizer, number, losses)
+
+    compared(tmp_path, program)
+
+
+class Operations(TorchDispatchMode):
+    """One of the program's, that is told of each operation."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_a_backward_more_sees_what_the_program_does_alone(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            loss = F.mse_loss(model(batch(number)), batch(number))
+            loss.backward(retain_graph=True)
+            if number == 6:
+                with Operations(losses):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compared(tmp_path, program)
+
+
+@pytest.mark.parametrize("evaluates_at", [5, 7])
+def test_a_model_whose_hooks_the_program_takes_out_is_heard_of(resting, evaluates_at):
+    session, writer, model, optimizer, _ = resting
+    model._forward_pre_hooks.clear()
+    model._forward_hooks.clear()
+    for number in range(4, 9):
+        once(model, optimizer, number, [])
+        if number == evaluates_at:
+            wanted = evaluated(model)
+    session.finish()
+    assert writer.column("eval_loss") == {evaluates_at: pytest.approx(wanted)}
 
 
 def test_what_the_program_puts_in_their_places_meanwhile_stays(resting):

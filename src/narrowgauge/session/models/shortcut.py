@@ -40,7 +40,7 @@ from narrowgauge.compute.nn.scaling import clock
 from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS, Ended, Hook
-from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.doors.hearing import Hearing, capturing
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.frames import CALLING
@@ -163,14 +163,16 @@ class Shortcut:
         """Whether backward was called in a step that is not made."""
         return self._now.taken and self._now.backwards > 0
 
-    def leave(self, *, begins: bool = False) -> None:
+    def leave(self, *, begins: bool = False, ended: bool = False) -> None:
         """The ordinary functions are in their places again, and know what has come of the step that is made.
 
-        A call of the model `begins`: if one runs, it is around this one.
+        A call of the model `begins`: if one runs, it is around this one. Or an optimizer's step has `ended`.
         """
         now, rest, ledger = self._now, self._steps.rest, self._steps.ledger
         if not now.taken:
             return
+        if now.backwards == rest.backwards == 1 and not (now.within or ended):
+            self._perhaps_thrown_away()
         now.taken = self._calls.loading.alike = False
         self._seams.swap_back()
         optimizer_steps.swap_back()
@@ -224,6 +226,8 @@ class Shortcut:
             frame = frame.f_back
         if frame is None or model is None:
             self._now.inside = False
+            if self._calls.hook is not None:  # which left torch's place as it began
+                _hooks[OURS] = self._calls.hook
             return
         running = self._calls.running
         running.call, running.root, running.alone, running.depth = frame, root, True, 1
@@ -280,8 +284,6 @@ class Shortcut:
                 return
             usual = now.called and type(tensors) is Tensor and hearing.ident == get_ident() and not losses.scales
             if not usual or _modes() or _function_modes() or now.backwards == rest.backwards or not kept(tensors):
-                if now.backwards == rest.backwards == 1:
-                    self._once_more()
                 leave()
                 ordinary(tensors, *args, **kwargs)
                 return
@@ -303,11 +305,13 @@ class Shortcut:
 
         return backward
 
-    def _once_more(self) -> None:
-        """Backward is called again: perhaps what the first left is thrown away, which `zero_grad` did not tell."""
+    def _perhaps_thrown_away(self) -> None:
+        """Backward was called, and no step made of it: perhaps it is in none, which `zero_grad` did not tell."""
         by = None if self._ways is None else self._ways.by()
         left = [] if by is None else [p.grad for group in by.param_groups for p in group["params"]]
-        if not any(grad is not None and bool(grad.any()) for grad in left):
+        left = [grad for grad in left if grad is not None]
+        unasked = _modes() or _function_modes() or capturing()  # they would see what is asked of gradients
+        if not (left and (unasked or any(type(grad) is not Tensor or bool(grad.any()) for grad in left))):
             self._now.loss, self._steps.more_thrown_away, self._steps.resting.zeroes = None, True, True
 
     def _around_step(self, by: ReferenceType[Optimizer]) -> tuple[Hook, Hook]:
@@ -339,12 +343,12 @@ class Shortcut:
             loss, made, trainers = now.loss, ledger.steps + 1, now.trainers
             if (
                 not (now.stepping and now.called and optimizer is by() and hearing.ident == get_ident())
-                or (now.within or now.backwards != rest.backwards or made >= now.until)
+                or (now.within or now.inside or now.backwards != rest.backwards or made >= now.until)
                 or (
                     trainers is not None and (loss is None or (type(loss) is float and loss - loss != 0.0))
                 )  # not finite
             ):
-                leave()
+                leave(ended=True)
                 ends(optimizer, args, kwargs)
                 return
             ledger.steps = made
