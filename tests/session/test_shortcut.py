@@ -224,6 +224,23 @@ def test_a_model_whose_hooks_the_program_takes_out_is_heard_of(resting, evaluate
     assert writer.column("eval_loss") == {evaluates_at: pytest.approx(wanted)}
 
 
+def test_an_evaluation_behind_an_interrupted_hook_of_the_programs_is_heard(resting):
+    session, writer, model, optimizer, _ = resting
+
+    def interrupts(*_):
+        raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupts, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        once(model, optimizer, 4, [])
+    hook.remove()
+    wanted = evaluated(model)
+    once(model, optimizer, 4, [])
+    session.finish()
+    assert writer.column("eval_loss") == {3: pytest.approx(wanted)}
+    assert session.facts()["steps"] == 4
+
+
 def test_what_the_program_puts_in_their_places_meanwhile_stays(resting):
     session, writer, model, optimizer, before = resting
     seen, backward, ordinary = [], torch.autograd.backward, before[-4]

@@ -173,6 +173,8 @@ class Shortcut:
             return
         if now.backwards == rest.backwards == 1 and not (now.within or ended):
             self._perhaps_thrown_away()
+        if now.begins:  # it was interrupted before it was one
+            now.called = now.backwards > 0
         now.taken = self._calls.loading.alike = False
         self._seams.swap_back()
         optimizer_steps.swap_back()
@@ -257,7 +259,7 @@ class Shortcut:
 
         @passed_over
         def before(module: nn.Module, *given: Any) -> None:
-            if now.begins:
+            if now.begins and _grad_enabled():  # or the program's own hook was interrupted, and this is an evaluation
                 now.begins = False
                 return
             if module is model():  # it calls itself, or was left without a word, and torch's hook is not there
