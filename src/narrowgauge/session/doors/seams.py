@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,13 @@ from narrowgauge.session.doors.overridden import overridden
 from narrowgauge.session.doors.unseen import unseen
 
 _compiling = torch.compiler.is_dynamo_compiling
+
+
+class Waits(Protocol):
+    """Knows of calls of backward that no step was made of yet, while steps are as usual."""
+
+    taken: bool  # they are
+    backwards: int
 
 
 class Seams:
@@ -39,6 +46,7 @@ class Seams:
         self._resting: list[tuple[Any, str]] = []  # places of what tells nobody while seams rest
         self._stand_ins: dict[tuple[int, str], tuple[Any, Any]] = {}  # by places: ours, and what stands for it
         self._swapped: list[tuple[Any, str, Any, Any]] = []  # where it does
+        self.waits: Waits | None = None
         self.telling = True
         self.resting = False  # meanwhile what `rests` tells nobody
 

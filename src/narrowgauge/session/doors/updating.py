@@ -209,7 +209,9 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
     def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if not torch.compiler.is_dynamo_compiling() and seams.telling:
+            if _compiling() or not seams.telling:
+                return
+            if (waits := seams.waits) is None or not waits.taken or waits.backwards:  # else behind a step, as mostly
                 updates.gradients_zeroed(self)
 
         return run

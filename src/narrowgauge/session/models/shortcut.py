@@ -11,7 +11,7 @@ looks at and each name that it looks up takes its part of a microsecond from mem
     torch.autograd.backward              3             2: on this loss, which is kept
     torch's hooks around optimizers      13            2: its rates; the step was made
     torch's clip functions               3             none: nobody is told of clips in steps that are left alone
-    Optimizer.zero_grad                  2             none, where a step has one backward: two tell of it
+    Optimizer.zero_grad                  2             1: behind the step
     torch's loss functions               3 each        1 each
 
 Whatever is otherwise (an evaluation, another loss, optimizer or thread, the last of these steps) puts the ordinary ones
@@ -40,7 +40,7 @@ from narrowgauge.compute.nn.scaling import clock
 from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS, Ended, Hook
-from narrowgauge.session.doors.hearing import Hearing, capturing
+from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.frames import CALLING
@@ -126,6 +126,7 @@ class Shortcut:
         self._in_vain = 0
         self._counts_later = False
         steps.usual.shorter = self
+        seams.waits = self._now
         steps.evals.disturbed = self.leave
         seams.on_close(self.leave)
 
@@ -153,8 +154,6 @@ class Shortcut:
         self._calls.hook = _hooks[OURS] = ways.called
         self._seams.swap_resting()
         self._seams.swap(torch.autograd, "backward", self._backward)
-        if rest.backwards == 1:
-            self._seams.swap(Optimizer, "zero_grad")
         self._steps.evals.shorten()
         self._calls.loading.alike = True
 
@@ -163,16 +162,14 @@ class Shortcut:
         """Whether backward was called in a step that is not made."""
         return self._now.taken and self._now.backwards > 0
 
-    def leave(self, *, begins: bool = False, ended: bool = False) -> None:
+    def leave(self, *, begins: bool = False) -> None:
         """The ordinary functions are in their places again, and know what has come of the step that is made.
 
-        A call of the model `begins`: if one runs, it is around this one. Or an optimizer's step has `ended`.
+        A call of the model `begins`: if one runs, it is around this one.
         """
         now, rest, ledger = self._now, self._steps.rest, self._steps.ledger
         if not now.taken:
             return
-        if now.backwards == rest.backwards == 1 and not (now.within or ended):
-            self._perhaps_thrown_away()
         if now.begins:  # it was interrupted before it was one
             now.called = now.backwards > 0
         now.taken = self._calls.loading.alike = False
@@ -307,15 +304,6 @@ class Shortcut:
 
         return backward
 
-    def _perhaps_thrown_away(self) -> None:
-        """Backward was called, and no step made of it: perhaps it is in none, which `zero_grad` did not tell."""
-        by = None if self._ways is None else self._ways.by()
-        left = [] if by is None else [p.grad for group in by.param_groups for p in group["params"]]
-        left = [grad for grad in left if grad is not None]
-        unasked = _modes() or _function_modes() or capturing()  # they would see what is asked of gradients
-        if not (left and (unasked or any(type(grad) is not Tensor or bool(grad.any()) for grad in left))):
-            self._now.loss, self._steps.more_thrown_away, self._steps.resting.zeroes = None, True, True
-
     def _around_step(self, by: ReferenceType[Optimizer]) -> tuple[Hook, Hook]:
         now, leave, hearing, updates = self._now, self.leave, self._hearing, self._updates
         rest, ledger, usual = self._steps.rest, self._steps.ledger, self._steps.usual
@@ -350,7 +338,7 @@ class Shortcut:
                     trainers is not None and (loss is None or (type(loss) is float and loss - loss != 0.0))
                 )  # not finite
             ):
-                leave(ended=True)
+                leave()
                 ends(optimizer, args, kwargs)
                 return
             ledger.steps = made
