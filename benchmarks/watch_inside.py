@@ -5,7 +5,8 @@ tensors happen to lie: more than our functions take themselves. So here each of 
 program's operations, where nothing of it is in the processor's caches. What two looks at the clock take is taken off.
 
     called     torch's hook for all modules: the model is called
-    ended      the model's own hook: its call has ended
+    begins     the model's own hook before its call
+    ended      and behind it
     backward   what stands for torch.autograd.backward, without torch's
     stepping   torch's hook before an optimizer's step
     stepped    the one behind it: the row of the step; every sixteenth gives all of them away, which the mean has
@@ -85,6 +86,7 @@ def row_of(name: str, steps: int) -> dict[str, Any]:
         original, cell.cell_contents = cell.cell_contents, clock.outside(cell.cell_contents)
         torch.autograd.backward = clock.around("backward", backward)  # type: ignore[assignment]
         for places, what in (
+            (model._forward_pre_hooks, "begins"),
             (model._forward_hooks, "ended"),
             (_global_optimizer_pre_hooks, "stepping"),
             (_global_optimizer_post_hooks, "stepped"),
