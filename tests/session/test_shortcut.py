@@ -15,6 +15,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from narrowgauge.session.steps.rows import StepRows
+
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here
 
 FEWEST = 9  # functions of ours in a step of one backward on a CPU, by a loss function of torch's
@@ -262,6 +264,27 @@ def test_what_the_program_puts_in_their_places_meanwhile_stays(resting):
     assert len(seen) == 3
     session.finish()
     assert writer.column("loss")[5] == losses[0]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_goes_wrong_with_rows_is_kept_from_the_program(tmp_path, monkeypatch, taken):
+    def full(self):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("narrowgauge.session.models.shortcut.TOGETHER", 1)
+    monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)
+    if not taken:
+        monkeypatch.setattr("narrowgauge.session.models.shortcut.MOST_IN_VAIN", 0)
+    watch = {"scalars": "loss"}
+    with followed(tmp_path, compiling=True, judge="current", watch=watch, every=1000) as (session, _):
+        model, optimizer = made()
+        for number in range(1, 9):
+            once(model, optimizer, number, [])
+            if number == 4:
+                monkeypatch.setattr(StepRows, "overdue", full)
+        monkeypatch.undo()
+    assert session.steps.ledger.steps == 8
+    assert [note for note in session.facts()["notes"] if "no space left on device" in note]
 
 
 def test_a_copy_of_the_model_is_another_one(resting):

@@ -196,8 +196,7 @@ class Shortcut:
             line.step, line.loss, line.backwards = ledger.steps + 1, now.loss, now.backwards
             line.scalars.update({"lr": now.rates} if isinstance(now.rates, float) else now.rates)
         else:
-            for _ in range(now.made):
-                ledger.rows.pace.passed()
+            ledger.rows.pace.passed(now.made)
         self._hearing.waits |= now.within
         if now.stepping and self._ways is not None:
             self._updates.stepping = self._ways.by
@@ -356,7 +355,10 @@ class Shortcut:
                     seconds, laps.last = at - laps.last, at
                 held.append(((trainers, made, loss, now.rates, seconds, events), rows.taker))
                 if len(held) >= TOGETHER or at - rows.told > PATIENCE:
-                    rows.overdue()
+                    try:
+                        rows.overdue()
+                    except Exception as error:
+                        hearing.kept("stepped", error)
             if usual.come_by is not None:
                 usual.come_by(made + 1)
             for ended in now.others:

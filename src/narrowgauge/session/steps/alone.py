@@ -203,7 +203,15 @@ class UpdatesAlone:
         if updates.engines.alone and updates.engines.noted(optimizer):
             return True
         mine = not updates.prepares and updates.stepping is not None and updates.stepping() is optimizer
-        if mine and self.hearing.plainly() and self._steps.usual.made(optimizer):
+        made = False
+        if mine and self.hearing.plainly():
+            steps = self._steps.ledger.steps
+            try:
+                made = self._steps.usual.made(optimizer)
+            except Exception as error:  # in what became of earlier rows
+                self.hearing.kept("step_ended", error)
+                made = self._steps.ledger.steps > steps
+        if made:
             updates.ended += 1
             updates.stepping, updates.closures.again = None, False
             return True

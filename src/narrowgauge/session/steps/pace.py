@@ -44,9 +44,9 @@ class Pace:
         self._steps[recorded] += 1
         self._all += seconds if recorded else 0.0
 
-    def passed(self) -> None:
-        """A step was made that nobody timed, and that was not recorded."""
-        self._steps[False] += 1
+    def passed(self, steps: int = 1) -> None:
+        """So many steps were made that nobody timed, and that were not recorded."""
+        self._steps[False] += steps
 
     @property
     def short(self) -> bool:
