@@ -27,6 +27,8 @@ A program trains otherwise where its name says so: `tiny+pair`.
     +pair       matrices are trained by one optimizer, all else by another
     +sam        of layers: each batch has two backward passes, the first to find where the second looks
     +reference  of layers: the model is called without gradients, too, on the batch that it trains on
+    +lbfgs      of layers: its optimizer tries how far to go, by a closure that it calls four times
+    +vector     of layers: backward is called on no number, but with gradients
     +beside     another model like it trains in turn with it, and it alone is watched
     +ranks      under torchrun: by DistributedDataParallel, each rank a GPU; rank 0 tells
 
@@ -92,14 +94,30 @@ def on_gpu(name: str) -> tuple[torch.nn.Module, Loss]:
     return model, loss
 
 
-def looking_twice(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Train:
-    """A training step of layers, in which they are called twice on its batch."""
+def otherwise(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Train:
+    """A training step of layers in which they are called more than once on its batch, or have no loss."""
     base, *ways = name.split("+")
     width, parameters = int(base.split("-")[1]), [*model.parameters()]
 
     def called(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=not base.endswith("float32")):
             return model(x).float()
+
+    def tries() -> None:
+        x = torch.randn(width, width)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            loss = called(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    def hands_on() -> None:
+        y = called(torch.randn(width, width))
+        y.backward(y.detach() / y.numel())
+        stepped()
 
     def stepped() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -126,7 +144,7 @@ def looking_twice(name: str, model: torch.nn.Module, optimizer: torch.optim.Opti
         (y - reference + y.square()).mean().backward()
         stepped()
 
-    return sharp if "sam" in ways else refers
+    return {"sam": sharp, "reference": refers, "lbfgs": tries, "vector": hands_on}[ways[0]]
 
 
 def training(name: str, device: str) -> Train:
@@ -157,9 +175,11 @@ def trained(name: str, device: str) -> tuple[torch.nn.Module, Train]:
     if "pair" in ways:
         matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is big] for big in (True, False))
         optimizers = [torch.optim.SGD(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+    if "lbfgs" in ways:
+        optimizers = [torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=4, history_size=4)]
     scaler = torch.amp.GradScaler(device, enabled="scaler" in ways)
-    if "sam" in ways or "reference" in ways:
-        return model, looking_twice(name, model, *optimizers)
+    if {"sam", "reference", "lbfgs", "vector"} & {*ways}:
+        return model, otherwise(name, model, *optimizers)
     called = torch.nn.parallel.DistributedDataParallel(model) if "ranks" in ways else model
     if "compiled" in ways:
         called.compile()

@@ -163,42 +163,94 @@ def test_rates_of_several_groups_are_kept(tmp_path):
     assert list(writer.column("lr_1")) == [at for at in EACH if at != 10]  # there both are one
 
 
-@pytest.mark.parametrize("kind", ["vectors", "lbfgs", "grad"])
-def test_whose_loss_backward_is_not_called_on_has_whole_rows(tmp_path, kind):
+def gradients(kind, model, x, number):
+    """Those of a step, without `backward` being called on a loss, or not on that alone."""
+    if kind == "grad":
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(F.mse_loss(model(x), x), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+        return
+    y = model(x)
+    if kind == "handed on":  # as gradient caching does, and each step adds a loss of the weights
+        F.mse_loss(kept := y.detach().requires_grad_(), x).backward()
+        y.backward(kept.grad)
+        sum(p.square().sum() for p in model.parameters()).backward()
+    else:
+        y.backward(y.detach() / number)
+
+
+@pytest.mark.parametrize("kind", ["vectors", "grad", "handed on"])
+def test_whose_loss_backward_is_not_called_on_has_brief_rows_without(tmp_path, kind):
     def program(losses):
-        model = Model()
-        optimizer = (torch.optim.LBFGS if kind == "lbfgs" else torch.optim.SGD)(model.parameters(), lr=0.01)
+        model, optimizer = made()
         for number in EACH:
-            x = batch(number)
-
-            def closure(x=x):
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), x)
-                loss.backward()
-                return loss
-
-            if kind == "lbfgs":
-                optimizer.step(closure)
-            elif kind == "grad":
-                parameters = list(model.parameters())
-                gradients = torch.autograd.grad(F.mse_loss(model(x), x), parameters)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                optimizer.step()
-            else:
-                y = model(x)
-                y.backward(torch.ones_like(y))
-                optimizer.step()
+            gradients(kind, model, batch(number), number)
+            optimizer.step()
             optimizer.zero_grad()
+        losses.append(model.up.weight.tolist())
 
     session, writer = with_rows_of_each(tmp_path, program)
-    assert list(writer.column("grad_norm")) == EACH
-    assert session.steps.rest.steps == 0
-    assert notes(session) == [
-        'watch.scalars is "loss", but backward is called on no number, or on what is thrown away: each step has a '
-        "whole row."
-    ]
-    _, session, _ = run(tmp_path, program, "auto")
+    assert list(writer.column("grad_norm")) == list(WHOLE)
+    assert list(writer.column("loss")) == (EACH if kind == "handed on" else [])
+    assert {name for at in BETWEEN for name in writer.scalars[at]} == IN_BRIEF - (
+        set() if kind == "handed on" else {"loss", "nonfinite"}
+    )
+    assert session.steps.rest.steps == len(BETWEEN)
+    assert not notes(session)
+
+
+def test_another_call_on_no_number_than_before_has_a_whole_row_behind_it(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            gradients("vectors", model, batch(number), number)
+            if number == 14:
+                y = model(batch(1))
+                y.backward(y.detach())
+            elif number == 17:
+                F.mse_loss(model(batch(1)), batch(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("loss")) == [17]
+    assert set(writer.column("grad_norm")) - set(WHOLE) == {15, 18}
+
+
+@pytest.mark.parametrize("zeroes", ["with it", "by the model", "never"])
+def test_of_what_an_optimizer_tries_brief_rows_have_the_first(tmp_path, zeroes):
+    """Each step calls its closure as often as it may: once to six times."""
+    calls = []
+
+    def program(losses):
+        calls.clear()
+        model = Model()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05)
+        for number in EACH:
+            x = batch(1)
+            optimizer.param_groups[0]["max_iter"] = 1 + number % 6
+            calls.append(0)
+
+            def closure(x=x):
+                calls[-1] += 1
+                if zeroes != "never":
+                    (optimizer if zeroes == "with it" else model).zero_grad()
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            optimizer.step(closure)
+            if zeroes == "never":
+                for p in model.parameters():
+                    p.grad = None
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert set(calls) == set(range(1, 7))
+    assert list(writer.column("loss")) == EACH
+    assert {name for at in BETWEEN for name in writer.scalars[at]} == IN_BRIEF
+    assert session.steps.rest.steps == len(BETWEEN)
     assert not notes(session)
 
 

@@ -250,7 +250,7 @@ def test_where_several_optimizers_make_each_step_it_is_left_alone(tmp_path):
 
 
 def test_another_model_that_is_trained_meanwhile_wakes(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowgauge.session.steps.cycle.LONGEST", 1)  # nor is the other one's turn awaited
+    monkeypatch.setattr("narrowgauge.session.steps.cycle.AWAITED", 2)  # nor is the other one's turn awaited
 
     def program(losses):
         model, one = made()

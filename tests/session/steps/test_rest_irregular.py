@@ -143,7 +143,7 @@ def test_an_optimizer_that_wraps_another_is_left_alone_too(tmp_path):
 
 
 def test_steps_in_backward_by_optimizers_that_were_there_before(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowgauge.session.steps.cycle.LONGEST", 1)  # nor is the other one's turn awaited
+    monkeypatch.setattr("narrowgauge.session.steps.cycle.AWAITED", 2)  # nor is the other one's turn awaited
 
     def program(losses):
         model, leader = made(torch.optim.SGD)

@@ -79,7 +79,8 @@ class CallsAlone:
             # torch takes a longer way to each module while there is one
             if steps.resting.quiet and _hooks.get(OURS) is self.hook:
                 _hooks.pop(OURS, None)
-            if root is steps.usual.model and steps.evals.idle and self.hearing.plainly():
+            usual = root is steps.usual.model or steps.resting.tries
+            if usual and steps.evals.idle and self.hearing.plainly():
                 self.rest.called = steps.evals.fed = True
                 self.loading.of_thread.waited = 0.0
             else:

@@ -42,9 +42,12 @@ class Turns:
 
     def passed(self, last: Mapping[int, int], gaps: Mapping[int, int]) -> None:
         """As of a recorder."""
-        for who in last.keys() & self._last.keys():
-            self._last[who] = last[who]
-            self._longest[who] = max(self._longest.get(who, 0), min(MOST, gaps.get(who, 0)))
+        for who, at in last.items():
+            if who in self._last:
+                self._longest[who] = max(self._longest.get(who, 0), min(MOST, gaps.get(who, 0)))
+            elif at <= self._step:  # it was silent for too long then, and is since
+                continue
+            self._last[who] = at
 
     def stepped(self, optimizers: Collection[int]) -> None:
         """These, by their ids, stepped in the open step."""

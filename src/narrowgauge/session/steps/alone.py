@@ -84,6 +84,10 @@ class UpdatesAlone:
             self.resting.called()
         if (line := rest.line) is not None:
             line.backwards += 1
+            if self.resting.tries:
+                line.elsewhere += 1
+                line.tried += 1
+                return True
             with _NoFunctionModes():
                 plain = type(loss) is Tensor and loss.dtype is torch.float32 and not loss.dim()
                 if plain and (loss.is_cpu or loss.is_cuda) and line.backwards == 1 and not _modes():
@@ -109,9 +113,12 @@ class UpdatesAlone:
                 self._steps.thrown_away += left(line, but=1)
             if self._updates.closures.again:
                 line.elsewhere += 1
+                line.tried += 1
                 return
         number = self._updates.losses.number(loss)
-        if number is not None and (line.loss is not None or line.backwards == line.elsewhere + 1):
+        if number is None:
+            line.vectors += 1
+        elif line.loss is not None or line.backwards == line.elsewhere + line.vectors + 1:
             add_loss(line, number)
         else:  # not all of the step's are known
             line.loss = None

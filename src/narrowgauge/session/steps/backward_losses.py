@@ -102,7 +102,7 @@ class BackwardLosses:
         elif not staged and any(isinstance(x, Tensor) for x in (loss if isinstance(loss, tuple | list) else (loss,))):
             self._vectors += 1
             if (line := self._steps.ledger.line) is not None:
-                line.partly = True
+                line.vectors += 1
             self._steps.ledger.add_microbatch(None)
         return number
 

@@ -53,10 +53,10 @@ class Closures:
         """A closure is called, or it has returned to `optimizer`."""
         if optimizer is None:
             self.depth += 1
-            self._steps.paused = self.again
+            self._steps.paused = self._steps.resting.tries = self.again
             return
         self.depth -= 1
-        self._steps.paused = False
+        self._steps.paused = self._steps.resting.tries = False
         if not self.again:
             self.again = True
             self._told(optimizer)

@@ -19,7 +19,8 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps.line import Line
 
-LONGEST, WINDOW = 8, 32  # steps of a period, and those that it is looked for in
+LONGEST, WINDOW = 16, 32  # steps of a period, and those that it is looked for in
+AWAITED = 16  # steps in which the turn of an optimizer that has not stepped yet may come
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Kind:
         makers: the optimizers, in the order in which they step.
         trainers: their numbers.
         backwards: calls of backward that the latest had.
+        counted: of these, all but what an optimizer only tried.
+        vectors: of these, those on no number.
         called: a model was called in it (the temperature of an actor is trained without).
         zeroes: gradients were set to zero between two of these calls, or behind the last.
         engine: an engine makes it, in one step of its own, however often each optimizer steps in that.
@@ -40,6 +43,8 @@ class Kind:
     makers: tuple[ReferenceType[Optimizer], ...]
     trainers: set[int]
     backwards: int
+    counted: int
+    vectors: int
     called: bool
     zeroes: bool = False
     engine: bool = False
@@ -88,13 +93,14 @@ class Cycle:
         makers = {at: known for at, known in self._makers.items() if at in line.optimizers}
         engine, parts = self._engine[0] == line.step, self._engine[1]
         whole = len(line.stepped) == (parts if engine else len(line.optimizers))  # each of them
-        if not (line.microbatches and whole and len(makers) == len(line.optimizers)):
+        if not ((line.microbatches or called) and whole and makers and len(makers) == len(line.optimizers)):
             self.unlike |= self._irregular or bool(self._seen)
             self._irregular = True
             self._seen.clear()
             return
         known = frozenset(makers), tuple(makers.values()), line.trainers
-        self._seen.append(Kind(*known, line.backwards, called, line.zeroes, engine))
+        counts = line.backwards, line.backwards - line.tried, line.vectors
+        self._seen.append(Kind(*known, *counts, called, line.zeroes, engine))
         self.kinds.clear()
 
     def begins(self) -> bool:
@@ -106,7 +112,7 @@ class Cycle:
                 kinds = deque([*self._seen][-period:])
                 if not any(kind.called for kind in kinds):
                     break
-                if len(teams) < 2 * LONGEST and self._others(kinds):
+                if len(teams) < AWAITED and self._others(kinds):
                     return False
                 self.kinds = kinds
                 return True
@@ -127,6 +133,11 @@ class Cycle:
     def zeroes(self) -> bool:
         """Whether gradients are set to zero in the middle of some of these steps."""
         return any(kind.zeroes for kind in self._seen)
+
+    @property
+    def tries(self) -> bool:
+        """Whether an optimizer calls its closure more than once in some of them."""
+        return any(kind.counted < kind.backwards for kind in self._seen)
 
     @property
     def latest(self) -> list[Optimizer]:

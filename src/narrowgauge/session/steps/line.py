@@ -26,8 +26,9 @@ class Line:
     loss: Tensor | float | None = None
     microbatches: int = 0
     backwards: int = 0  # calls of backward, which microbatches are not where some were thrown away or tried
-    partly: bool = False  # what backward was called on is perhaps not all of the step's
+    vectors: int = 0  # such calls on no number, which have no loss
     elsewhere: int = 0  # such calls whose gradients were thrown away, or only tried by an optimizer
+    tried: int = 0  # of these, those that an optimizer only tried, with its closure
     zeroes: bool = False  # gradients were set to zero behind one of them, and before the step
     zeroed: bool = False  # all that its microbatches left; since then nothing was called
     other_data: bool = False  # since the last backward a model was called, with other data than for that one

@@ -10,9 +10,10 @@ make each step (one of matrices, say, and one of the rest), the last of them end
 whose is next (`cycle.py`). A program that goes on otherwise (with another optimizer, by a graph) has a row of each step
 from there on; but none of one that had begun, of which a part was not heard.
 
-A loss is what `backward` was called on, before a gradient scaler multiplied it. Behind one that is not finite, or
-unknown, and where `backward` was called another number of times than in the last step that was looked at, the next is
-looked at.
+A loss is what `backward` was called on, before a gradient scaler multiplied it; where it is called on no number, or not
+at all, there is none. Behind one that is not finite, or unknown, and where `backward` was called another number of
+times than in the last step that was looked at, the next is looked at; what an optimizer tries with its closure does not
+count.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps import pace
@@ -38,6 +38,7 @@ class Rest:
         scalars: what the settings ask for (`watch.scalars`).
         possible: whether the program may be left alone at all.
         short: whether its steps are, on all ranks, where that is what it depends on.
+        several: whether there are others; one that has no loss is not left alone then, for the run's is theirs.
 
     Attributes:
         asked: whether it is to be left alone, wherever that can be.
@@ -52,15 +53,25 @@ class Rest:
         refused: why it is not to be, asked before it is; "" if it may.
         line: of the step that is being made, as far as it is kept.
         backwards: calls of backward that the next has.
+        counted: of these, all but what an optimizer only tries.
+        vectors: of these, those on no number.
         hands_on: a step that will have a row may be given what a model makes in this one, or it is asked anyhow.
         refers: the program calls its model without gradients on batches that wait for their backward, perhaps.
     """
 
-    def __init__(self, scalars: str, *, possible: bool = True, short: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        scalars: str,
+        *,
+        possible: bool = True,
+        short: Callable[[], bool] = lambda: True,
+        several: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.asked, self.keeps, self.on = possible and scalars != "all", scalars != "recorded", False
         self._spares = possible and scalars == "auto"
         self._said = scalars if scalars in ("loss", "recorded") else ""
         self._short: Callable[[], bool] = short if scalars == "auto" else lambda: True
+        self._several = several
         self.refused: Callable[[], str] = lambda: ""
         self.called = False
         self.steps = 0
@@ -73,13 +84,12 @@ class Rest:
         self._regular = False  # the last one was as it has to be before one that is left alone
         self.line: Line | None = None
         self._trainers: set[int] = set()  # who makes these steps
-        self.backwards = 0
+        self.backwards = self.counted = self.vectors = 0
         self.hands_on = self.refers = False
 
     def follows(self, line: Line, *, called: bool) -> bool:
         """Whether a step of this line may be the last with a row; `called` in it was a model."""
         self.cycle.seen(line, called=called)
-        self._lossless |= called and not line.microbatches  # nor is backward called in a pipeline's first stages
         if self.on or (line.recorded and not self.keeps):
             return False
         self._regular = self.cycle.begins() and (not self.keeps or self._known(line))
@@ -99,8 +109,11 @@ class Rest:
 
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
-        elsewhere = line.elsewhere if line.zeroes else 0
-        heard = line.loss is not None and line.backwards == line.microbatches + elsewhere and not line.partly
+        elsewhere = line.elsewhere if line.zeroes or line.tried else 0
+        heard = line.backwards == line.microbatches + elsewhere and has_all(
+            line, line.backwards - line.tried, line.vectors
+        )
+        heard &= not (line.vectors or line.loss is None) or not self._several()
         self._lossless |= not heard
         return heard
 
@@ -119,7 +132,8 @@ class Rest:
 
     def _expect(self) -> None:
         kind = self.cycle.kinds[0]
-        self.team, self._trainers, self.backwards = kind.team, kind.trainers, kind.backwards
+        self.team, self._trainers = kind.team, kind.trainers
+        self.backwards, self.counted, self.vectors = kind.backwards, kind.counted, kind.vectors
         self.parted.clear()
 
     def turned(self) -> None:
@@ -138,9 +152,9 @@ class Rest:
     def is_like(self, line: Line) -> bool:
         """Whether the step of this line, which is made, is as those before: by backward's calls, and a finite loss."""
         loss = line.loss
-        if line.backwards != self.backwards or loss is None:
+        if line.backwards - line.tried != self.counted or not has_all(line, self.counted, self.vectors):
             return False
-        return isinstance(loss, Tensor) or isfinite(loss)
+        return not isinstance(loss, float) or isfinite(loss)
 
     @property
     def by_engine(self) -> bool:
@@ -211,3 +225,8 @@ class Rest:
                 f"{' since' * bool(self.steps)}{whose}."
             )
         return notes
+
+
+def has_all(line: Line, counted: int, vectors: int) -> bool:
+    """Whether a step has the loss of so many calls of backward, of which so many were on no number."""
+    return line.vectors == vectors and (line.loss is None) is (counted == vectors)

@@ -28,6 +28,7 @@ class Resting:
         quiet: meanwhile nothing is compiled, which would ask what hooks and closures there are.
         careful: the program sets gradients to zero in mid-step, and what becomes of that is followed; or it may have
             references (`references.py`), which is asked.
+        tries: an optimizer does, with its closure, and what is called meanwhile is none of the step's.
         zeroes: it has, since it last began to be left alone or shortly before, wherever that was: in a closure, say.
     """
 
@@ -43,7 +44,7 @@ class Resting:
         self._rest, self._ledger, self._evals, self._usual = rest, ledger, evals, usual
         self._passed, self._take_evaluation = passed, take_evaluation
         self.told: Callable[[bool], None] = lambda rests: None
-        self.quiet = self.careful = self.zeroes = False
+        self.quiet = self.careful = self.tries = self.zeroes = False
         self._odd: list[list[int]] = []  # who made steps that nobody expected, by ids; all behind the last expected one
 
     def called(self) -> None:

@@ -63,7 +63,8 @@ class Steps:
         self.evals = EvalLosses(lambda: self.ledger.steps + bool(self.rest.parted), self.ledger.aside)
         possible = plan.compiling and plan.steps is None and probe is None
         short = partial(ranks.all_short, lambda: self.ledger.rows.pace.short)
-        self.rest = Rest(plan.watch.get("scalars", "auto"), possible=possible, short=short)
+        scalars = plan.watch.get("scalars", "auto")
+        self.rest = Rest(scalars, possible=possible, short=short, several=ranks.several)
         self.usual = Usual(self.rest, self.ledger, self.evals)
         self.resting = Resting(self.rest, self.ledger, self.evals, self.usual, recorder.passed, self._take_evaluation)
         self.references = References(self.rest, self.evals, self.batches, lambda: self.ledger.steps)
@@ -163,7 +164,7 @@ class Steps:
         """Another thread goes on."""
         self.resting.wake()
         self.doubt()
-        self.paused = False
+        self.paused = self.resting.tries = False
         self.ledger.hand_over()
 
     def end(self, *, early: bool = False) -> None:
@@ -193,7 +194,7 @@ class Steps:
         resting = self.resting
         zeroes, resting.zeroes = resting.zeroes or self.rest.cycle.zeroes, False
         asks = self.references.rests(able=resting.quiet and not zeroes)
-        resting.careful = asks or (self.rest.keeps and zeroes)
+        resting.careful = asks or (self.rest.keeps and (zeroes or self.rest.cycle.tries))
         return True
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False, within: bool = False) -> None:

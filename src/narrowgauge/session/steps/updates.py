@@ -121,6 +121,7 @@ class Updates:
             self._steps.evals.trains_by.backward(loss, number)
         elif line is not None:
             line.elsewhere += 1
+            line.tried += 1
         if self._probe is not None:
             self._probe.before_backward(loss, plain)
 
@@ -189,6 +190,8 @@ class Updates:
     @passed_over
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
+        if self._steps.resting.tries and self._steps.rest.on:
+            return
         self._steps.usual.interrupted(amid=True)
         if not self._steps.made:  # as it mostly is
             self._zeroed(owner)
