@@ -31,3 +31,15 @@ def still_runs(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is call
+
+
+def call_of(module: nn.Module, within: int = 0) -> FrameType | None:
+    """The nearest call of this module on this thread that has so many more of it `within`; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CALLING and frame.f_locals.get("self") is module:
+            if not within:
+                return frame
+            within -= 1
+        frame = frame.f_back
+    return None

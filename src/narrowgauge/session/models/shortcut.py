@@ -23,12 +23,10 @@ looked at, engines, other models, optimizers whose steps call their base class's
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sized
 from functools import partial
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -43,7 +41,7 @@ from narrowgauge.compute.nn.tracing.optimizer_steps import OURS, Ended, Hook
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.alone import CallsAlone
-from narrowgauge.session.models.frames import CALLING
+from narrowgauge.session.models.frames import call_of
 from narrowgauge.session.models.root import Around, Root
 from narrowgauge.session.steps.ledger import float32, rates, together
 from narrowgauge.session.steps.line import Line, Rates
@@ -214,21 +212,15 @@ class Shortcut:
 
     def _running(self, root: Root | None, within: int) -> None:
         """The model's call goes on, unless it was left without a word; so many more of it run `within`."""
-        frame: FrameType | None = sys._getframe(1)
         model = None if root is None else root.reference()
-        while frame is not None:
-            if frame.f_code is CALLING and frame.f_locals.get("self") is model:
-                if not within:
-                    break
-                within -= 1
-            frame = frame.f_back
-        if frame is None or model is None:
+        call = None if model is None else call_of(model, within)
+        if call is None:
             self._now.inside = False
             if self._calls.hook is not None:  # which left torch's place as it began
                 _hooks[OURS] = self._calls.hook
             return
         running = self._calls.running
-        running.call, running.root, running.alone, running.depth = frame, root, True, 1
+        running.call, running.root, running.alone, running.depth = call, root, True, 1
 
     def _made(self, model: ReferenceType[nn.Module], by: ReferenceType[Optimizer], hook: Callable[..., None]) -> _Ways:
         return _Ways(model, by, self._called(model, hook), partial(self._around, model), self._around_step(by))
