@@ -46,6 +46,7 @@ PINNED = {
     "observe.report": "html lines plain render text write_report",
     "session.config": "Config load",
     "session.dumps": "Dumper",
+    "session.shortcut": "Shortcut",
     "session.sites": "Census KINDS Kind Own Part Products kind_of",
     "session.ranks": "Ranks Told",
     "session.same_weights": "RecipeVariant SameWeightsProbe Variant snapshot_steps",

@@ -48,6 +48,10 @@ def is_ours(function):
     return "narrowgauge" in function.__code__.co_filename
 
 
+def is_the_shortcuts(function):
+    return "narrowgauge/session/shortcut/" in function.__code__.co_filename
+
+
 def calls(function):
     """The names of our functions that run in it."""
     found = []
@@ -75,7 +79,7 @@ def resting(tmp_path):
             once(model, optimizer, number, [])
         assert session.steps.rest.on
         yield session, writer, model, optimizer, before
-    assert not any("Shortcut" in function.__code__.co_qualname for function in ours())
+    assert not any(map(is_the_shortcuts, ours()))
 
 
 def test_a_usual_step_takes_few_functions(resting):
@@ -88,6 +92,7 @@ def test_meanwhile_torchs_own_functions_are_in_their_places(resting):
     session, _, model, optimizer, before = resting
     taken = ours()
     assert taken != before
+    assert any(map(is_the_shortcuts, taken))
     assert not any(map(is_ours, taken[-2:]))
     session.steps.resting.wake()
     assert ours() == before
@@ -271,10 +276,10 @@ def test_what_goes_wrong_with_rows_is_kept_from_the_program(tmp_path, monkeypatc
     def full(self):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("narrowgauge.session.models.shortcut.TOGETHER", 1)
+    monkeypatch.setattr("narrowgauge.session.shortcut.step_hooks.TOGETHER", 1)
     monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)
     if not taken:
-        monkeypatch.setattr("narrowgauge.session.models.shortcut.MOST_IN_VAIN", 0)
+        monkeypatch.setattr("narrowgauge.session.shortcut.shortcut.MOST_IN_VAIN", 0)
     watch = {"scalars": "loss"}
     with followed(tmp_path, compiling=True, judge="current", watch=watch, every=1000) as (session, _):
         model, optimizer = made()

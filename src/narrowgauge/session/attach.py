@@ -40,13 +40,13 @@ from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.handing import Handing
 from narrowgauge.session.models.inner_calls import InnerCalls
 from narrowgauge.session.models.roots import Roots
-from narrowgauge.session.models.shortcut import Shortcut
 from narrowgauge.session.not_found import not_found
 from narrowgauge.session.plan import Plan
 from narrowgauge.session.ranks import Ranks, Told
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.same_weights import SameWeightsProbe
 from narrowgauge.session.selection.too_few import too_few
+from narrowgauge.session.shortcut import Shortcut
 from narrowgauge.session.sites.choice import Choice
 from narrowgauge.session.sites.plain_sites import PlainSites
 from narrowgauge.session.sites.said import CLOSED

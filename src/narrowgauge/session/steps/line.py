@@ -90,8 +90,8 @@ class Line:
         return numbers
 
 
-# What is kept of a step that was made as the ones before (`models/shortcut.py`): who made it, its number, loss, rates,
-# seconds and events.
+# What is kept of a step that was made as the ones before (`shortcut/`): who made it, its number, loss, rates, seconds
+# and events.
 Short = tuple[set[int], int, Tensor | float | None, Rates, float, Events]
 UNCLIPPED = Clips()  # of all brief lines, of which none hears of any
 

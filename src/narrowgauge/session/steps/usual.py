@@ -29,7 +29,7 @@ from narrowgauge.session.steps.rest import Rest
 
 
 class Shorter(Protocol):
-    """What takes such steps by fewer functions, as long as it may (`models/shortcut.py`)."""
+    """What takes such steps by fewer functions, as long as it may (`shortcut/`)."""
 
     def take(self, model: object, optimizer: Optimizer, line: Line | None) -> None:
         """Steps are as usual from here on: this is called in them, and that one makes them, the last of this line."""

@@ -1,0 +1,62 @@
+"""What stands in the place of torch.autograd.backward.
+
+where                      ordinary       as usual
+torch.autograd.backward    3 functions    2: on this loss, which is kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.shortcut.now import Leave, Now
+from narrowgauge.session.steps.rest import Rest
+from narrowgauge.session.steps.updates import Updates
+
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+
+def in_place_of(
+    now: Now,
+    hearing: Hearing,
+    rest: Rest,
+    updates: Updates,
+    leave: Leave,
+    ordinary: Callable[..., None],
+    original: Callable[..., None],
+) -> Callable[..., None]:
+    """What is called in the place of the `ordinary` function, which stands in that of the `original`, torch's."""
+    kept, losses, alone = now.keeps, updates.losses, updates.alone
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        taken = now.taken  # asked again below: what is heard meanwhile ends it
+        if now.within or not taken:  # one that a checkpoint calls within another's
+            ordinary(tensors, *args, **kwargs)
+            return
+        usual = now.called and type(tensors) is Tensor and hearing.ident == get_ident() and not losses.scales
+        if not usual or _modes() or _function_modes() or now.backwards == rest.backwards or not kept(tensors):
+            leave()
+            ordinary(tensors, *args, **kwargs)
+            return
+        now.backwards += 1
+        now.within = hearing.waits = True
+        try:
+            original(tensors, *args, **kwargs)
+        except BaseException:
+            leave()
+            alone.backward_ended(failed=True)
+            raise
+        if not now.taken:  # something in it was heard
+            alone.backward_ended()
+            return
+        now.within = hearing.waits = False
+        if now.stepping:  # called by a closure, which may set rates
+            leave()
+            alone.backward_ended()
+
+    return backward

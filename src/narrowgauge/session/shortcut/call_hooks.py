@@ -1,0 +1,92 @@
+"""What stands around the model's call.
+
+    where                           ordinary      as usual
+    torch's hook for all modules    1 function    1: the model is called with gradients
+    the model's own hooks           5             2: its call begins, and has ended
+
+The first is out of its place while the call runs, and comes back as that ends. A call that a KeyboardInterrupt has left
+ends without a word: whether it still runs is looked up once the shortcut is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch import nn
+
+from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
+from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.models.alone import CallsAlone
+from narrowgauge.session.models.frames import call_of
+from narrowgauge.session.models.root import Around, Root
+from narrowgauge.session.shortcut.now import Leave, Now
+
+_hooks, _grad_enabled = nn.modules.module._global_forward_pre_hooks, torch.is_grad_enabled
+
+
+def for_all_modules(
+    now: Now,
+    hearing: Hearing,
+    leave: Leave,
+    model: ReferenceType[nn.Module],
+    ordinary: Callable[..., None],
+) -> Callable[..., None]:
+    """Torch's hook for all modules, in the place of the `ordinary` one."""
+
+    @passed_over
+    def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is model():
+            if _grad_enabled() and hearing.ident == get_ident():
+                now.called = now.inside = now.begins = True
+                _hooks.pop(OURS, None)  # torch takes a longer way to each module while there is one
+                return
+            leave()
+        ordinary(module, args)
+
+    return called
+
+
+def of_model(
+    now: Now,
+    calls: CallsAlone,
+    leave: Leave,
+    model: ReferenceType[nn.Module],
+    begins: Callable[..., None],
+    ended: Callable[..., None],
+) -> Around:
+    """The model's own hooks, in the places of those that tell that its call `begins`, and has `ended`."""
+
+    @passed_over
+    def before(module: nn.Module, *given: Any) -> None:
+        if now.begins and _grad_enabled():  # or the program's own hook was interrupted, and this is an evaluation
+            now.begins = False
+            return
+        if module is model():  # it calls itself, or was left without a word, and torch's hook is not there
+            leave(begins=True)
+        begins(module, *given)
+
+    @passed_over
+    def after(module: nn.Module, *given: Any) -> None:
+        if now.inside and module is model() and calls.hook is not None:
+            now.inside = False
+            _hooks[OURS] = calls.hook
+        else:
+            ended(module, *given)
+
+    return before, after
+
+
+def goes_on(calls: CallsAlone, root: Root, within: int) -> None:
+    """The model's call that began runs on by the ordinary hooks, if it does; so many more of it run `within`."""
+    model = root.reference()
+    call = None if model is None else call_of(model, within)
+    if call is not None:
+        running = calls.running
+        running.call, running.root, running.alone, running.depth = call, root, True, 1
+    elif calls.hook is not None:  # it was left without a word, and the hook that had made way for it is not back
+        _hooks[OURS] = calls.hook

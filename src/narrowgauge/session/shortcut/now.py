@@ -1,0 +1,90 @@
+"""What is known of the step that is made: in one place, where all functions of the shortcut look and keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import torch
+from torch import Tensor
+
+from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.compute.nn.tracing.optimizer_steps import Ended
+from narrowgauge.session.steps.ledger import float32, together
+from narrowgauge.session.steps.line import Line, Rates
+from narrowgauge.session.steps.rest import Rest
+
+Leave = Callable[..., None]  # has the ordinary functions back in their places, who then know what is known so far
+
+
+class Now:
+    """That of one program.
+
+    Attributes:
+        taken: the shortcut is: its functions are in their places.
+        made: so many steps, since it was.
+        until: the step that ends it.
+        on_host: losses are there, as those so far.
+        trainers: who makes all of these steps; None where they have no lines, and no loss is kept.
+        others: what is told as well that a step has ended.
+
+        begins: torch's hook for all modules was told of a call of the model, and the model's own was not yet.
+        inside: the model's call runs.
+        called: it was called in this step.
+        within: a backward runs.
+        backwards: calls of it in this step.
+        loss: the sum of what they were called on.
+        stepping: the optimizer's step has begun.
+        rates: those that it steps with.
+    """
+
+    __slots__ = (
+        *("backwards", "begins", "called", "inside", "loss", "made", "on_host", "others", "rates", "stepping", "taken"),
+        *("trainers", "until", "within"),
+    )
+
+    def __init__(self) -> None:
+        self.taken, self.made, self.until, self.on_host = False, 0, 0.0, False
+        self.trainers: set[int] | None = None
+        self.others: list[Ended] = []
+        self.rates: Rates
+        self.loss: Tensor | float | None
+        self.forget()
+
+    def begin(self, rest: Rest, line: Line | None, others: list[Ended]) -> None:
+        """The shortcut is taken in these steps, of which this line was the last one's."""
+        self.trainers = None if rest.line is None else rest.line.trainers
+        self.on_host = line is None or isinstance(line.loss, float)
+        self.others, self.made = others, 0
+        self.until = inf if rest.until is None else rest.until
+        self.taken = True
+
+    def forget(self) -> None:
+        """Nothing is known of the next one."""
+        self.called = self.within = self.stepping = self.inside = self.begins = False
+        self.backwards, self.loss, self.rates = 0, None, {}
+
+    def put_into(self, line: Line, step: int) -> None:
+        """What is known so far is in the step's line."""
+        line.step, line.loss, line.backwards = step, self.loss, self.backwards
+        line.scalars.update({"lr": self.rates} if isinstance(self.rates, float) else self.rates)
+
+    @passed_over
+    def keeps(self, loss: Tensor) -> bool:
+        """Whether what backward is called on is one number, which is kept."""
+        if self.trainers is None:
+            return True
+        number: Tensor | float
+        if self.on_host:  # by one of torch's functions: each lies in another page of its memory
+            try:
+                number = loss.item()
+            except RuntimeError:
+                return False
+            if isinstance(self.loss, float):
+                number = together(float32(self.loss), float32(number))
+        elif loss.is_cuda and loss.dtype is torch.float32 and not loss.dim():
+            number = loss.detach().clone() if self.loss is None else together(self.loss, loss.detach())
+        else:
+            return False
+        self.loss = number
+        return True

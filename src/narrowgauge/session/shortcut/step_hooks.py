@@ -1,0 +1,97 @@
+"""What stands around the optimizer's step.
+
+where                              ordinary        as usual
+torch's hooks around optimizers    13 functions    2: its rates; the step was made
+"""
+
+from __future__ import annotations
+
+import time
+from threading import get_ident
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from narrowgauge.compute.nn.tracing import optimizer_steps
+from narrowgauge.compute.nn.tracing.marks import passed_over
+from narrowgauge.compute.nn.tracing.optimizer_steps import Hook
+from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.shortcut.now import Leave, Now
+from narrowgauge.session.steps.ledger import rates
+from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.rows import PATIENCE, TOGETHER
+from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.steps.updates import Updates
+
+_cuda = torch.cuda
+
+
+def around_step(
+    now: Now,
+    hearing: Hearing,
+    steps: Steps,
+    updates: Updates,
+    leave: Leave,
+    by: ReferenceType[Optimizer],
+) -> tuple[Hook, Hook]:
+    """Torch's hooks before a step of this optimizer and after: for `optimizer_steps.swap`."""
+    rest, ledger, usual = steps.rest, steps.ledger, steps.usual
+    rows, held = ledger.rows, ledger.rows.held
+    begins, ends = optimizer_steps.ordinary()
+
+    @passed_over
+    def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if optimizer is not by() or updates.prepares:  # one that steps by another, say
+            leave()
+            return begins(optimizer, args, kwargs)
+        now.stepping = True
+        rate: Any = None
+        for group in optimizer.param_groups:
+            found = group["lr"]
+            if type(found) is not float or (rate is not None and found != rate):
+                line = Line(0)
+                rates(line, optimizer)
+                rate = line.scalars
+                break
+            rate = found
+        now.rates = {} if rate is None else rate  # before the step, which may change them
+        return None
+
+    @passed_over
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        loss, made, trainers = now.loss, ledger.steps + 1, now.trainers
+        if (
+            not (now.stepping and now.called and optimizer is by() and hearing.ident == get_ident())
+            or (now.within or now.inside or now.backwards != rest.backwards or made >= now.until)
+            or (trainers is not None and (loss is None or (type(loss) is float and loss - loss != 0.0)))  # not finite
+        ):
+            leave()
+            ends(optimizer, args, kwargs)
+            return
+        ledger.steps = made
+        now.made += 1
+        updates.ended += 1
+        now.called = now.stepping = False
+        now.backwards, now.loss = 0, None
+        if trainers is not None:
+            laps = ledger.clock
+            if _cuda._initialized:
+                seconds, at = laps.lap(), laps.last
+                events, laps.pair = laps.pair, None
+            else:
+                at, events = time.perf_counter(), None
+                seconds, laps.last = at - laps.last, at
+            held.append(((trainers, made, loss, now.rates, seconds, events), rows.taker))
+            if len(held) >= TOGETHER or at - rows.told > PATIENCE:
+                try:
+                    rows.overdue()
+                except Exception as error:
+                    hearing.kept("stepped", error)
+        if usual.come_by is not None:
+            usual.come_by(made + 1)
+        for ended in now.others:
+            ended(optimizer, False)
+
+    return stepping, stepped
