@@ -10,7 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.session.inline import followed
-from tests.session.steps.alone import batch, compared, evaluated, made, nothing_is_compiled, run, step
+from tests.session.steps.alone import (
+    AROUND,
+    Model,
+    batch,
+    compared,
+    evaluated,
+    made,
+    notes,
+    nothing_is_compiled,
+    run,
+    step,
+)
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -350,3 +361,30 @@ def test_accumulated_microbatches_take_it_as_well(tmp_path):
     assert kept == wanted
     assert "CallsAlone.passes" not in found[1]
     assert 5 <= len(found[1]) <= 34 < len(found[0])
+
+
+def test_a_model_that_calls_itself_in_one_step_goes_on_as_before(tmp_path):
+    """What runs as the shortcut is left is the call around the one that ends it."""
+
+    class Looks(Model):
+        looks = False
+
+        def forward(self, x):
+            if self.looks and torch.is_grad_enabled():
+                with torch.no_grad():
+                    x = x + 0 * self(x)
+            return super().forward(x)
+
+    def program(losses):
+        model = Looks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(1, 25):
+            model.looks = number == 5
+            once(model, optimizer, number, losses)
+
+    session, _ = compared(tmp_path, program)
+    assert session.steps.rest.steps == 24 - len(AROUND)
+    _, session, brief = run(tmp_path, program, "loss")
+    assert list(brief.column("loss")) == list(range(1, 25))
+    assert session.steps.rest.steps == 20
+    assert not notes(session)
