@@ -199,6 +199,30 @@ def test_data_that_are_others_in_one_step_are_others_there(tmp_path, at):
         assert session.steps.rest.steps == len(BETWEEN)
 
 
+@pytest.mark.parametrize("kept", ["n", "nn", "nv", "vn", "v"])
+@pytest.mark.parametrize("thrown", ["n", "v", "vn"])
+def test_calls_on_no_number_are_thrown_away_as_those_on_losses_are(tmp_path, thrown, kept):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            for kind in (*thrown, "zero", *kept):
+                if kind == "zero":
+                    optimizer.zero_grad()
+                    number += 100
+                    continue
+                y = model(batch(number))
+                if kind == "v":
+                    y.backward(y.detach())
+                else:
+                    F.mse_loss(y, batch(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("loss")) == (EACH if "n" in kept else [])
+    assert session.steps.rest.steps == len(BETWEEN)
+
+
 def test_of_another_number_of_calls_than_before_the_next_row_is_whole(tmp_path):
     def program(losses):
         model, optimizer = made()

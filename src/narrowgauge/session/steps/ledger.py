@@ -82,7 +82,7 @@ class Ledger:
         """What the open step's microbatches left was thrown away."""
         if self.line is not None:
             self.line.loss, self.line.microbatches, self.line.before = None, 0, (None, 0)
-            self.line.tokens = self.line.learned = 0
+            self.line.tokens = self.line.learned = self.line.vectors = 0
 
     def keep_the_latest(self) -> None:
         """The same of all that has had its backward; what models were called with since stays."""

@@ -26,7 +26,7 @@ class Line:
     loss: Tensor | float | None = None
     microbatches: int = 0
     backwards: int = 0  # calls of backward, which microbatches are not where some were thrown away or tried
-    vectors: int = 0  # such calls on no number, which have no loss
+    vectors: int = 0  # such calls on no number, which have no loss, but of those elsewhere
     elsewhere: int = 0  # such calls whose gradients were thrown away, or only tried by an optimizer
     tried: int = 0  # of these, those that an optimizer only tried, with its closure
     zeroes: bool = False  # gradients were set to zero behind one of them, and before the step

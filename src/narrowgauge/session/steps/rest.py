@@ -110,9 +110,7 @@ class Rest:
     def _known(self, line: Line) -> bool:
         """Whether the loss of a step like this one is what backward is called on; and it may be kept."""
         elsewhere = line.elsewhere if line.zeroes or line.tried else 0
-        heard = line.backwards == line.microbatches + elsewhere and has_all(
-            line, line.backwards - line.tried, line.vectors
-        )
+        heard = line.backwards == line.microbatches + elsewhere and has_all(line, line.vectors)
         heard &= not (line.vectors or line.loss is None) or not self._several()
         self._lossless |= not heard
         return heard
@@ -152,7 +150,7 @@ class Rest:
     def is_like(self, line: Line) -> bool:
         """Whether the step of this line, which is made, is as those before: by backward's calls, and a finite loss."""
         loss = line.loss
-        if line.backwards - line.tried != self.counted or not has_all(line, self.counted, self.vectors):
+        if line.backwards - line.tried != self.counted or not has_all(line, self.vectors):
             return False
         return not isinstance(loss, float) or isfinite(loss)
 
@@ -227,6 +225,6 @@ class Rest:
         return notes
 
 
-def has_all(line: Line, counted: int, vectors: int) -> bool:
-    """Whether a step has the loss of so many calls of backward, of which so many were on no number."""
-    return line.vectors == vectors and (line.loss is None) is (counted == vectors)
+def has_all(line: Line, vectors: int) -> bool:
+    """Whether a step has the loss of all calls of backward that are its own, of which so many were on no number."""
+    return line.vectors == vectors and (line.loss is None) is (line.backwards - line.elsewhere == vectors)

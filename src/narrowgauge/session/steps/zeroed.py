@@ -39,6 +39,7 @@ def left(line: Line, but: int = 0) -> int:
     """What the step has so far is thrown away, `but` so many of the latest; returns how many microbatches that are."""
     thrown = counted(line) - but
     line.elsewhere += thrown
+    line.vectors = 0
     if line.brief:
         line.loss = None
     return thrown
