@@ -218,6 +218,24 @@ def test_another_call_on_no_number_than_before_has_a_whole_row_behind_it(tmp_pat
     assert set(writer.column("grad_norm")) - set(WHOLE) == {15, 18}
 
 
+def test_one_on_no_number_among_as_many_as_before_has_a_whole_row_behind_it(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            for part in (0, 1):
+                x = batch(2 * number + part)
+                if part and number == 14:
+                    gradients("vectors", model, x, number)
+                else:
+                    F.mse_loss(model(x), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("loss")) == EACH
+    assert set(writer.column("grad_norm")) - set(WHOLE) == {15}
+
+
 @pytest.mark.parametrize("zeroes", ["with it", "by the model", "never"])
 def test_of_what_an_optimizer_tries_brief_rows_have_the_first(tmp_path, zeroes):
     """Each step calls its closure as often as it may: once to six times."""

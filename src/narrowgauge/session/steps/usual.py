@@ -98,7 +98,9 @@ class Usual:
             return False
         if rest.until is not None and made >= rest.until:
             return False
-        if line is not None and (line.backwards - line.tried != rest.counted or line.loss is None or rest.vectors):
+        if line is not None and (line.backwards - line.tried != rest.counted or line.loss is None):
+            return False
+        if line is not None and (line.vectors or rest.vectors):
             return False
         if line is not None and type(line.loss) is float and not isfinite(line.loss):
             return False
