@@ -348,6 +348,19 @@ def test_rates_that_a_closure_sets_are_those_it_stepped_with(tmp_path):
     compared(tmp_path, program)
 
 
+def test_a_loss_in_float64_is_told_in_float32_by_the_last_step_too(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            loss = F.mse_loss(model(batch(number)).double(), batch(number).double())
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compared(tmp_path, program)
+
+
 def test_accumulated_microbatches_take_it_as_well(tmp_path):
     def program(losses):
         model, optimizer = made()

@@ -66,7 +66,8 @@ class Now:
 
     def put_into(self, line: Line, step: int) -> None:
         """What is known so far is in the step's line."""
-        line.step, line.loss, line.backwards = step, self.loss, self.backwards
+        loss = float32(self.loss) if isinstance(self.loss, float) else self.loss  # as all losses are told
+        line.step, line.loss, line.backwards = step, loss, self.backwards
         line.scalars.update({"lr": self.rates} if isinstance(self.rates, float) else self.rates)
 
     @passed_over
