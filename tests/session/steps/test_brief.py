@@ -218,13 +218,14 @@ def test_another_call_on_no_number_than_before_has_a_whole_row_behind_it(tmp_pat
     assert set(writer.column("grad_norm")) - set(WHOLE) == {15, 18}
 
 
-def test_one_on_no_number_among_as_many_as_before_has_a_whole_row_behind_it(tmp_path):
+@pytest.mark.parametrize("mostly", ["losses", "vectors"])
+def test_one_of_the_other_kind_among_as_many_as_before_has_a_whole_row_behind_it(tmp_path, mostly):
     def program(losses):
         model, optimizer = made()
         for number in EACH:
             for part in (0, 1):
                 x = batch(2 * number + part)
-                if part and number == 14:
+                if part and (number in (5, 14)) is (mostly == "losses"):
                     gradients("vectors", model, x, number)
                 else:
                     F.mse_loss(model(x), x).backward()
@@ -233,7 +234,7 @@ def test_one_on_no_number_among_as_many_as_before_has_a_whole_row_behind_it(tmp_
 
     _, writer = with_rows_of_each(tmp_path, program)
     assert list(writer.column("loss")) == EACH
-    assert set(writer.column("grad_norm")) - set(WHOLE) == {15}
+    assert set(writer.column("grad_norm")) - set(WHOLE) == {6, 15}
 
 
 @pytest.mark.parametrize("zeroes", ["with it", "by the model", "never"])

@@ -123,6 +123,8 @@ class Shortcut:
         rest, resting, updates = self._steps.rest, self._steps.resting, self._updates
         if not resting.quiet or resting.careful or rest.hands_on or len(rest.team) != 1 or len(self._roots) != 1:
             return False
+        if rest.keeps and (rest.vectors or not rest.counted):  # it knows losses alone
+            return False
         if self._in_vain >= MOST_IN_VAIN or self._hearing.deaf or updates.closures.depth or not self._steps.evals.idle:
             return False
         return not (updates.alone.others or updates.alone.scales or updates.engines.alone or updates.prepares)
