@@ -237,6 +237,41 @@ def test_one_of_the_other_kind_among_as_many_as_before_has_a_whole_row_behind_it
     assert set(writer.column("grad_norm")) - set(WHOLE) == {6, 15}
 
 
+class Tries(torch.optim.SGD):
+    """Calls its closure so many `times`."""
+
+    times = 1
+
+    def step(self, closure):
+        for _ in range(self.times - 1):
+            closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("at", [3, 11, 14])
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_what_an_optimizer_tries_for_once_is_none_of_its_step_s_loss(tmp_path, zeroes, at):
+    def program(losses):
+        model, optimizer = made(Tries)
+        for number in EACH:
+            optimizer.times, x = 3 if number == at else 1, batch(number)
+
+            def closure(x=x):
+                if zeroes:
+                    optimizer.zero_grad()
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            optimizer.step(closure)
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert list(writer.column("loss")) == EACH
+    assert session.steps.rest.steps == len(BETWEEN)
+
+
 @pytest.mark.parametrize("zeroes", ["with it", "by the model", "never"])
 def test_of_what_an_optimizer_tries_brief_rows_have_the_first(tmp_path, zeroes):
     """Each step calls its closure as often as it may: once to six times."""

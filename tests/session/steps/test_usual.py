@@ -213,6 +213,34 @@ def test_what_an_optimizer_steps_within_another_is_no_step(tmp_path, times):
     compared(tmp_path, program, turns=True)
 
 
+@pytest.mark.parametrize("tries", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_nor_where_the_inner_one_is_given_the_closure(tmp_path, kind, tries):
+    class Outer(Wrapper):
+        def step(self, closure):
+            if tries:
+                closure()
+            self.inner.step(closure)
+
+    def program(losses):
+        model, inner = made(kind)
+        outer = Outer(inner)
+        for number in range(1, 25):
+            x = batch(number)
+
+            def closure(x=x):
+                outer.zero_grad()
+                loss = F.mse_loss(model(x), x)
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            outer.step(closure)
+
+    session, _ = compared(tmp_path, program)
+    assert session.steps.rest.steps == 16
+
+
 def test_what_an_optimizer_steps_to_make_its_state_is_no_step(tmp_path):
     watch = {"scalars": "recorded"}
     with followed(tmp_path, compiling=True, judge="current", watch=watch, every=1000) as (session, _):

@@ -75,21 +75,10 @@ class HearsUpdates(Protocol):
         """A gradient scaler's step returned, and none was made in it."""
 
 
-class Quiet(Protocol):
-    """Knows whether nothing is compiled, and closures need not be followed."""
-
-    quiet: bool
-    careful: bool
-
-
 class HearsUpdatesAlone(Protocol):
     """The same while seams rest; what says whether that is all is told otherwise as well if it is not."""
 
     hook: Callable[[Optimizer, bool], None] | None  # what ended steps are told
-
-    @property
-    def resting(self) -> Quiet:
-        """How the program is left alone."""
 
     def backward_begins(self, loss: Any) -> bool:
         """`backward(loss)` is called; whether that is all."""
@@ -104,7 +93,7 @@ class HearsUpdatesAlone(Protocol):
         """An optimizer is about to step; whether that is all."""
 
     def closure(self, closure: Any, optimizer: Optimizer) -> Any:
-        """What to call instead of the closure that it was given, where something is compiled."""
+        """What to call instead of the closure that it was given."""
         ...
 
     def step_ended(self, optimizer: Optimizer) -> bool:
@@ -124,6 +113,12 @@ class HearsCaptures(Protocol):
         """An optimizer stepped."""
 
 
+@passed_over
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """What an optimizer's step was given to call, if anything."""
+    return args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+
+
 def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     """Tell `updates`, or `graphs` of what is captured, until the seams are closed."""
     _follow_losses(seams, updates, graphs)
@@ -131,10 +126,10 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 
     def step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         alone = seams.resting and updates.alone.step_begins(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+        closure = closure_of(args, kwargs)
         if not alone:
             followed = updates.step_begins(optimizer, closure if callable(closure) else None)
-        elif closure is None or (updates.alone.resting.quiet and not updates.alone.resting.careful):
+        elif closure is None:
             return None
         else:
             followed = updates.alone.closure(closure, optimizer)

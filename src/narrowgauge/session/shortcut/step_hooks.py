@@ -18,6 +18,7 @@ from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import Hook
 from narrowgauge.session.doors.hearing import Hearing
+from narrowgauge.session.doors.updating import closure_of
 from narrowgauge.session.shortcut.now import Leave, Now
 from narrowgauge.session.steps.ledger import rates
 from narrowgauge.session.steps.line import Line
@@ -43,7 +44,8 @@ def around_step(
 
     @passed_over
     def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if optimizer is not by() or updates.prepares:  # one that steps by another, say
+        given = (len(args) > 1 or kwargs) and closure_of(args, kwargs) is not None
+        if optimizer is not by() or updates.prepares or given:  # one that steps by another, say
             leave()
             return begins(optimizer, args, kwargs)
         now.stepping = True

@@ -108,13 +108,12 @@ class UpdatesAlone:
     @heard
     def loss(self, line: Line, loss: Any) -> None:
         """`backward` is called on this in the step of the line."""
-        if self.resting.careful:
-            if added(line):
-                self._steps.thrown_away += left(line, but=1)
-            if self._updates.closures.again:
-                line.elsewhere += 1
-                line.tried += 1
-                return
+        if self.resting.careful and added(line):
+            self._steps.thrown_away += left(line, but=1)
+        if self._updates.closures.again:
+            line.elsewhere += 1
+            line.tried += 1
+            return
         number = self._updates.losses.number(loss)
         if number is None:
             line.vectors += 1
@@ -196,12 +195,17 @@ class UpdatesAlone:
         may_skip(line, optimizer)
 
     def closure(self, closure: Any, optimizer: Optimizer) -> Any:
-        """What such an optimizer is to call in the place of its closure: a step that is compiled asks which it is."""
-        closures, line = self._updates.closures, self._steps.rest.line
-        if self.others and not self._updates.follows(optimizer):
+        """What such an optimizer is to call in the place of its closure, of which nobody knows how often it will."""
+        updates, line = self._updates, self._steps.rest.line
+        if self.others and not updates.follows(optimizer):
             return closure
-        if closures.again and line is not None:  # its step before has raised behind the closure's first call
-            closures.again, line.loss, line.elsewhere = False, None, line.backwards
+        if updates.stepping is not None and updates.stepping() is not optimizer:  # the one around it is followed
+            return closure
+        closures = updates.closures
+        if closures.again:  # its step before has raised behind the closure's first call
+            closures.again = False
+            if line is not None:
+                line.loss, line.elsewhere, line.vectors = None, line.backwards, 0
         return closures.followed(closure, optimizer) if callable(closure) else closure
 
     def step_ended(self, optimizer: Optimizer) -> bool:

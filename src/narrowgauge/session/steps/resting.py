@@ -25,7 +25,7 @@ class Resting:
 
     Attributes:
         told: called when the program begins to be left alone, and when it is not any more.
-        quiet: meanwhile nothing is compiled, which would ask what hooks and closures there are.
+        quiet: meanwhile nothing is compiled, which would ask what hooks there are.
         careful: the program sets gradients to zero in mid-step, and what becomes of that is followed; or it may have
             references (`references.py`), which is asked.
         tries: an optimizer does, with its closure, and what is called meanwhile is none of the step's.

@@ -260,8 +260,7 @@ class Updates:
             if self._steps.rest.on:  # since now
                 self.stepping = None
                 self.alone.step_begins(optimizer)
-            resting = self._steps.resting
-            return None if resting.quiet and not resting.careful else self.closures.followed(closure, optimizer)
+            return self.closures.followed(closure, optimizer)
         self._look(optimizer)
         return None
 
