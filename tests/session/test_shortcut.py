@@ -330,22 +330,46 @@ def test_rates_that_a_step_changes_itself_are_those_it_stepped_with(tmp_path):
     assert brief.column("lr")[14] == 0.01 * 0.5**13
 
 
-def test_rates_that_a_closure_sets_are_those_it_stepped_with(tmp_path):
+@pytest.mark.parametrize("where", ["before backward", "behind it", "without it"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_rates_that_a_closure_sets_are_those_it_stepped_with(tmp_path, where, beside):
+    """Another optimizer beside it, of which they are set behind that, steps with those."""
+
     def program(losses):
-        model, optimizer = made()
+        model, _ = made()
+        groups = [{"params": [model.up.weight], "lr": 0.02}, {"params": [model.up.bias]}]
+        optimizer = torch.optim.SGD(groups, lr=0.01)
+        other = torch.optim.SGD(model.down.parameters(), lr=0.03)
+
+        def falls(optimizer):
+            optimizer.param_groups[0]["lr"] *= 0.9
 
         def closure():
             optimizer.zero_grad()
             loss = F.mse_loss(model(batch(1)), batch(1))
-            optimizer.param_groups[0]["lr"] *= 0.9
-            loss.backward()
+            if where != "behind it":
+                falls(optimizer)
+            if where == "without it":
+                model.up.weight.grad = torch.autograd.grad(loss, model.up.weight)[0]
+            else:
+                loss.backward()
+            if where == "behind it":
+                falls(optimizer)
             losses.append(loss.item())
             return loss
 
         for _ in range(24):
             optimizer.step(closure)
+            if beside:
+                falls(other)
+                other.step()
 
     compared(tmp_path, program)
+    _, _, every = run(tmp_path, program, "all")
+    _, _, brief = run(tmp_path, program, "loss")
+    for name in ("lr_0", "lr_1", "lr_2"):
+        assert brief.column(name) == every.column(name)
+    assert every.column("lr_1")
 
 
 def test_a_loss_in_float64_is_told_in_float32_by_the_last_step_too(tmp_path):

@@ -138,7 +138,7 @@ class UpdatesAlone:
         if failed:
             line.loss = None
         closures = self._updates.closures
-        if ("lr" in line.scalars or closures.depth) and not closures.again:  # called by one, which may set them
+        if "lr" in line.scalars and not (closures.depth or closures.again):  # called by the step, which may set them
             rates(line, *rest.makers)
 
     @heard
@@ -182,10 +182,8 @@ class UpdatesAlone:
             return True
         if updates.stepping is None or updates.stepping() is None:
             updates.stepping = ref(optimizer)
-            rest = self._steps.rest
-            if (line := rest.line) is not None:  # of rates, which it may change as it steps
-                at_once = len(rest.team) == 1 and not updates.engines.alone  # not group by group
-                (rates if at_once else learning_rates)(line, optimizer)
+            if (line := self._steps.rest.line) is not None:  # of rates, which it may change as it steps
+                self._rates(line, optimizer)
                 if getattr(optimizer, "found_inf", None) is not None:
                     self._may_skip(line, optimizer)
         return True
@@ -207,6 +205,20 @@ class UpdatesAlone:
             if line is not None:
                 line.loss, line.elsewhere, line.vectors = None, line.backwards, 0
         return closures.followed(closure, optimizer) if callable(closure) else closure
+
+    def evaluated(self, optimizer: Optimizer) -> None:
+        """Its closure has returned for the first time in a step, and may have set rates that were known."""
+        if (line := self._steps.rest.line) is None:
+            return
+        for group in optimizer.param_groups:
+            line.rates.pop(id(group), None)
+        for name in [name for name in line.scalars if name.startswith("lr")]:
+            del line.scalars[name]
+        self._rates(line, optimizer)
+
+    def _rates(self, line: Line, optimizer: Optimizer) -> None:
+        at_once = len(self._steps.rest.team) == 1 and not self._updates.engines.alone  # not group by group
+        (rates if at_once else learning_rates)(line, optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> bool:
         """An optimizer stepped; whether the long way is not to be told."""

@@ -352,3 +352,4 @@ class Updates:
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:
         self._look(optimizer)
+        self.alone.evaluated(optimizer)
