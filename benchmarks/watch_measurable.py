@@ -27,6 +27,7 @@ A program trains otherwise where its name says so: `tiny+pair`.
     +pair       matrices are trained by one optimizer, all else by another
     +sam        of layers: each batch has two backward passes, the first to find where the second looks
     +reference  of layers: the model is called without gradients, too, on the batch that it trains on
+    +closure    of layers: its optimizer is given a closure, which it calls once, as Lightning does
     +lbfgs      of layers: its optimizer tries how far to go, by a closure that it calls four times
     +vector     of layers: backward is called on no number, but with gradients
     +beside     another model like it trains in turn with it, and it alone is watched
@@ -110,9 +111,11 @@ def otherwise(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimize
             optimizer.zero_grad(set_to_none=True)
             loss = called(x).square().mean()
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             return loss
 
         optimizer.step(closure)
+        optimizer.zero_grad(set_to_none=True)
 
     def hands_on() -> None:
         y = called(torch.randn(width, width))
@@ -144,7 +147,8 @@ def otherwise(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimize
         (y - reference + y.square()).mean().backward()
         stepped()
 
-    return {"sam": sharp, "reference": refers, "lbfgs": tries, "vector": hands_on}[ways[0]]
+    kinds = {"sam": sharp, "reference": refers, "closure": tries, "lbfgs": tries, "vector": hands_on}
+    return kinds[ways[0]]
 
 
 def training(name: str, device: str) -> Train:
@@ -178,7 +182,7 @@ def trained(name: str, device: str) -> tuple[torch.nn.Module, Train]:
     if "lbfgs" in ways:
         optimizers = [torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=4, history_size=4)]
     scaler = torch.amp.GradScaler(device, enabled="scaler" in ways)
-    if {"sam", "reference", "lbfgs", "vector"} & {*ways}:
+    if {"sam", "reference", "closure", "lbfgs", "vector"} & {*ways}:
         return model, otherwise(name, model, *optimizers)
     called = torch.nn.parallel.DistributedDataParallel(model) if "ranks" in ways else model
     if "compiled" in ways:

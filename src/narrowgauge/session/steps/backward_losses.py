@@ -108,8 +108,8 @@ class BackwardLosses:
 
     def number(self, loss: Any) -> Tensor | None:
         """What it is without a scaler's scale, of several their sum; None if that is no number."""
-        if type(loss) is Tensor and not self.scales and loss.numel() == 1:  # as it mostly is
-            return loss
+        if type(loss) is Tensor and not self.scales:  # as it mostly is
+            return loss if loss.numel() == 1 else None
         losses = [self._unscaled(each) for each in (loss if isinstance(loss, tuple | list) else (loss,))]
         tensors = [each for each in losses if isinstance(each, Tensor)]
         if not tensors or len(tensors) < len(losses) or any(each.numel() != 1 for each in tensors):

@@ -98,12 +98,13 @@ class Usual:
             return False
         if rest.until is not None and made >= rest.until:
             return False
-        if line is not None and (line.backwards - line.tried != rest.counted or line.loss is None):
-            return False
-        if line is not None and (line.vectors or rest.vectors):
-            return False
-        if line is not None and type(line.loss) is float and not isfinite(line.loss):
-            return False
+        if line is not None:  # as `Rest.is_like`, in one function
+            if line.backwards - line.tried != rest.counted or line.vectors != rest.vectors:
+                return False
+            if line.loss is None and line.vectors != line.backwards - line.elsewhere:
+                return False
+            if type(line.loss) is float and not isfinite(line.loss):
+                return False
         ledger.steps = made
         rest.steps += 1
         rest.called = self._evals.fed = False
