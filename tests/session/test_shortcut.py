@@ -425,3 +425,86 @@ def test_a_model_that_calls_itself_in_one_step_goes_on_as_before(tmp_path):
     assert list(brief.column("loss")) == list(range(1, 25))
     assert session.steps.rest.steps == 20
     assert not notes(session)
+
+
+def by_closure(model, optimizer, number, losses, times=1, amid=lambda call: None):
+    """A step whose closure is called so many times."""
+    found = []
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch(number)), batch(number))
+        found.append(loss.item())
+        amid(len(found))
+        loss.backward()
+        return loss
+
+    def tries(_, args, kwargs):
+        for _ in range(times - 1):
+            args[1]()
+
+    hook = optimizer.register_step_pre_hook(tries)
+    try:
+        optimizer.step(evaluate)
+    finally:
+        hook.remove()
+        losses.append(found[0])
+    optimizer.zero_grad()
+
+
+def test_a_closure_takes_few_functions(resting):
+    _, _, model, optimizer, _ = resting
+    found = min((calls(lambda: by_closure(model, optimizer, 4, [])) for _ in range(3)), key=len)
+    assert "around_step.<locals>.evaluate" in found
+    assert len(found) <= FEWEST + 6, found
+
+
+def test_a_closure_that_is_called_again_ends_it(resting):
+    session, writer, model, optimizer, before = resting
+    losses = []
+    for number in (4, 5, 6):
+        by_closure(model, optimizer, number, losses, times=3 if number == 5 else 1)
+        assert (ours() == before) is (number != 4)
+    session.finish()
+    assert list(writer.column("loss").values())[3:] == losses
+    assert list(writer.column("grad_norm")) == [1, 2]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("at", [4, 9, 14, 19, 20])
+def test_a_closure_that_raises_and_is_called_once_more(tmp_path, at, times):
+    def program(losses):
+        model, optimizer = made()
+
+        def fails(call):
+            raised.append(call)
+            if call == times and len(raised) == times:
+                raise RuntimeError("out of memory")
+
+        for number in range(1, 25):
+            raised = []
+            try:
+                by_closure(model, optimizer, number, losses, times, *[fails] * (number == at))
+            except RuntimeError:
+                optimizer.param_groups[0]["lr"] *= 0.5
+                by_closure(model, optimizer, number, losses, times, fails)
+
+    compared(tmp_path, program)
+    _, _, every = run(tmp_path, program, "all")
+    _, _, brief = run(tmp_path, program, "loss")
+    for name in ("loss", "lr"):
+        assert brief.column(name) == every.column(name)
+
+
+def test_an_evaluation_in_a_closure_ends_it(tmp_path):
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 25):
+            looks = [lambda call: losses.append(evaluated(model))] * (number in (5, 14))
+            by_closure(model, optimizer, number, losses, 1, *looks)
+
+    compared(tmp_path, program)
+    wanted, _, every = run(tmp_path, program, "all")
+    losses, _, brief = run(tmp_path, program, "loss")
+    assert losses == wanted
+    assert brief.column("loss") == every.column("loss")

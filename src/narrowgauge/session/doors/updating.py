@@ -119,6 +119,12 @@ def closure_of(args: Any, kwargs: Any) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
 
 
+@passed_over
+def with_closure(followed: Any, args: Any, kwargs: Any) -> Any:
+    """What torch's hook hands on, so that the step calls this instead."""
+    return (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
+
+
 def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     """Tell `updates`, or `graphs` of what is captured, until the seams are closed."""
     _follow_losses(seams, updates, graphs)
@@ -133,9 +139,7 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
             return None
         else:
             followed = updates.alone.closure(closure, optimizer)
-        if followed is None or followed is closure:
-            return None
-        return (args, {**kwargs, "closure": followed}) if len(args) < 2 else ((args[0], followed, *args[2:]), kwargs)
+        return None if followed is None or followed is closure else with_closure(followed, args, kwargs)
 
     def step_ended(optimizer: Optimizer, early: bool) -> None:
         if seams.resting and updates.alone.step_ended(optimizer):

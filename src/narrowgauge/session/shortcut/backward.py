@@ -55,7 +55,7 @@ def in_place_of(
             alone.backward_ended()
             return
         now.within = hearing.waits = False
-        if now.stepping:  # called by the step itself, which may set rates
+        if now.stepping and not now.evaluates:  # called by the step itself, which may set rates
             leave()
             alone.backward_ended()
 

@@ -35,12 +35,13 @@ class Now:
         backwards: calls of it in this step.
         loss: the sum of what they were called on.
         stepping: the optimizer's step has begun.
+        evaluates, evaluated: its closure's first call runs; or has returned.
         rates: those that it steps with.
     """
 
     __slots__ = (
-        *("backwards", "begins", "called", "inside", "loss", "made", "on_host", "others", "rates", "stepping", "taken"),
-        *("trainers", "until", "within"),
+        *("backwards", "begins", "called", "evaluated", "evaluates", "inside", "loss", "made", "on_host", "others"),
+        *("rates", "stepping", "taken", "trainers", "until", "within"),
     )
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class Now:
     def forget(self) -> None:
         """Nothing is known of the next one."""
         self.called = self.within = self.stepping = self.inside = self.begins = False
+        self.evaluates = self.evaluated = False
         self.backwards, self.loss, self.rates = 0, None, {}
 
     def put_into(self, line: Line, step: int) -> None:

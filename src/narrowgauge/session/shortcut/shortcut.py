@@ -8,8 +8,8 @@
 The others are in the modules beside. Whatever is otherwise (an evaluation, another loss, optimizer or thread, the last
 of these steps) puts the ordinary ones back into their places first, and they go on with what is known so far.
 
-Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, closures,
-engines, other models, optimizers whose steps call their base class's.
+Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, what
+optimizers try with closures, engines, other models, optimizers whose steps call their base class's.
 """
 
 from __future__ import annotations
@@ -171,3 +171,6 @@ class Shortcut:
         self._hearing.waits |= now.within
         if now.stepping and self._ways is not None:
             self._updates.stepping = self._ways.by
+        if now.evaluates:
+            self._updates.closures.evaluates()
+        self._updates.closures.again |= now.evaluated

@@ -2,11 +2,14 @@
 
 where                              ordinary        as usual
 torch's hooks around optimizers    13 functions    2: its rates; the step was made
+a closure that it is given         9               1 around its first call; the next one ends all this
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from threading import get_ident
 from typing import Any
 from weakref import ReferenceType
@@ -18,7 +21,8 @@ from narrowgauge.compute.nn.tracing import optimizer_steps
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import Hook
 from narrowgauge.session.doors.hearing import Hearing
-from narrowgauge.session.doors.updating import closure_of
+from narrowgauge.session.doors.unseen import unseen
+from narrowgauge.session.doors.updating import closure_of, with_closure
 from narrowgauge.session.shortcut.now import Leave, Now
 from narrowgauge.session.steps.ledger import rates
 from narrowgauge.session.steps.line import Line
@@ -41,11 +45,31 @@ def around_step(
     rest, ledger, usual = steps.rest, steps.ledger, steps.usual
     rows, held = ledger.rows, ledger.rows.held
     begins, ends = optimizer_steps.ordinary()
+    closures = updates.closures
+
+    @passed_over
+    @unseen
+    def evaluate(optimizer: Optimizer, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first = now.taken and not now.evaluated
+        if first:
+            now.evaluates = True
+        else:
+            leave()
+            closures.evaluates()
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            if first and now.taken:
+                now.evaluates, now.evaluated = False, True
+                line = Line(0)
+                rates(line, optimizer)  # which it may have set
+                now.rates = line.scalars
+            else:
+                closures.evaluates(optimizer)
 
     @passed_over
     def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        given = (len(args) > 1 or kwargs) and closure_of(args, kwargs) is not None
-        if optimizer is not by() or updates.prepares or given:  # one that steps by another, say
+        if optimizer is not by() or updates.prepares or now.evaluated:  # one that steps by another, say; or it raised
             leave()
             return begins(optimizer, args, kwargs)
         now.stepping = True
@@ -59,7 +83,10 @@ def around_step(
                 break
             rate = found
         now.rates = {} if rate is None else rate  # before the step, which may change them
-        return None
+        closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
+        if not callable(closure):
+            return None
+        return with_closure(update_wrapper(partial(evaluate, optimizer, closure), closure), args, kwargs)
 
     @passed_over
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -75,7 +102,7 @@ def around_step(
         ledger.steps = made
         now.made += 1
         updates.ended += 1
-        now.called = now.stepping = False
+        now.called = now.stepping = now.evaluated = False
         now.backwards, now.loss = 0, None
         if trainers is not None:
             laps = ledger.clock

@@ -40,16 +40,16 @@ class Closures:
         @unseen
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._evaluates()
+            self.evaluates()
             try:
                 return closure(*args, **kwargs)
             finally:
-                self._evaluates(optimizer)
+                self.evaluates(optimizer)
 
         return evaluate
 
     @partial(passed_over, below=True)
-    def _evaluates(self, optimizer: Optimizer | None = None) -> None:
+    def evaluates(self, optimizer: Optimizer | None = None) -> None:
         """A closure is called, or it has returned to `optimizer`."""
         if optimizer is None:
             self.depth += 1
