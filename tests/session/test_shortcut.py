@@ -496,6 +496,19 @@ def test_a_closure_that_raises_and_is_called_once_more(tmp_path, at, times):
         assert brief.column(name) == every.column(name)
 
 
+def test_it_is_known_of_a_closure_that_runs_as_it_is_left(resting):
+    session, _, model, optimizer, _ = resting
+    known = []
+
+    def leaves(call):
+        session.steps.usual.interrupted()
+        known.append(session.updates.in_closure)
+
+    by_closure(model, optimizer, 4, [], 1, leaves)
+    assert known == [True]
+    assert not session.updates.in_closure
+
+
 def test_an_evaluation_in_a_closure_ends_it(tmp_path):
     def program(losses):
         model, optimizer = made()
