@@ -3,8 +3,9 @@
     every SAMPLE seconds, from outside       resident memory, open files and threads of the process that trains,
                                              and of the one that exports; files in the run's folder
 
-The first tenth, and no less than WARM steps and SECONDS, is left out: compilers, allocators and caches fill, and who
-exports waits for the first segments. What comes after it is flat, and the soak ends well, if
+It makes so many steps, and more where these take less than LEAST seconds. The first tenth, and no less than WARM steps
+and SECONDS, is left out: compilers, allocators and caches fill, and who exports waits for the first segments. What
+comes after it is flat, and the soak ends well, if
 
     memory of the process that trains        rises by less than 24 MiB in 10 000 steps, as a line through the samples
                                              does, and is at most 1.1 times as high in the last fifth as in the first
@@ -40,6 +41,7 @@ from narrowgauge.observe.store.source import segments_in
 SAMPLE = 0.5
 WARM, SECONDS = 20_000, 30.0  # steps; and seconds, of which a segment takes ten
 FEWEST = 20  # samples that can be judged
+LEAST = SECONDS + 3 * FEWEST * SAMPLE
 SLOPE, PEAKS, MEDIANS = "per 10k steps", "late peak / early peak", "late median - early median"
 LIMITS: dict[str, dict[str, float]] = {
     "rss_kib": {SLOPE: 24 << 10, PEAKS: 1.1},
@@ -60,7 +62,7 @@ MEANT = {
     "export_threads": "the number of threads of the process that exports",
 }
 PROGRAM = """
-import os, sys, torch
+import os, sys, time, torch
 from torch import nn
 open("pid", "w").write(str(os.getpid()))
 told = open("step", "w")
@@ -69,16 +71,19 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x = torch.randn(16, 16)
-for step in range(int(sys.argv[1])):
+step, ends = 0, time.monotonic() + float(sys.argv[2])
+while step < int(sys.argv[1]) or time.monotonic() < ends:
     (model(x) - x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step % 200 == 199:
+    step += 1
+    if step % 200 == 0:
         told.seek(0)
-        print(step + 1, file=told, flush=True)
-    if step % 1000 == 999:
+        print(step, file=told, flush=True)
+    if step % 1000 == 0:
         with torch.no_grad():
             nn.functional.mse_loss(model(x), x)
+told.truncate(0)
 """
 
 
@@ -126,8 +131,8 @@ def in_folder(folder: Path) -> dict[str, int]:
     return {"folder_files": files, "further_files": files - left}
 
 
-def sampled(child: subprocess.Popen[bytes], folder: Path, steps: int) -> list[dict[str, float]]:
-    """Samples until the command ends, but for what is sampled once the program has made its `steps` and ends."""
+def sampled(child: subprocess.Popen[bytes], folder: Path) -> list[dict[str, float]]:
+    """Samples until the command ends, but for what is sampled once the program has made its steps and ends."""
     samples: list[dict[str, float]] = []
     began = time.perf_counter()
     while child.poll() is None:
@@ -135,15 +140,13 @@ def sampled(child: subprocess.Popen[bytes], folder: Path, steps: int) -> list[di
         try:
             trains = int((folder / "pid").read_text())
             step = int((folder / "step").read_text())
-            if step >= steps:
-                continue
             row = {"seconds": time.perf_counter() - began, "step": step, **facts(trains)}
             row |= in_folder(folder / "out")
             other = exporter(child.pid)
             if other is not None:
                 row |= {f"export_{name}": value for name, value in facts(other).items()}
         except (OSError, ValueError, KeyError):
-            continue  # not there yet, or gone already
+            continue  # not there yet, or gone already, or all steps are made
         samples.append(row)
     return samples
 
@@ -182,9 +185,9 @@ def watched(folder: Path, steps: int, every: int, export: bool) -> tuple[list[di
     (folder / "train.py").write_text(PROGRAM)
     (folder / "narrowgauge.toml").write_text("[export]\ntensorboard = true\nprometheus = true\n" * export)
     command = [sys.executable, "-c", "from narrowgauge.cli.main import main; main()", "run", "--out", "out"]
-    command += ["--every", str(every), "--config", "narrowgauge.toml", "--", "train.py", str(steps)]
+    command += ["--every", str(every), "--config", "narrowgauge.toml", "--", "train.py", str(steps), str(LEAST)]
     child = subprocess.Popen(command, cwd=folder)
-    samples = sampled(child, folder, steps)
+    samples = sampled(child, folder)
     if child.returncode:
         raise SystemExit(f"the command ended with {child.returncode}")
     if not samples:
@@ -207,7 +210,7 @@ def main(words: list[str] | None = None) -> None:
     missing = [name for name in LIMITS if name not in names and (args.export or not name.startswith("export"))]
     problems = [*filter(None, map(problem, rows)), *(f"{MEANT[name]} was not seen." for name in missing)]
     settings = {
-        "steps": args.steps,
+        "steps": samples[-1]["step"],
         "every": args.every,
         "export": args.export,
         "warm": [WARM, SECONDS],

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 def test_a_run_is_sampled_until_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "SAMPLE", 0.1)
-    for name in ("WARM", "SECONDS", "FEWEST"):
-        monkeypatch.setattr(soak, name, 1)
+    for name, value in {"WARM": 1, "SECONDS": 1, "FEWEST": 1, "LEAST": 0}.items():
+        monkeypatch.setattr(soak, name, value)
     samples, run = soak.watched(tmp_path, 3000, 50, export=False)
     assert run["status"] == "complete"
     assert run["meta"]["steps"] == 3000
@@ -24,8 +24,17 @@ def test_a_run_is_sampled_until_its_end(tmp_path, monkeypatch):
     assert all(0 < row["further_files"] <= row["folder_files"] for row in samples)
 
 
+def test_a_run_whose_steps_are_made_too_soon_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "SAMPLE", 0.1)
+    monkeypatch.setattr(soak, "LEAST", 2.0)
+    samples, run = soak.watched(tmp_path, 200, 50, export=False)
+    assert run["meta"]["steps"] > samples[-1]["step"] > 200
+    assert samples[-1]["seconds"] - samples[0]["seconds"] > 1.0
+
+
 def test_a_run_that_cannot_be_sampled_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "PROGRAM", soak.PROGRAM.replace('open("pid", "w")', 'open("other", "w")'))
+    monkeypatch.setattr(soak, "LEAST", 0.0)
     with pytest.raises(SystemExit, match="nothing was sampled"):
         soak.watched(tmp_path, 50, 50, export=False)
     assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "complete"
