@@ -176,6 +176,23 @@ def test_scale_traces(value: float):
     assert figure.tags[0].name == "swap:scales"
 
 
+def interval(ticker, span: float) -> float:
+    """The one that bokeh takes: of its mantissas by powers of ten, that which makes about as many ticks as desired."""
+    taken = (m * 10.0**k for m in ticker.mantissas for k in range(8))
+    return min(taken, key=lambda width: abs(ticker.desired_num_ticks - span / width))
+
+
+@pytest.mark.parametrize("last", [30, 999, 16_500, 20_000, 99_900, 480_000])
+def test_the_steps_under_three_pictures_in_a_row_do_not_lie_over_each_other(last: int):
+    steps = np.linspace(1.0, last, 4)
+    grid = np.ones((1, 4), dtype=np.float32)
+    p = figures.scale_traces({"x": grid}, steps, ["a"], colors={"x": "#000"}, named={}, shown="x")
+    first, end = p.xaxis.bounds  # between which ticks are made
+    apart = interval(p.xaxis.ticker, end - first) / (p.x_range.end - p.x_range.start)
+    pixels, letter = 320, 6.7  # of the picture's width on a page, and of a figure of twelve
+    assert apart * pixels > len(f"{last:,}") * letter + 8
+
+
 @example([1, 2, 3, 4, 5], -20.0)
 @example([1, 2, 3, 4, 5], 10.0)
 @given(st.lists(st.integers(0, 10**6), min_size=5, max_size=60), st.floats(-60, 60))

@@ -100,6 +100,7 @@ def heatmap(
     mapper = mapper_type(palette=list(metric.palette), low=low, high=high, nan_color="rgba(0,0,0,0)")
     source = ColumnDataSource({"image": [flat[shown].copy()]})
     image = p.image("image", source=source, x=left, y=0, dw=spacing * len(columns), dh=n_layers, color_mapper=mapper)
+    p.xaxis.ticker.desired_num_ticks = 4  # two stand in a row, one on a narrow screen
     _label_rows(p, layers)
     p.add_layout(_color_bar(metric, mapper, low, high), "right")
     p.add_tools(_cell_hover(image, metric, layers, steps[_before(steps, columns)], left, spacing))

@@ -50,6 +50,7 @@ def scale_traces(
     y_range = Range1d(*ranges[shown])
     p = frame(height=height, x_label="step", y_label=y_label, x_range=x_range or scale_steps(steps), y_range=y_range)
     p.yaxis.ticker = BasicTicker(min_interval=1, max_interval=None, desired_num_ticks=6, mantissas=[1, 2, 4, 5])
+    p.xaxis.ticker.desired_num_ticks = 3  # three of these stand in a row: more would lie over each other
     if len(steps):
         p.xaxis.bounds = (float(steps[0]) - 1, float(steps[-1]) + 1)  # no ticks under the names
     p.yaxis.formatter = CustomJSTickFormatter(code=POWER_TICKS)
