@@ -63,8 +63,9 @@ MEANT = {
 }
 PROGRAM = """
 import os, sys, time, torch
+from pathlib import Path
 from torch import nn
-open("pid", "w").write(str(os.getpid()))
+Path("pid").write_text(str(os.getpid()))
 told = open("step", "w")
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -84,6 +85,7 @@ while step < int(sys.argv[1]) or time.monotonic() < ends:
         with torch.no_grad():
             nn.functional.mse_loss(model(x), x)
 told.truncate(0)
+told.close()
 """
 
 

@@ -1,9 +1,11 @@
 """benchmarks/soak.py samples the process that trains while it trains, and says what is not flat."""
 
+import itertools
 import json
 import sys
 
 import pytest
+import torch
 from benchmarks import soak
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -29,11 +31,22 @@ def test_a_run_whose_steps_are_made_too_soon_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "LEAST", 2.0)
     samples, run = soak.watched(tmp_path, 200, 50, export=False)
     assert run["meta"]["steps"] > samples[-1]["step"] > 200
-    assert samples[-1]["seconds"] - samples[0]["seconds"] > 1.0
+
+
+@pytest.mark.parametrize(("least", "made"), [(0.0, 200), (2.0, 200 + 199), (3.0, 200 + 299)])
+def test_it_goes_on_for_as_long_as_it_is_told(tmp_path, monkeypatch, least, made):
+    ticks = itertools.count()  # the clock is asked before the first step, and once all of them are made
+    monkeypatch.setattr("time.monotonic", lambda: next(ticks) / 100)
+    monkeypatch.setattr(sys, "argv", ["train.py", "200", str(least)])
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    with torch.random.fork_rng():
+        exec(soak.PROGRAM, names)
+    assert names["step"] == made
 
 
 def test_a_run_that_cannot_be_sampled_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(soak, "PROGRAM", soak.PROGRAM.replace('open("pid", "w")', 'open("other", "w")'))
+    monkeypatch.setattr(soak, "PROGRAM", soak.PROGRAM.replace('Path("pid")', 'Path("other")'))
     monkeypatch.setattr(soak, "LEAST", 0.0)
     with pytest.raises(SystemExit, match="nothing was sampled"):
         soak.watched(tmp_path, 50, 50, export=False)
