@@ -7,15 +7,23 @@ from tests.session.steps.alone import Model, batch, notes, nothing_is_compiled, 
 from tests.session.steps.test_brief import BETWEEN, EACH, with_rows_of_each
 from torch import nn
 
+from narrowgauge.session.models.calls import Calls
+
 __all__ = ["nothing_is_compiled"]  # a fixture for each test here, too
 
 
 class Returns(Model):
-    """Returns a loss beside what it made, as Hugging Face's models."""
+    """Returns a loss beside what it made, as Hugging Face's models; perhaps by none of torch's functions."""
+
+    measure = staticmethod(F.mse_loss)
 
     def forward(self, x, labels=None):
         y = super().forward(x)
-        return {"y": y, **({} if labels is None else {"loss": F.mse_loss(y, labels)})}
+        return {"y": y, **({} if labels is None else {"loss": self.measure(y, labels)})}
+
+
+def by_hand(y, labels):
+    return (y - labels).square().mean()
 
 
 def referring(what, every=1):
@@ -23,6 +31,8 @@ def referring(what, every=1):
 
     def program(losses):
         model = Returns()
+        if "by hand" in what:
+            model.measure = by_hand
         called = model
         if "wrapped" in what:  # what is trained is called through it, the reference without
             called = nn.DataParallel(model)
@@ -55,7 +65,7 @@ def referring(what, every=1):
 
 
 EVALUATED = ["behind backward", "eval", "other", "written", "wrapped, other"]
-REFERENCES = ["itself", "wrapped", "measured", "wrapped, measured"]
+REFERENCES = ["itself", "by hand", "wrapped", "measured", "wrapped, measured"]
 
 
 @pytest.mark.parametrize("what", [*EVALUATED, *REFERENCES])
@@ -82,6 +92,22 @@ def test_one_that_comes_seldom_is_told_apart_as_well(tmp_path, what):
     assert session.steps.rest.steps == len(BETWEEN) - (what != "eval")
     wanted, found = whole.column("eval_loss"), writer.column("eval_loss")
     assert [at for at in wanted if at not in found] == [2] * (what in EVALUATED and what != "eval")
+
+
+@pytest.mark.parametrize("what", REFERENCES)
+def test_a_reference_that_is_known_takes_the_short_way_and_counts_as_by_the_long_one(tmp_path, monkeypatch, what):
+    _, whole, _ = run(tmp_path, referring(what), "all")
+    long, begins = [], Calls.begins
+
+    def counted(self, *given):
+        long.append(self.learns())
+        return begins(self, *given)
+
+    monkeypatch.setattr(Calls, "begins", counted)
+    _, session, _ = run(tmp_path, referring(what), "loss")
+    assert long.count(False) == 2 * (len(EACH) - ("wrapped" not in what) * len(BETWEEN))
+    wanted = whole.facts()["notes"]
+    assert [note for note in session.facts()["notes"] if note in wanted] == wanted
 
 
 def test_one_between_two_steps_is_never_doubted(tmp_path):

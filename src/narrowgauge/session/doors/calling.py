@@ -64,9 +64,12 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
             return
-        learns = seams.resting and torch.is_grad_enabled()  # evaluations are heard always
-        if not (learns and (module is calls.alone.expected() or calls.known(module))):
-            calls.module_called(module, args)
+        if seams.resting:
+            if module is calls.alone.expected():
+                return
+            if torch.is_grad_enabled() and calls.known(module):  # evaluations are heard always
+                return
+        calls.module_called(module, args)
 
     def hear(heard: bool) -> None:
         hooks = nn.modules.module._global_forward_pre_hooks

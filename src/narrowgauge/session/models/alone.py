@@ -67,9 +67,10 @@ class CallsAlone:
         if running.depth:
             self._recover()
         if not running.depth:
-            if not (torch.is_grad_enabled() or self._learns()):
+            learns = torch.is_grad_enabled() or self._learns()
+            if not (learns or self._refers(root, args, kwargs)):
                 return False
-            if self.rest.parted:
+            if learns and self.rest.parted:
                 self._parted()
                 return False
             frame: FrameType | None = sys._getframe(1)  # as `Running.of`, in one function
@@ -80,7 +81,9 @@ class CallsAlone:
             if steps.resting.quiet and _hooks.get(OURS) is self.hook:
                 _hooks.pop(OURS, None)
             usual = root is steps.usual.model or steps.resting.tries
-            if usual and steps.evals.idle and self.hearing.plainly():
+            if not learns:
+                running.refers = True
+            elif usual and steps.evals.idle and self.hearing.plainly():
                 self.rest.called = steps.evals.fed = True
                 self.loading.of_thread.waited = 0.0
             else:
@@ -103,6 +106,18 @@ class CallsAlone:
         self.running.alone = True
         self._called(root, args, kwargs)
 
+    @passed_over
+    def _refers(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a model is called without gradients as a reference, as others were, and `made` will be told."""
+        steps = self._steps
+        references, told = steps.references, self.rest.hands_on and steps.resting.quiet and not self.rest.parted
+        if not (told and references.seen and references.asks and root.module.training and self.hearing.plainly()):
+            return False
+        if not references.may_be((args, kwargs)):
+            return False
+        steps.evals.reference_begins()
+        return True
+
     @heard
     def _parted(self) -> None:
         self._steps.resting.parted()
@@ -115,7 +130,7 @@ class CallsAlone:
         self.loading.evaluated()
         self._steps.evals.training_begins()
         if self._steps.resting.careful:
-            self._steps.fed_alone(() if self.hearing.stage else (args, kwargs), id(root), root.width)
+            self._steps.fed_alone(() if self.hearing.stage else (args, kwargs), id(root))
         else:
             self._steps.usual.begun(root)
         if root.followed:
@@ -140,7 +155,13 @@ class CallsAlone:
     @passed_over
     def made(self, inputs: Any, output: Any) -> None:
         """This was returned by a call with these, and the next row may be of a step that gives it to another model."""
-        if not self.running.depth:
+        running = self.running
+        if running.depth:
+            return
+        if running.refers:
+            running.refers = False
+            self._steps.evals.reference_ended(output)
+        else:
             self._made(inputs, output)
 
     @heard

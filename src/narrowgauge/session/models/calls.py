@@ -149,7 +149,7 @@ class Calls:
             if self._running.inside is hook and not (self.alone.rest.on and self.alone.passed()):
                 self.ended(root, output, missed)
 
-        if not (self.alone.rest.on and self.alone.passes(root, args, {})):
+        if not (self.alone.rest.on and self.learns() and self.alone.passes(root, args, {})):
             root.half_seen = self.learns() and not root.frozen()  # or it may teach
             self.begins(root, args, {})
         if self._running.root is root:

@@ -18,7 +18,6 @@ from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.rest import REFERS, Rest
 from narrowgauge.session.tensors.batches import Batches
-from narrowgauge.session.tensors.counting import Width
 
 
 class References:
@@ -49,7 +48,7 @@ class References:
         self.asks = rest.refers and rest.keeps and able
         return self.asks
 
-    def fed(self, line: Line, inputs: Any, model: int, width: Width, *, tries: bool) -> int:
+    def fed(self, line: Line, inputs: Any, model: int, *, tries: bool) -> int:
         """A model, told apart by its number, is called with gradients and these in the step of the line.
 
         As an optimizer `tries` something that is none of the step's. Returns how many microbatches are thrown away.
@@ -63,7 +62,7 @@ class References:
             return thrown
         if begins or thrown:
             self._batches.begin_anew()
-        self._batches.see(inputs, model=model, width=width, hashed=False)
+        self._batches.met(inputs, model)
         return thrown
 
     def may_be(self, inputs: Any) -> bool:

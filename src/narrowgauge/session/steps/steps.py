@@ -129,10 +129,10 @@ class Steps:
             self.thrown_away += zeroed.left(line)
             self.ledger.keep_the_latest()
 
-    def fed_alone(self, inputs: Any, model: int, width: Width) -> None:
+    def fed_alone(self, inputs: Any, model: int) -> None:
         """The same as `feed` of a step that is left alone, where that is asked for (`Resting.careful`)."""
         if (line := self.rest.line) is not None:
-            self.thrown_away += self.references.fed(line, inputs, model, width, tries=self.paused)
+            self.thrown_away += self.references.fed(line, inputs, model, tries=self.paused)
 
     def nothing_learned(self) -> None:
         """What the open step has so far is none of it."""

@@ -91,22 +91,42 @@ class Batches:
         self._before.take_back()
         del self._counted[self._latest :]
 
-    def see(
-        self, inputs: Any, *, more: bool = False, model: int = 0, width: Width = _unknown, hashed: bool = True
-    ) -> int:
+    def see(self, inputs: Any, *, more: bool = False, model: int = 0, width: Width = _unknown) -> int:
         """A `model`'s call begins with these; returns the tokens in them (samples, if no input is token ids).
 
         Or they are `more` inputs of a call that was seen already: then they add tokens only if it had none. What the
         step has given another model counts there (given.py). What token ids are is said in counting.py, as is how
-        the model's `width` tells one sample from many. What is not to be `hashed` is left out of the digest.
+        the model's `width` tells one sample from many.
         """
         before = self._given if more else set()
         self._latest = self._latest if more else len(self._counted)
         found = _tensors(inputs)
         if not found:
             self._closed |= {type(x).__name__ for x in tree_leaves(inputs) if hasattr(x, "__dict__")}
+        data = self._data(found, before, model, hashed=self._hashes)
+        if self._before.to_another(data or found, self._last, model) or before:
+            return 0
+        listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
+        counted, are_ids = listed or count(found, self._but_states(data, model))
+        if not are_ids and counted > 1 and is_one(data, width):
+            counted = 1
+        if not are_ids and beside_made(found, data) and any(other != model for other in self._counted):
+            return 0  # masks, angles: what they are given beside was counted where it came in
+        if counted:
+            if model not in self._counted:
+                self._counted.append(model)
+            self._units.add("tokens" if are_ids else "samples")
+        return counted
+
+    def met(self, inputs: Any, model: int) -> None:
+        """The same, where neither how many these are nor their hash is asked."""
+        found = _tensors(inputs)
+        self._before.to_another(self._data(found, set(), model, hashed=False) or found, self._last, model)
+
+    def _data(self, found: list[Given], before: set[int], model: int, *, hashed: bool) -> list[Given]:
+        """What is neither made by a model nor moved by gradients, and can be counted; `before` was given already."""
         self._given, self._last = set(before), {}
-        data: list[Given] = []  # what is neither made by a model nor moved by gradients, and can be counted
+        data: list[Given] = []
         for given in found:
             x = given.x
             storage, dense = storage_of(x), _dense(x)
@@ -122,23 +142,11 @@ class Batches:
                 if given.at and len(self._states) < MOST_STATES:
                     self._states.add((model, given.at, x.shape[1:]))
                 continue
-            if dense and hashed and self._hashes:
+            if dense and hashed:
                 self.digest = chain((x,), self.digest)
             if dense or (x.is_nested and not x.is_meta):
                 data.append(given)
-        if self._before.to_another(data or found, self._last, model) or before:
-            return 0
-        listed = None if len(found) < 2 else count_listed(*_first(inputs), data)
-        counted, are_ids = listed or count(found, self._but_states(data, model))
-        if not are_ids and counted > 1 and is_one(data, width):
-            counted = 1
-        if not are_ids and beside_made(found, data) and any(other != model for other in self._counted):
-            return 0  # masks, angles: what they are given beside was counted where it came in
-        if counted:
-            if model not in self._counted:
-                self._counted.append(model)
-            self._units.add("tokens" if are_ids else "samples")
-        return counted
+        return data
 
     def _but_states(self, data: list[Given], model: int) -> list[Given]:
         """These without a state that this model begins with: it made others, which it was given in its place."""
@@ -203,6 +211,17 @@ def _first(inputs: Any) -> tuple[str, Any]:
 
 def _tensors(held: Any) -> list[Given]:
     """All tensors in there; what is no container of torch's is only looked into where there are no others."""
+    if type(held) is Tensor:
+        return [Given("", 0, held)]
+    if type(held) is tuple and len(held) == 2 and type(held[1]) is dict and not held[1] and type(held[0]) is tuple:
+        placed: list[Given] = []  # as mostly: by place alone, and nothing else
+        for x in held[0]:
+            if type(x) is not Tensor:
+                break
+            placed.append(Given("", len(placed), x))
+        else:
+            if placed:
+                return placed
     found = _leaves(held, [], "")
     if not found:
         for leaf in tree_leaves(held):
