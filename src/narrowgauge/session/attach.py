@@ -39,6 +39,7 @@ from narrowgauge.session.models.compiled_models import CompiledModels
 from narrowgauge.session.models.family import Family
 from narrowgauge.session.models.handing import Handing
 from narrowgauge.session.models.inner_calls import InnerCalls
+from narrowgauge.session.models.meeting import Meeting
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.not_found import not_found
 from narrowgauge.session.plan import Plan
@@ -141,7 +142,9 @@ class Session:
         self.seams = Seams()
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
-        self._hear_modules = calling.follow(self.seams, self.calls, self.loading)
+        evals = self.steps.evals
+        self.meeting = Meeting(*(self.calls, self.roots, evals, self.hearing, same, self.optimizers))
+        self._hear_modules = calling.follow(self.seams, self.meeting, self.calls, self.loading)
         Shortcut(self.seams, self.hearing, self.steps, self.calls.alone, self.updates, self.roots)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
@@ -329,7 +332,8 @@ class Session:
             **steps.evals.facts(),
             **steps.batches.facts(),
             "not_found": not_found(
-                *(self.optimizers_made, steps.ledger.steps, self.roots, self.calls, self.updates),
+                *(self.optimizers_made, steps.ledger.steps, self.roots, self.updates),
+                scripted=self.meeting.scripted,
                 others=self.others.train,
                 converting=bool(self.plan.recipe),
                 elsewhere=self.ranks.others_have("loss"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.steps.updates import Updates
 
@@ -11,9 +10,9 @@ def not_found(
     optimizers: int,
     steps: int,
     roots: Roots,
-    calls: Calls,
     updates: Updates,
     *,
+    scripted: bool,
     others: bool,
     converting: bool,
     elsewhere: bool,
@@ -26,7 +25,8 @@ def not_found(
 
     Args:
         optimizers, steps: how many were made.
-        roots, calls, updates: the session's.
+        roots, updates: the session's.
+        scripted: whether a model that trains is TorchScript.
         others: whether an optimizer holds parameters of other models alone than the one that was to be watched.
         converting: whether something was to be converted.
         elsewhere: whether another rank has a loss.
@@ -60,7 +60,7 @@ def not_found(
         )
         if closed:  # the model may well be inside of it
             why = "what calls it was compiled before the watch began. Call torch.compile after ng.watch."
-        if calls.scripted:
+        if scripted:
             why = "what is trained is TorchScript, whose modules take no hooks."
         found.append(f"No model was found: {why}{' Nothing was converted.' if converting else ''}")
     if gone is not None:

@@ -29,8 +29,8 @@ class Expects(Protocol):
     hook: Callable[[nn.Module, tuple[Any, ...]], None] | None  # that hears of all modules; None if nobody listens
 
 
-class HearsCalls(Protocol):
-    """Hears of modules and checkpoints."""
+class HearsModules(Protocol):
+    """Hears of modules."""
 
     @property
     def alone(self) -> Expects:
@@ -41,6 +41,10 @@ class HearsCalls(Protocol):
 
     def known(self, module: nn.Module) -> bool:
         """Whether its own hooks tell of it, or it cannot be trained."""
+
+
+class HearsCheckpoints(Protocol):
+    """Hears of what is run once more."""
 
     def checkpoint_runs(self, runs: bool) -> None:
         """A reentrant checkpoint's first forward begins, or has ended."""
@@ -53,27 +57,31 @@ class HearsLoads(Protocol):
         """A data loader's iterator gave a batch after so long, or had no more: the one before was the `last`."""
 
 
-def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool], None]:
-    """Tell `calls` and `loads` until the seams are closed.
+def follow(
+    seams: Seams, modules: HearsModules, checkpoints: HearsCheckpoints, loads: HearsLoads
+) -> Callable[[bool], None]:
+    """Tell these until the seams are closed.
 
     Returns what has modules' calls heard, or none of them: where there is a hook for all of them, torch takes a longer
     way to each.
     """
+
+    alone = modules.alone
 
     @passed_over
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_dynamo_compiling():  # while a graph is traced nothing is called yet
             return
         if seams.resting:
-            if module is calls.alone.expected():
+            if module is alone.expected():
                 return
-            if torch.is_grad_enabled() and calls.known(module):  # evaluations are heard always
+            if torch.is_grad_enabled() and modules.known(module):  # evaluations are heard always
                 return
-        calls.module_called(module, args)
+        modules.module_called(module, args)
 
     def hear(heard: bool) -> None:
         hooks = nn.modules.module._global_forward_pre_hooks
-        if not heard and OURS in hooks and hooks[OURS] in (called, calls.alone.hook):
+        if not heard and OURS in hooks and hooks[OURS] in (called, alone.hook):
             del hooks[OURS]
         elif heard and seams.telling:
             hooks[OURS] = called
@@ -82,11 +90,11 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or inside_backward() or torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
-            calls.checkpoint_runs(True)
+            checkpoints.checkpoint_runs(True)
             try:
                 return original(*args, **kwargs)
             finally:
-                calls.checkpoint_runs(False)
+                checkpoints.checkpoint_runs(False)
 
         return run
 
@@ -109,10 +117,10 @@ def follow(seams: Seams, calls: HearsCalls, loads: HearsLoads) -> Callable[[bool
     seams.replace(_BaseDataLoaderIter, "__next__", next_batch, alone=True)  # a dataset's errors pass here
 
     def closed() -> None:
-        calls.alone.hook = None
+        alone.hook = None
         hear(False)
 
-    calls.alone.hook = called
+    alone.hook = called
     hear(True)
     seams.on_close(closed)
     return hear

@@ -1,6 +1,5 @@
-"""Calls of the program's models: which modules are models, and what happens around each call.
+"""Calls of the program's models, and what happens around each of them. What models are is said in meeting.py.
 
-    outermost call, with gradients, of what owns parameters in an optimizer      a model: taken as a root
     call with gradients       opens a step; its inputs are hashed and counted; the baseline's autocast is entered
     call without gradients    an evaluation: its time is not the step's, unless that learns of it (aside.py)
     without, before backward  on a batch that was called with: a reference (the model without its adapters, say),
@@ -20,7 +19,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from types import GeneratorType
 from typing import Any
 from weakref import WeakSet
@@ -30,10 +28,8 @@ from torch import nn
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
-from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
-from narrowgauge.session.doors.hearing import Hearing, capturing, heard, heard_if, unreal
+from narrowgauge.session.doors.hearing import Hearing, heard_if
 from narrowgauge.session.models.alone import CallsAlone
-from narrowgauge.session.models.first_call import reroute
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.models.running import Running
@@ -88,7 +84,6 @@ class Calls:
         self._eval_began = self._waited = 0.0
         self._again: Known = {}
         self._evaluates: int | None = None  # the model, in evaluation mode
-        self.scripted = False  # a model that is trained is TorchScript
 
     @property
     def running(self) -> bool:
@@ -99,73 +94,6 @@ class Calls:
     def training(self) -> bool:
         """Whether that is a forward with gradients."""
         return self._running.training
-
-    @partial(passed_over, below=True)
-    def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module is called; the outermost one with trained parameters is taken as a model."""
-        if self.running or not self._optimizers or inside_backward():
-            return
-        if not self.learns():
-            if (root := self._roots.around_call(module)) is not None:
-                self._called_itself(root, module, args)
-            elif module not in self._roots and not self._steps.evals.knows(module):
-                self._evaluated(module, args)
-            return
-        if module in self._roots:
-            if (root := self._roots.unfollowed(module)) is not None:
-                self._called_itself(root, module, args)
-            return
-        if not self._owned(module):
-            return
-        if isinstance(module, torch.jit.ScriptModule):
-            self.scripted = True
-            return
-        self._followed(module, args)
-
-    def _owned(self, module: nn.Module) -> bool:
-        if capturing() or unreal():  # a copy is told by its values
-            return False
-        try:
-            return unseen_by_modes(self._optimizers.owns, module) and not self._roots.family.computes(module)
-        except Exception as error:
-            self.hearing.failed("module_called", error)
-            return False
-
-    @heard
-    def _evaluated(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._steps.evals.module_called(module, self._optimizers.ids, (args, {}))
-
-    @heard_if(lambda self, root, model, args: self._same.model(root) if self.learns() else None)
-    def _called_itself(self, root: Root, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """A model is called itself, of which the program calls what wraps it, or what is compiled of it.
-
-        Its hook is there for this call alone: no graph is made anew for its sake.
-        """
-
-        def after(_module: nn.Module, given: Any, kwargs: dict[str, Any], output: Any) -> None:
-            hook.remove()
-            whole = root.half_seen or not (given or self.learns())  # without gradients by these alone is it told
-            missed, root.half_seen = kwargs if whole else {}, False
-            if self._running.inside is hook and not (self.alone.rest.on and self.alone.passed()):
-                self.ended(root, output, missed)
-
-        if not (self.alone.rest.on and self.learns() and self.alone.passes(root, args, {})):
-            root.half_seen = self.learns() and not root.frozen()  # or it may teach
-            self.begins(root, args, {})
-        if self._running.root is root:
-            hook = self._running.inside = model.register_forward_hook(after, with_kwargs=True, always_call=True)
-        else:
-            root.half_seen = False
-
-    @heard_if(lambda self, module, args: self._same.module(module))
-    def _followed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        kind = type(module)
-        root = self.take(module)
-        root.follow(self)
-        root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
-        self.begins(root, args, {})
-        if type(module) is not kind:
-            self._running.rerouted = reroute(module)
 
     @passed_over
     def checkpoint_runs(self, runs: bool) -> None:
@@ -251,20 +179,6 @@ class Calls:
             return False
         references.came()
         return True
-
-    @partial(passed_over, below=True)
-    def known(self, module: nn.Module) -> bool:
-        """Whether its own hooks tell of it, or it has nothing that is trained: another's model, or a loss."""
-        if module in self._roots:
-            return self._roots.unfollowed(module) is None
-        if not (module._parameters or module._modules):  # unless the program has a word of its own
-            return type(module).parameters is nn.Module.parameters
-        if self._running.depth:
-            return True
-        try:
-            return self._optimizers.passes_by(module)
-        except Exception:  # which is told of where it is asked carefully
-            return False
 
     def _begins_aside(self) -> None:
         if not inside_backward():
