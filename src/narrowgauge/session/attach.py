@@ -142,8 +142,7 @@ class Session:
         self.seams = Seams()
         making.follow(self.seams, self, compiling=plan.compiling)
         updating.follow(self.seams, self.updates, self.graphs)
-        evals = self.steps.evals
-        self.meeting = Meeting(*(self.calls, self.roots, evals, self.hearing, same, self.optimizers))
+        self.meeting = Meeting(*(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers))
         self._hear_modules = calling.follow(self.seams, self.meeting, self.calls, self.loading)
         Shortcut(self.seams, self.hearing, self.steps, self.calls.alone, self.updates, self.roots)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)

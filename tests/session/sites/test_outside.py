@@ -229,6 +229,35 @@ def test_so_does_one_that_is_taken_when_a_recorded_step_is_not_listened_to():
     same(program.rows[-1], "other", model(x), "input")
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_that_is_one_layer_is_no_product_outside_of_layers(tmp_path, late, monkeypatch):
+    """A recorded step begins in its call, when torch has read which hooks it has: a probe, say, behind its encoder."""
+    monkeypatch.setattr(CompiledCalls, "any", lambda self: False)
+    torch.manual_seed(0)
+    encoder, probe, x = two(), nn.Linear(16, 4), torch.randn(8, 16)
+    heard = []
+    probe.register_forward_hook(lambda *_: heard.append(F.linear is not LINEAR))
+
+    def train(model, steps):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with ng.watch(out=tmp_path / "run", every=1):
+        if late:
+            train(encoder, WARM + 2)
+        train(probe, WARM + 2)
+    assert heard == [True] * WARM + [False] * 2
+    run = open_run(tmp_path / "run")
+    assert not run.meta["notes"]
+    table = run.tensors()
+    rows = [at for at, site in enumerate(table["site"]) if site == ("Linear:input" if late else "(model):input")]
+    assert [table["step"][at] for at in rows] == list(range((WARM + 2) * late + 1, (WARM + 2) * (late + 1) + 1))
+    assert {int(table["numel"][at]) for at in rows} == {x.numel()}
+
+
 def test_what_a_program_compiles_runs_uncompiled_and_is_always_listened_to():
     model, x = two(), torch.randn(8, 16)
     program = Program(model, compiles=True)

@@ -152,11 +152,14 @@ class Calls:
             running.teaches = True
             root.enter_autocast()
             return
+        line = self._steps.ledger.line
         try:
             self._steps.enter(usual=True)
         except StopTraining:
             running.refused()
             raise
+        if line is not self._steps.ledger.line:
+            self._roots.hooked_late(root.module)
         if self.alone.rest.on:
             self.alone.begins(root, args, kwargs)
             return

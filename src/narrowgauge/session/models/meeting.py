@@ -23,8 +23,8 @@ from narrowgauge.session.models.calls import Calls
 from narrowgauge.session.models.first_call import reroute
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
-from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.same_training import SameTraining
+from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import Trained
 
 
@@ -33,7 +33,7 @@ class Meeting:
 
     Args:
         calls: is told of models' calls.
-        roots, evals, hearing, same: the session's.
+        roots, steps, hearing, same: the session's.
         optimizers: those that the program made and still holds.
     """
 
@@ -41,12 +41,12 @@ class Meeting:
         self,
         calls: Calls,
         roots: Roots,
-        evals: EvalLosses,
+        steps: Steps,
         hearing: Hearing,
         same: SameTraining,
         optimizers: Trained,
     ) -> None:
-        self._calls, self._roots, self._evals = calls, roots, evals
+        self._calls, self._roots, self._steps = calls, roots, steps
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
         self._running = calls.alone.running
         self.scripted = False  # a model that is trained is TorchScript
@@ -64,7 +64,7 @@ class Meeting:
         if not self._calls.learns():
             if (root := self._roots.around_call(module)) is not None:
                 self._called_itself(root, module, args)
-            elif module not in self._roots and not self._evals.knows(module):
+            elif module not in self._roots and not self._steps.evals.knows(module):
                 self._evaluated(module, args)
             return
         if module in self._roots:
@@ -103,7 +103,7 @@ class Meeting:
 
     @heard
     def _evaluated(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._evals.module_called(module, self._optimizers.ids, (args, {}))
+        self._steps.evals.module_called(module, self._optimizers.ids, (args, {}))
 
     @heard_if(lambda self, root, model, args: self._same.model(root) if self._calls.learns() else None)
     def _called_itself(self, root: Root, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -134,6 +134,9 @@ class Meeting:
         root = self._calls.take(module)
         root.follow(self._calls)
         root.half_seen = True  # its own hook is there from the next call on; torch's global one has no keywords
+        line = self._steps.line
         self._calls.begins(root, args, {})
+        if line is self._steps.line:  # or that has said so itself
+            self._roots.hooked_late(module)
         if type(module) is not kind:
             self._running.rerouted = reroute(module)

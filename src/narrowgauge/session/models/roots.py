@@ -206,6 +206,10 @@ class Roots:
         self._plain.add(model, self._recorder.under(prefix, model))
         return root
 
+    def hooked_late(self, module: nn.Module) -> None:
+        """This one is called, and the hooks of its layers may have come after torch had read which it has."""
+        self._plain.called(module)
+
     def _root(self, module: nn.Module) -> Root:
         at = id(module)
         root = Root(module, AUTOCAST.get(self._plan.baseline), gone=lambda root: self._left(at, root))

@@ -106,6 +106,16 @@ class PlainSites:
             self._hook(found, beside)
         return [layer.name for layer in found]
 
+    def called(self, module: nn.Module) -> None:
+        """A call of `module` runs that its hooks did not tell of: they came in it.
+
+        Only of a model that is one layer that matters. As a product outside of layers it would be listened to for good.
+        """
+        if self._listening and not self.choice.graphs and kind_of(module) is not None:
+            for layer in self._layers:
+                if layer.module is module:
+                    self.calls.begins(layer, module, ())
+
     def weights_came(self) -> None:
         """An optimizer got parameters: known modules may have some that they had not."""
         self._census.note_again()

@@ -32,7 +32,7 @@ class Running(threading.local):
         at = len(calls) - 1
         while at >= 0 and calls[at].layer is not layer:
             at -= 1
-        if at < 0:  # a model that is one layer is followed from its second call on, and heard in its first
+        if at < 0:
             return None
         call = calls[at]
         del calls[at:]
