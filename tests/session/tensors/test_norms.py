@@ -148,6 +148,21 @@ def test_gradients_of_which_a_rank_has_a_summand_are_told(mesh, tmp_path):
             assert writer.scalars[1]["grad_norm"] == pytest.approx(6.0)
 
 
+def test_sparse_gradients_are_told(tmp_path):
+    """Without a word the norm was that of the few others, or was missing."""
+    torch.manual_seed(0)
+    table, head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)
+    with followed(tmp_path, every=1) as (session, writer):
+        optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], lr=0.5)
+        for _ in range(2):
+            head(table(torch.tensor([1, 1, 3]))).square().mean().backward()
+            optimizer.step()
+    told = [note for note in session.facts()["notes"] if "sparse" in note]
+    assert told == ["1 gradient was sparse (an embedding's, say): grad_norm is that of the others, if there are any."]
+    dense = math.hypot(*(p.grad.norm().item() for p in head.parameters()))
+    assert writer.scalars[2]["grad_norm"] == pytest.approx(dense)
+
+
 def test_a_flat_parameter_s_piece_is_a_part():
     x = nn.Parameter(torch.ones(4))
     x._fsdp_flattened = True  # as torch.distributed.fsdp marks the pieces that it gives to an optimizer

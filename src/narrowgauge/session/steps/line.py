@@ -44,6 +44,7 @@ class Line:
     # Of the optimizers that stepped so far, as far as nobody had clipped them: by the ids of the parameters.
     unclipped: list[tuple[frozenset[int], Squares]] = field(default_factory=list)
     summands: int = 0  # gradients that no rank has the sum of
+    sparse: int = 0  # gradients of which no norm is taken
     unheard: bool = False  # there are more, whose norm nobody took
     norm: Tensor | float | None = None  # of all gradients, by an engine that says so
     movement: Movement | None = None

@@ -65,6 +65,7 @@ def _gradients(line: Line, optimizer: Optimizer, owners: list[Tensor], in_parts:
     with torch.no_grad():
         parts = Parts([p.grad for p in owners if p.grad is not None], owners, in_parts=in_parts)
         line.summands += parts.summands
+        line.sparse += parts.sparse
         found = parts.squares()
         if found is None:
             return
@@ -90,15 +91,19 @@ def gradients(line: Line) -> Mapping[str, Tensor | float]:
     return {} if found is None else named("grad", found)
 
 
-def left_out(summands: int) -> list[str]:
-    """What is to be said of so many gradients of which no rank had the sum; nothing if all had."""
-    if not summands:
-        return []
-    return [
-        f"Of {summands} {'gradient' if summands == 1 else 'gradients'} each rank had a summand (Partial) as the "
-        "optimizer stepped: grad_norm leaves them out. Clipping by torch's clip_grad_norm_ takes the norm of all, "
-        "which is then the run's."
-    ]
+def left_out(summands: int, sparse: int) -> list[str]:
+    """What is to be said of so many gradients that are in no norm: no rank had the sum, or they were sparse."""
+    notes = []
+    if summands:
+        notes.append(
+            f"Of {summands} {'gradient' if summands == 1 else 'gradients'} each rank had a summand (Partial) as the "
+            "optimizer stepped: grad_norm leaves them out. Clipping by torch's clip_grad_norm_ takes the norm of all, "
+            "which is then the run's."
+        )
+    if sparse:
+        many = "1 gradient was" if sparse == 1 else f"{sparse} gradients were"
+        notes.append(f"{many} sparse (an embedding's, say): grad_norm is that of the others, if there are any.")
+    return notes
 
 
 def learning_rates(line: Line, optimizer: Optimizer) -> None:

@@ -78,7 +78,7 @@ class Updates:
         self.staged = 0  # above 0: backward goes through a stage of a pipeline, whose last one has the microbatches
         self.backwards = 0
         self.ended = 0  # steps that optimizers made
-        self._summands = 0  # gradients of a step whose norm is in none, at most
+        self._summands = self._sparse = 0  # gradients of a step whose norm is in none, at most
         self.losses = BackwardLosses(steps)
         self.engines = EngineSteps(steps, hearing, self)
         self.alone = UpdatesAlone(steps, hearing, self)
@@ -128,7 +128,7 @@ class Updates:
     @property
     def notes(self) -> list[str]:
         """What has no loss, or is in no step's; empty if everything has, or nothing."""
-        return self.losses.notes(self.backwards) + left_out(self._summands)
+        return self.losses.notes(self.backwards) + left_out(self._summands, self._sparse)
 
     @heard
     def backward_ended(self, loss: Any) -> None:
@@ -348,6 +348,7 @@ class Updates:
             measures = line.recorded or self._steps.rest.measures(line.step)
             look(line, optimizer, self._clips, self._in_parts, self._trained, measures=measures)
             self._summands = max(self._summands, line.summands)
+            self._sparse = max(self._sparse, line.sparse)
 
     @heard
     def _evaluated(self, optimizer: Optimizer) -> None:

@@ -118,12 +118,14 @@ class Parts:
         self.copies: list[int] = []
         self.in_parts = self.partial = in_parts
         self.summands = 0  # how many are left out because every rank has only a summand
+        self.sparse = 0  # and how many because they are
         spread = [self._spread(x, owner) for x, owner in owned]
         ranks = max((size for size, _ in spread), default=1)
         for (x, owner), (size, copies) in zip(owned, spread, strict=True):
             held = local_of(x)
             self.summands += held.tensor is None
             if held.tensor is None or held.tensor.layout is not torch.strided or not held.tensor.numel():
+                self.sparse += held.tensor is not None and held.tensor.layout is not torch.strided
                 continue
             alone = cut_by_fsdp(owner) or (in_parts and is_experts(owner))  # whatever the others lie on
             copies *= held.copies
