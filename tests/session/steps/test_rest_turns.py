@@ -153,6 +153,41 @@ def test_a_step_out_of_turn_moves_no_other_s(tmp_path):
     assert_same_tensors(writer, every)
 
 
+def test_an_epoch_s_last_round_may_be_shorter(tmp_path):
+    """As of a critic of five steps whose batches are no multiple of five: once out of turn, no step was left alone."""
+
+    def program(losses):
+        model, one = made()
+        other, two = made(torch.optim.SGD)
+        for turn in ("111112" * 12 + "112") * 3:
+            step(*((model, one) if turn == "1" else (other, two)), len(losses) + 1, losses)
+
+    wanted, _, every = run(tmp_path, program, "all", every=30)
+    losses, session, writer = run(tmp_path, program, "loss", every=30)
+    assert losses == wanted
+    for name in ("loss", "lr", "turn"):
+        assert writer.column(name) == every.column(name), name
+    assert_same_tensors(writer, every)
+    assert session.steps.rest.steps > 3 * 30
+    assert not notes(session)
+
+
+def test_who_takes_turns_by_chance_is_not_left_alone_for_ever(tmp_path):
+    def program(losses):
+        model, one = made()
+        other, two = made(torch.optim.SGD)
+        torch.manual_seed(0)
+        for turn in torch.randint(0, 2, (150,)).tolist():
+            step(*((model, one) if turn else (other, two)), len(losses) + 1, losses)
+
+    wanted, _, every = run(tmp_path, program, "all")
+    losses, _, writer = run(tmp_path, program, "loss")
+    assert losses == wanted
+    for name in ("loss", "lr", "turn"):
+        assert writer.column(name) == every.column(name), name
+    assert_same_tensors(writer, every)
+
+
 def test_a_turn_that_calls_no_model(tmp_path):
     """The temperature of a soft actor and its critic."""
 

@@ -3,6 +3,7 @@
     critic, generator, critic, generator          period 2
     critic x 5, generator, critic x 5, generator  period 6
     A x 20, B, B                                  period 1: what was before the first B is over
+    critic x 5, generator, critic x 2, generator  out of turn, as once in an epoch: known again WINDOW steps on
 
 Where a program has optimizers that have not stepped yet, more steps are seen first: the generator's turn may come.
 """
@@ -128,6 +129,14 @@ class Cycle:
         """A step of the first of `kinds` was made."""
         self._seen.append(self.kinds[0])
         self.kinds.rotate(-1)
+
+    def came_by(self, team: frozenset[int]) -> bool:
+        """These made a step, though it was another's turn; False if they are none of those who take turns."""
+        kind = next((kind for kind in self.kinds if kind.team == team and not kind.engine), None)
+        if kind is None or len(self.kinds) == 1:
+            return False
+        self._seen.append(kind)
+        return True
 
     @property
     def zeroes(self) -> bool:

@@ -8,7 +8,8 @@ Of such a step no more is heard than that a model was called with gradients, or 
 that the optimizer has stepped since: a few short functions. Evaluations are heard as ever. Where several optimizers
 make each step (one of matrices, say, and one of the rest), the last of them ends it; where they take turns, it is known
 whose is next (`cycle.py`). A program that goes on otherwise (with another optimizer, by a graph) has a row of each step
-from there on; but none of one that had begun, of which a part was not heard.
+from there on, unless it was only another's turn (`Rest.forgives`); but none of one that had begun, of which a part was
+not heard.
 
 A loss is what `backward` was called on, before a gradient scaler multiplied it; where it is called on no number, or not
 at all, there is none. Behind one that is not finite, or unknown, and where `backward` was called another number of
@@ -18,16 +19,17 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isfinite
 
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.session.steps import pace
-from narrowgauge.session.steps.cycle import Cycle
+from narrowgauge.session.steps.cycle import WINDOW, Cycle
 from narrowgauge.session.steps.line import UNCLIPPED, Line
 
 REFERS = "the program calls its model without gradients on batches that it trains on"
+FORGIVEN = 16  # steps out of turn, and one more for each WINDOW of steps that were left alone
 AROUND = 1  # steps before a recorded one, and behind it, that have a row where those between have none
 
 
@@ -80,6 +82,7 @@ class Rest:
         self.parted: dict[int, Optimizer] = {}
         self.until: int | None = None
         self._given_up = ""
+        self._out_of_turn = 0  # steps so far
         self._lossless = False  # one that was had no loss that may be kept
         self._regular = False  # the last one was as it has to be before one that is left alone
         self.line: Line | None = None
@@ -139,6 +142,17 @@ class Rest:
         if len(self.cycle.kinds) > 1:
             self.cycle.passed()
             self._expect()
+
+    def forgives(self, makers: Iterable[Optimizer]) -> bool:
+        """Whether these only made their step out of turn, as a GAN's whose epoch is no multiple of its critic's steps.
+
+        Then the program is left alone again as soon as all that is looked at comes in turns. Not where there are
+        several ranks, who have agreed on it.
+        """
+        if self._several() or self._out_of_turn >= FORGIVEN + self.steps // WINDOW:
+            return False
+        self._out_of_turn += 1
+        return self.cycle.came_by(frozenset(map(id, makers)))
 
     def opened(self, step: int) -> None:
         """This one is the next; it is left alone."""

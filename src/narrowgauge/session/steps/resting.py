@@ -81,7 +81,11 @@ class Resting:
         rest.parted.clear()
         self._evals.stepped()
         if not usual:
-            self.unlike(*made, optimizer)
+            makers = [*made, optimizer]
+            if called and rest.forgives(makers):
+                self.wake(*makers)
+            else:
+                self.unlike(*makers)
         elif rest.over(self._ledger.steps):
             self.wake()
         elif len(rest.cycle.kinds) == 1 and not rest.by_engine:
