@@ -205,13 +205,49 @@ def test_what_is_compiled_already_is_found_by_the_process():
 def test_the_process_that_compiles_gives_way_and_for_some_time_takes_only_what_nobody_wants():
     policies = "print(os.sched_getscheduler(0), os.nice(0))"
     run = (
-        f"import os, time; import host_compile; host_compile.IDLE_SECONDS = 0.2; before = os.nice(0); "
-        f"host_compile.give_way(); {policies}; time.sleep(1.0); {policies}; print(before + host_compile.POLITE)"
+        f"import os, time; import host_compile; before = os.nice(0); host_compile.give_way(); {policies}; "
+        f"host_compile.only_nice_after(0.2); time.sleep(1.0); {policies}; print(before + host_compile.POLITE)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(host_compile.__file__).parent)}
     told = subprocess.run([sys.executable, "-c", run], env=environment, capture_output=True, text=True, check=True)
     *lines, nice = told.stdout.splitlines()
     assert [line.split() for line in lines] == [[str(os.SCHED_IDLE), nice], [str(os.SCHED_OTHER), nice]]
+
+
+BEGUN = """
+import host_compile, sys, time
+def took(seconds):
+    print(seconds, flush=True)
+def compiles(walk):
+    time.sleep(60 if sys.argv[1] == "ends" else 0)
+host_compile.only_nice_after, host_compile.call_all = took, compiles
+host_compile.main()
+"""
+
+
+def test_who_comes_after_one_that_its_program_has_ended_is_half_as_patient(tmp_path):
+    """Programs of ten seconds on a busy machine had the slow passes for ever."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(host_compile.__file__).parent),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+
+    def patience(how):
+        command = [sys.executable, "-c", BEGUN, how]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, env=environment, **pipes, text=True) as process:
+            told = process.stdout.readline()
+            if how == "ends":
+                process.stdin.close()
+            assert process.wait() == (how == "ends")
+        return float(told)
+
+    all_of_it = host_compile.IDLE_SECONDS
+    assert [patience("ends") for _ in range(3)] == [all_of_it, all_of_it / 2, all_of_it / 4]
+    assert patience("finishes") == all_of_it / 8
+    assert patience("finishes") == all_of_it
+    assert not list(tmp_path.rglob(host_compile.UNFINISHED))
 
 
 PROGRAM = """

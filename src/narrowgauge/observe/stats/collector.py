@@ -113,7 +113,7 @@ class Collector:
         """Why most watched steps took longer than those of another run will, in words; "" if they did not."""
         if 2 * self.by_passes <= self._turn or host.why_not():
             return ""
-        return "most were counted by slower passes, while numba compiled the fast walk, once per installation"
+        return "most were counted by slower passes, as numba has to compile the fast walk once per installation"
 
     def wants(self, module: str) -> bool:
         """Whether the open step is watched; the same for every module."""

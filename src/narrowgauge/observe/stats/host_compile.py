@@ -25,6 +25,7 @@ PACKAGE = "narrowgauge.observe.stats"
 ENTRIES = ("operand", "result", "copied", "moved", "digest")
 POLITE = 10  # of 19
 IDLE_SECONDS = 60.0  # for so long only what nobody else wants; where that is nothing, it would never be done
+UNFINISHED = ".narrowgauge-unfinished"  # beside what is compiled: a byte for each time that somebody began
 
 
 class NotCachedError(Exception):
@@ -94,10 +95,30 @@ def give_way() -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.nice(POLITE)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def only_nice_after(seconds: float) -> None:
+    """Have this process take its share from then on, though a small one."""
+    with contextlib.suppress(AttributeError):
         usual = partial(os.sched_setscheduler, os.getpid(), os.SCHED_OTHER, os.sched_param(0))
-        later = threading.Timer(IDLE_SECONDS, usual)
+        later = threading.Timer(seconds, usual)
         later.daemon = True
         later.start()
+
+
+@contextlib.contextmanager
+def patiently(folder: Path) -> Iterator[float]:
+    """For how many seconds to take only what nobody wants; half as many each time, until somebody has finished.
+
+    Compiling ends with the program. Of short ones on a busy machine none would ever come to its end.
+    """
+    tries, before = folder / UNFINISHED, 0
+    with contextlib.suppress(OSError), tries.open("ab") as held:
+        before = held.tell()
+        held.write(b".")
+    yield IDLE_SECONDS / 2**before
+    with contextlib.suppress(OSError):
+        tries.unlink()
 
 
 def main() -> None:
@@ -111,7 +132,8 @@ def main() -> None:
         bare.__path__ = [str(Path(__file__).parents[len(names) - depth])]
         sys.modules[bare.__name__] = bare
     walk = importlib.import_module(f"{PACKAGE}.host_kernel")
-    with alone(walk):
+    with alone(walk), patiently(Path(walk.operand.stats.cache_path)) as seconds:
+        only_nice_after(seconds)
         call_all(walk)
 
 
