@@ -354,6 +354,7 @@ class Session:
                 *steps.batches.notes,
                 *(self._inner.notes if self._inner is not None else ()),
                 *steps.evals.notes,
+                *steps.references.notes,
                 *(self.loading.notes if self.plan.compiling else ()),
                 *self.plain.notes,
                 *self.ranks.notes,

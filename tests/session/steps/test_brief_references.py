@@ -64,6 +64,10 @@ def referring(what, every=1):
     return program
 
 
+def told(session):
+    return [note for note in session.facts()["notes"] if "before it was known" in note]
+
+
 EVALUATED = ["behind backward", "eval", "other", "written", "wrapped, other"]
 REFERENCES = ["itself", "by hand", "wrapped", "measured", "wrapped, measured"]
 
@@ -78,9 +82,12 @@ def test_what_is_an_evaluation_is_one_in_brief_rows_too_and_what_is_a_reference_
     if what in EVALUATED and what != "eval":  # the first was in a step that nobody had looked at
         assert session.steps.rest.steps == len(BETWEEN) - 1
         assert [at for at in wanted if at not in found] == [2]
+        assert len(told(session)) == 1
+        assert "between a call with gradients and the next step (after step 2)" in told(session)[0]
     else:
         assert session.steps.rest.steps == len(BETWEEN)
         assert found == wanted
+        assert not told(session)
 
 
 @pytest.mark.parametrize("what", [*EVALUATED, *REFERENCES])

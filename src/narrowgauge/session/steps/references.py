@@ -19,6 +19,8 @@ from narrowgauge.session.steps.losses import EvalLosses
 from narrowgauge.session.steps.rest import REFERS, Rest
 from narrowgauge.session.tensors.batches import Batches
 
+MOST_TOLD = 3  # steps in a note
+
 
 class References:
     """Those of one program.
@@ -38,6 +40,7 @@ class References:
         self.seen = self.asks = False
         self.evaluated = -1
         self._sure = False  # what is evaluated in mid-step is known to be that, or cannot be
+        self._left: set[int] = set()  # steps behind which a loss may have been a reference's
         self._called_at = 0, 0  # step and calls of backward, as a model was called last in a step that is left alone
         evals.unsure = self._left_out
 
@@ -92,4 +95,19 @@ class References:
         """
         self._rest.refers = True
         self._rest.end_soon()
-        return not others and self.evaluated < self._steps()
+        out = not others and self.evaluated < self._steps()
+        if out:
+            self._left.add(self._steps())
+        return out
+
+    @property
+    def notes(self) -> list[str]:
+        """What evaluations lack, of a program that was not seen to have references."""
+        if self.seen or not self._left:
+            return []
+        steps = ", ".join(str(step) for step in sorted(self._left)[:MOST_TOLD])
+        return [
+            "A loss was computed without gradients between a call with gradients and the next step (after step "
+            f"{steps}) before it was known whether such a loss is of the batch that trains: eval_loss leaves it out. "
+            'With watch.scalars = "all" it has it.'
+        ]
