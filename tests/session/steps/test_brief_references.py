@@ -1,9 +1,12 @@
 """Brief rows of programs that call their model without gradients on a batch that waits for its backward."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.session.steps.alone import Model, batch, notes, nothing_is_compiled, run
+from tests.session.inline import followed
+from tests.session.steps.alone import Functions, Model, batch, notes, nothing_is_compiled, run
 from tests.session.steps.test_brief import BETWEEN, EACH, with_rows_of_each
 from torch import nn
 
@@ -229,3 +232,93 @@ def test_evaluations_in_mid_step_and_between_steps_are_what_they_are_in_whole_ro
     session, writer = with_rows_of_each(tmp_path, program)
     assert writer.column("eval_loss") == whole.column("eval_loss")
     assert session.steps.rest.steps == len(BETWEEN) - 1
+
+
+class Told(torch.Tensor):
+    """A class of the program's, that is told of each of torch's functions."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        Told.seen += 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("what", ["mode", "class"])
+def test_what_the_program_is_told_of_torchs_functions_has_none_of_ours(tmp_path, what):
+    def program(losses):
+        model, seen, Told.seen = Model(), [], 0
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x = batch(number)
+            x = x.as_subclass(Told) if what == "class" else x
+            y = model(x)
+            with torch.no_grad(), Functions(seen if what == "mode" else []):
+                reference = model(x)
+            (y - reference + 1).square().mean().as_subclass(torch.Tensor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses += [len(seen), Told.seen * (what == "class")]
+
+    session, _ = with_rows_of_each(tmp_path, program)
+    assert session.steps.rest.steps == len(BETWEEN)
+
+
+class Raises:
+    """Is returned by a model, and refuses to be looked at: its labels are missing, say."""
+
+    def __init__(self, y):
+        self.y = y
+
+    @property
+    def loss(self):
+        raise ValueError("there are no labels")
+
+
+@dataclass
+class RaisesAsGiven:
+    """Is given to it."""
+
+    x: int = 0
+
+    def __getattribute__(self, name):
+        if name == "x":
+            raise ValueError("there are no labels")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("what", ["given", "returned"])
+def test_what_raises_as_it_is_looked_at_is_kept_from_the_program(tmp_path, what):
+    class Hands(Model):
+        def forward(self, x):
+            y = super().forward(x if isinstance(x, torch.Tensor) else torch.ones(1, 16))
+            return Raises(y) if what == "returned" else y
+
+    def program(losses):
+        model = Hands()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x = batch(number)
+            y = model(x)
+            with torch.no_grad():
+                reference = model(x)
+                if what == "given" and number in (6, 15):
+                    model(RaisesAsGiven())
+            if what == "returned":
+                y, reference = y.y, reference.y
+            loss = (y - reference + 1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    seen = []
+    for scalars in ("all", "loss"):
+        found = []
+        watch = {"scalars": scalars}
+        with followed(tmp_path, compiling=True, judge="current", watch=watch, every=10) as (session, _):
+            program(found)
+        seen.append((found, [note for note in session.facts()["notes"] if "there are no labels" in note]))
+    assert seen[0] == seen[1]
+    assert seen[0][1]
