@@ -247,7 +247,8 @@ class Session:
         if self.ranks.several() and not self.steps.rest.keeps:
             return "several ranks train"
         compiled = self._compiled is not None and self._compiled.any()
-        if self.steps.references.seen and (compiled or self.steps.rest.cycle.zeroes):
+        zeroes = self.steps.resting.zeroes or self.steps.rest.cycle.zeroes
+        if self.steps.references.seen and (compiled or zeroes):
             return REFERS  # it is not known there what models are given, or make
         return ""
 

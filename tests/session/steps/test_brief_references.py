@@ -322,3 +322,63 @@ def test_what_raises_as_it_is_looked_at_is_kept_from_the_program(tmp_path, what)
         seen.append((found, [note for note in session.facts()["notes"] if "there are no labels" in note]))
     assert seen[0] == seen[1]
     assert seen[0][1]
+
+
+@pytest.mark.parametrize("at", [5, 15])
+def test_gradients_that_are_set_to_zero_for_once_make_no_evaluation_of_a_reference(tmp_path, at):
+    def program(losses):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x = batch(number)
+            if number == at:
+                F.mse_loss(model(batch(100)), batch(100)).backward()
+                optimizer.zero_grad()
+            y = model(x)
+            with torch.no_grad():
+                reference = model(x)
+                losses.append(F.l1_loss(reference, x).item())
+            (y - reference + 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert not writer.column("eval_loss")
+    assert list(writer.column("loss")) == EACH
+    assert session.steps.rest.steps
+
+
+@pytest.mark.parametrize(
+    ("tries", "every", "later"), [(True, 1, False), (True, 1, True), (True, 3, False), (False, 1, False)]
+)
+def test_references_in_a_closure_that_sets_gradients_to_zero(tmp_path, tries, every, later):
+    """An optimizer may call it several times: what it tries has references, too."""
+
+    def program(losses):
+        model = Model()
+        kind = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+        optimizer = kind if tries else torch.optim.SGD(model.parameters(), 1e-2)
+        for number in EACH:
+            x, called = batch(number), []
+
+            def closure(number=number, x=x, called=called):
+                optimizer.zero_grad()
+                if not tries:
+                    F.mse_loss(model(x), x).backward()
+                    optimizer.zero_grad()
+                y, reference = model(x), torch.zeros(())
+                if number % every == 0:
+                    with torch.no_grad():
+                        reference = model(x)
+                        if called or not later:  # by the first call nothing has come between
+                            losses.append(F.l1_loss(reference, x).item())
+                called.append(x)
+                loss = (y - reference + 1).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    assert not writer.column("eval_loss")
+    assert bool(session.steps.rest.steps) is tries

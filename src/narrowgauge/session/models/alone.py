@@ -80,7 +80,7 @@ class CallsAlone:
             # torch takes a longer way to each module while there is one
             if steps.resting.quiet and _hooks.get(OURS) is self.hook:
                 _hooks.pop(OURS, None)
-            usual = root is steps.usual.model or steps.resting.tries
+            usual = root is steps.usual.model or (steps.resting.tries and not steps.references.asks)
             if not learns:
                 running.refers = True
             elif usual and steps.evals.idle and self.hearing.plainly():

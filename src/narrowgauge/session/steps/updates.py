@@ -190,7 +190,7 @@ class Updates:
     @passed_over
     def gradients_zeroed(self, owner: Optimizer | nn.Module) -> None:
         """The program set gradients to zero: it throws them away if no step was made of any, and none is left."""
-        if self._steps.resting.tries and self._steps.rest.on:
+        if self._steps.resting.tries:
             return
         self._steps.usual.interrupted(amid=True)
         if not self._steps.made:  # as it mostly is
