@@ -277,3 +277,34 @@ def test_what_is_called_in_turn(tmp_path):
 
     _, writer = compared(tmp_path, program)
     assert list(writer.column("eval_loss")) == [6]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_optimizer_without_a_rate_has_none(tmp_path, closes):
+    class Unrated(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=lambda: None):
+            with torch.enable_grad():
+                closure()
+            for group in self.param_groups:
+                torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-0.01)
+
+    def program(losses):
+        model = Model()
+        optimizer = Unrated(model.parameters(), {})
+        for number in range(1, 25):
+
+            def closure(number=number):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(batch(number)), batch(number))
+                loss.backward()
+                losses.append(loss.item())
+
+            if not closes:
+                closure()
+            optimizer.step(*[closure] * closes)
+
+    every = [run(tmp_path, program, scalars) for scalars in ("all", "loss", "recorded")]
+    assert every[0][0] == every[1][0] == every[2][0]
+    assert all(writer.column("loss").items() <= every[0][2].column("loss").items() for _, _, writer in every)
+    assert every[1][1].steps.rest.steps > every[2][1].steps.rest.steps > 0

@@ -75,7 +75,7 @@ def around_step(
         now.stepping = True
         rate: Any = None
         for group in optimizer.param_groups:
-            found = group["lr"]
+            found = group.get("lr")
             if type(found) is not float or (rate is not None and found != rate):
                 line = Line(0)
                 rates(line, optimizer)
