@@ -94,7 +94,9 @@ PAIRS = [(a, a + 2) for a in range(0, 32, 2)]
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_a_cast_piece_at_the_address_of_one_that_is_gone_is_another(cast, learns):
     torch.manual_seed(6)
-    for _ in range(10):  # one lies where another did: mostly, not always
+    filled = []
+    for _ in range(50):  # one lies where another did: mostly, not always, and sooner where other places are taken
+        filled += [torch.empty(2, 16, dtype=dtype) for dtype in (torch.float32, torch.float64) for _ in range(99)]
         head = nn.Linear(16, 32, bias=False)
         h, addresses = torch.randn(6, 16, requires_grad=learns), []
 
