@@ -250,6 +250,12 @@ def test_who_comes_after_one_that_its_program_has_ended_is_half_as_patient(tmp_p
     assert not list(tmp_path.rglob(host_compile.UNFINISHED))
 
 
+def test_where_nobody_ever_finishes_nobody_waits(tmp_path):
+    (tmp_path / host_compile.UNFINISHED).write_bytes(b"." * 5000)
+    with host_compile.patiently(tmp_path) as seconds:
+        assert seconds == 0.0
+
+
 PROGRAM = """
 import os, signal, sys
 import torch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 import threading
@@ -116,7 +117,7 @@ def patiently(folder: Path) -> Iterator[float]:
     with contextlib.suppress(OSError), tries.open("ab") as held:
         before = held.tell()
         held.write(b".")
-    yield IDLE_SECONDS / 2**before
+    yield math.ldexp(IDLE_SECONDS, -before)
     with contextlib.suppress(OSError):
         tries.unlink()
 
