@@ -45,6 +45,21 @@ IMAGE = """() => {
 }"""
 
 
+# Of each name at a line's end, by how many pixels it is wider than the room that it has.
+CUT = """() => {
+  const context = document.createElement("canvas").getContext("2d"), found = [];
+  for (const shown of Bokeh.documents) for (const root of shown.roots()) {
+    for (const label of (root.center ?? []).filter(each => each.type === "Label" && each.text_font_style === "bold")) {
+      if (!root.inner_width) continue;
+      context.font = `bold ${label.text_font_size} ${label.text_font}`;
+      const {start, end} = root.x_range, x = root.inner_width * (label.x - start) / (end - start);
+      found.push(x + label.x_offset + context.measureText(label.text).width - root.inner_width);
+    }
+  }
+  return found;
+}"""
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory) -> Iterator:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -104,6 +119,15 @@ def test_nothing_overflows_sideways(page):
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_timeout(200)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_names_at_the_ends_of_lines_are_whole_on_a_narrow_page_too(page):
+    for width in (420, 900, 420, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(500)
+        cut = page.evaluate(CUT)
+        assert len(cut) >= 6
+        assert max(cut) <= 0
 
 
 def test_a_dark_page_is_redrawn_in_its_own_colours(page):

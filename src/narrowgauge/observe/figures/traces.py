@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from bokeh.models import Label, Range1d
+from bokeh.models import CustomJS, Label, Range1d
 
 from narrowgauge.observe.figures.frame import FONT, plain, shorten, spread, step_range
 from narrowgauge.observe.figures.palette import MUTED, NOISE
@@ -16,6 +16,13 @@ from narrowgauge.observe.figures.sampling import Floats, keep_extrema
 LABEL_ROOM = 0.11  # of the x range, right of the last step, at least
 ENDED = " (ended)"
 ROOM_PER_LETTER = 0.009  # of a label, in a wide page; they are bold
+PIXELS_PER_LETTER, OFFSET = 7.5, 7  # of a label, wherever it stands
+# On a narrow page a share of the range is less than the names need; where it is zoomed, nothing is moved.
+ROOM = """
+const width = cb_obj.inner_width, pixels = Math.max(...range.tags), span = right - range.start;
+if (range.end < right || width < 2 * pixels) return;
+range.end = range.reset_end = Math.max(end, right + span * pixels / (width - pixels));
+"""
 LEFT = 66  # pixels left of the axis, the same in all pictures over training steps
 
 
@@ -59,16 +66,17 @@ def direct_labels(p: Any, traces: Sequence[Trace], curves: Sequence[Floats], y_r
     heights = spread(
         [y for _, _, y in found], 15 * per_pixel, y_range.start + 8 * per_pixel, y_range.end - 8 * per_pixel
     )
-    right = max((x for _, x, _ in found), default=0.0)
+    right, letters = max((x for _, x, _ in found), default=0.0), 0
     for (trace, x, _), y in zip(found, heights, strict=True):
         # A trace of every second step need not be in the last one.
         spacing = float(np.diff(trace.steps).max(initial=0.0))
         stopped = "" if x >= right or x + spacing > right else " (NaN)" if trace.steps[-1] > x else ENDED
+        letters = max(letters, len(_said(trace.name) + stopped))
         p.add_layout(
             Label(
                 x=max(x, right),
                 y=y,
-                x_offset=7,
+                x_offset=OFFSET,
                 text=_said(trace.name) + stopped,
                 text_color=MUTED if trace.color == NOISE else trace.color,
                 text_font=FONT,
@@ -77,6 +85,8 @@ def direct_labels(p: Any, traces: Sequence[Trace], curves: Sequence[Floats], y_r
                 text_font_style="bold",
             )
         )
+    p.x_range.tags = [*p.x_range.tags, OFFSET + PIXELS_PER_LETTER * letters]  # of all pictures that share it
+    p.js_on_change("inner_width", CustomJS(args={"range": p.x_range, "right": right, "end": p.x_range.end}, code=ROOM))
 
 
 def _said(name: str) -> str:
