@@ -59,6 +59,9 @@ CUT = """() => {
   return found;
 }"""
 
+TICKS = """() => Bokeh.documents.flatMap(shown => shown.roots()).filter(root => root.x_range?.tags?.length)
+  .map(root => root.below[0].ticker.desired_num_ticks)"""
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory) -> Iterator:
@@ -128,6 +131,7 @@ def test_names_at_the_ends_of_lines_are_whole_on_a_narrow_page_too(page):
         cut = page.evaluate(CUT)
         assert len(cut) >= 6
         assert max(cut) <= 0
+        assert page.evaluate(TICKS) == [3 if width == 420 else 6] * 2  # of 16,000 more would lie over each other
 
 
 def test_a_dark_page_is_redrawn_in_its_own_colours(page):

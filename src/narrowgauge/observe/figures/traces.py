@@ -17,9 +17,11 @@ LABEL_ROOM = 0.11  # of the x range, right of the last step, at least
 ENDED = " (ended)"
 ROOM_PER_LETTER = 0.009  # of a label, in a wide page; they are bold
 PIXELS_PER_LETTER, OFFSET = 7.5, 7  # of a label, wherever it stands
-# On a narrow page a share of the range is less than the names need; where it is zoomed, nothing is moved.
+# On a narrow page a share of the range is less than the names need, and numbers of steps lie over each other; where it
+# is zoomed, nothing is moved.
 ROOM = """
 const width = cb_obj.inner_width, pixels = Math.max(...range.tags), span = right - range.start;
+ticker.desired_num_ticks = Math.max(2, Math.min(6, Math.floor(width / 100)));
 if (range.end < right || width < 2 * pixels) return;
 range.end = range.reset_end = Math.max(end, right + span * pixels / (width - pixels));
 """
@@ -86,7 +88,8 @@ def direct_labels(p: Any, traces: Sequence[Trace], curves: Sequence[Floats], y_r
             )
         )
     p.x_range.tags = [*p.x_range.tags, OFFSET + PIXELS_PER_LETTER * letters]  # of all pictures that share it
-    p.js_on_change("inner_width", CustomJS(args={"range": p.x_range, "right": right, "end": p.x_range.end}, code=ROOM))
+    known = {"range": p.x_range, "right": right, "end": p.x_range.end, "ticker": p.xaxis.ticker}
+    p.js_on_change("inner_width", CustomJS(args=known, code=ROOM))
 
 
 def _said(name: str) -> str:
