@@ -76,6 +76,8 @@ class Case:
     """A program of `programs/` under its launcher: by hand, watched at every step, or each EVERY-th, and converted."""
 
     def __init__(self, folder, name, launcher=("python",), ranks=1, warm=None, works=None, **env):
+        if DEVICE == "cuda" and ranks > torch.cuda.device_count():
+            pytest.skip("needs a GPU for each rank")
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))} if DEVICE == "cuda" else {}
         self.folder, self.ranks, self._env = folder, ranks, gpus | env
         self.every = int(env.get("EVERY", "1"))
