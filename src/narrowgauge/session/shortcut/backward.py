@@ -39,11 +39,13 @@ def in_place_of(
             ordinary(tensors, *args, **kwargs)
             return
         usual = now.called and type(tensors) is Tensor and hearing.ident == get_ident() and not losses.scales
-        if not usual or _modes() or _function_modes() or now.backwards == rest.backwards or not kept(tensors):
+        usual = usual and not _modes() and not _function_modes()
+        tries = now.tries
+        if not (usual and (tries or (now.backwards < rest.counted and kept(tensors)))):
             leave()
             ordinary(tensors, *args, **kwargs)
             return
-        now.backwards += 1
+        now.backwards += not tries
         now.within = hearing.waits = True
         try:
             original(tensors, *args, **kwargs)
@@ -55,7 +57,7 @@ def in_place_of(
             alone.backward_ended()
             return
         now.within = hearing.waits = False
-        if now.stepping and not now.evaluates:  # called by the step itself, which may set rates
+        if now.stepping and not (now.evaluates or tries):  # called by the step itself, which may set rates
             leave()
             alone.backward_ended()
 

@@ -33,19 +33,21 @@ class Now:
         called: it was called in this step.
         within: a backward runs.
         backwards: calls of it in this step.
-        loss: the sum of what they were called on.
+        vectors: of these, those on no number; `most_vectors` as a step has.
+        loss: the sum of what the others were called on.
         stepping: the optimizer's step has begun.
         evaluates, evaluated: its closure's first call runs; or has returned.
+        tries: a later one runs, and what is called is none of the step's.
         rates: those that it steps with.
     """
 
     __slots__ = (
-        *("backwards", "begins", "called", "evaluated", "evaluates", "inside", "loss", "made", "on_host", "others"),
-        *("rates", "stepping", "taken", "trainers", "until", "within"),
+        *("backwards", "begins", "called", "evaluated", "evaluates", "inside", "loss", "made", "most_vectors"),
+        *("on_host", "others", "rates", "stepping", "taken", "trainers", "tries", "until", "vectors", "within"),
     )
 
     def __init__(self) -> None:
-        self.taken, self.made, self.until, self.on_host = False, 0, 0.0, False
+        self.taken, self.made, self.until, self.on_host, self.most_vectors = False, 0, 0.0, False, 0
         self.trainers: set[int] | None = None
         self.others: list[Ended] = []
         self.rates: Rates
@@ -56,27 +58,31 @@ class Now:
         """The shortcut is taken in these steps, of which this line was the last one's."""
         self.trainers = None if rest.line is None else rest.line.trainers
         self.on_host = line is None or isinstance(line.loss, float)
-        self.others, self.made = others, 0
+        self.others, self.made, self.most_vectors = others, 0, rest.vectors
         self.until = inf if rest.until is None else rest.until
         self.taken = True
 
     def forget(self) -> None:
         """Nothing is known of the next one."""
         self.called = self.within = self.stepping = self.inside = self.begins = False
-        self.evaluates = self.evaluated = False
-        self.backwards, self.loss, self.rates = 0, None, {}
+        self.evaluates = self.evaluated = self.tries = False
+        self.backwards, self.vectors, self.loss, self.rates = 0, 0, None, {}
 
     def put_into(self, line: Line, step: int) -> None:
         """What is known so far is in the step's line."""
         loss = float32(self.loss) if isinstance(self.loss, float) else self.loss  # as all losses are told
-        line.step, line.loss, line.backwards = step, loss, self.backwards
+        line.step, line.loss, line.backwards, line.vectors = step, loss, self.backwards, self.vectors
         line.scalars.update({"lr": self.rates} if isinstance(self.rates, float) else self.rates)
 
     @passed_over
     def keeps(self, loss: Tensor) -> bool:
-        """Whether what backward is called on is one number, which is kept."""
+        """Whether what backward is called on is one number, which is kept, or one of the vectors that a step has."""
         if self.trainers is None:
             return True
+        if self.most_vectors and loss.numel() != 1:
+            expected = self.vectors < self.most_vectors
+            self.vectors += expected
+            return expected
         number: Tensor | float
         if self.on_host:  # by one of torch's functions: each lies in another page of its memory
             try:

@@ -8,8 +8,8 @@
 The others are in the modules beside. Whatever is otherwise (an evaluation, another loss, optimizer or thread, the last
 of these steps) puts the ordinary ones back into their places first, and they go on with what is known so far.
 
-Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, what
-optimizers try with closures, engines, other models, optimizers whose steps call their base class's.
+Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, references,
+gradients set to zero in mid-step, engines, other models, optimizers whose steps call their base class's.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Shortcut:
         rest, resting, updates = self._steps.rest, self._steps.resting, self._updates
         if not resting.quiet or resting.careful or rest.hands_on or len(rest.team) != 1 or len(self._roots) != 1:
             return False
-        if rest.keeps and (rest.vectors or not rest.counted):  # it knows losses alone
+        if rest.keeps and not rest.counted:  # it knows of calls of backward alone
             return False
         if self._in_vain >= MOST_IN_VAIN or self._hearing.deaf or updates.closures.depth or not self._steps.evals.idle:
             return False

@@ -2,7 +2,7 @@
 
 where                              ordinary        as usual
 torch's hooks around optimizers    13 functions    2: its rates; the step was made
-a closure that it is given         9               1 around its first call; the next one ends all this
+a closure that it is given         9               1 around its first call, 3 around each that it only tries
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def around_step(
         if first:
             now.evaluates = True
         else:
-            leave()
+            now.tries = now.taken
+            closures.again |= now.taken
             closures.evaluates()
         try:
             return closure(*args, **kwargs)
@@ -65,6 +66,7 @@ def around_step(
                 rates(line, optimizer)  # which it may have set
                 now.rates = line.scalars
             else:
+                now.tries = False
                 closures.evaluates(optimizer)
 
     @passed_over
@@ -91,10 +93,13 @@ def around_step(
     @passed_over
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         loss, made, trainers = now.loss, ledger.steps + 1, now.trainers
-        if (
-            not (now.stepping and now.called and optimizer is by() and hearing.ident == get_ident())
-            or (now.within or now.inside or now.backwards != rest.backwards or made >= now.until)
-            or (trainers is not None and (loss is None or (type(loss) is float and loss - loss != 0.0)))  # not finite
+        heard = trainers is None or (
+            now.vectors == now.most_vectors
+            and (loss is None) is (now.backwards == now.vectors)
+            and not (type(loss) is float and loss - loss != 0.0)  # not finite
+        )
+        if not (heard and now.stepping and now.called and optimizer is by() and hearing.ident == get_ident()) or (
+            now.within or now.inside or now.backwards != rest.counted or made >= now.until
         ):
             leave()
             ends(optimizer, args, kwargs)
@@ -102,8 +107,10 @@ def around_step(
         ledger.steps = made
         now.made += 1
         updates.ended += 1
-        now.called = now.stepping = now.evaluated = False
-        now.backwards, now.loss = 0, None
+        if now.evaluated:
+            now.evaluated = closures.again = False
+        now.called = now.stepping = False
+        now.backwards, now.vectors, now.loss = 0, 0, None
         if trainers is not None:
             laps = ledger.clock
             if _cuda._initialized:

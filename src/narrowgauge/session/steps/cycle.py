@@ -144,11 +144,6 @@ class Cycle:
         return any(kind.zeroes for kind in self._seen)
 
     @property
-    def tries(self) -> bool:
-        """Whether an optimizer calls its closure more than once in some of them."""
-        return any(kind.counted < kind.backwards for kind in self._seen)
-
-    @property
     def latest(self) -> list[Optimizer]:
         """Those that made the last step, as far as they live."""
         return self._seen[-1].living if self._seen else []

@@ -194,7 +194,7 @@ class Steps:
         resting = self.resting
         zeroes, resting.zeroes = resting.zeroes or self.rest.cycle.zeroes, False
         asks = self.references.rests(able=resting.quiet and not zeroes)
-        resting.careful = asks or (self.rest.keeps and (zeroes or self.rest.cycle.tries))
+        resting.careful = asks or (self.rest.keeps and zeroes)
         return True
 
     def left_alone(self, optimizer: Optimizer, *, skipped: bool = False, within: bool = False) -> None:
