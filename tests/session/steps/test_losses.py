@@ -30,6 +30,24 @@ class Slotted:
     router: torch.Tensor
 
 
+class ByItem(dict):
+    """An output as many write one: what it lacks is a KeyError, where Python expects an AttributeError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Wrapping:
+    """The same around a dict, without one of its own."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, **held):
+        self.held = held
+
+    def __getattr__(self, name):
+        return self.held[name]
+
+
 MODEL = nn.Identity()
 
 
@@ -64,6 +82,14 @@ def evals():
 def test_scalar_loss(output, expected):
     found = scalar_loss(output)
     assert (None if found is None else float(found)) == expected
+
+
+@pytest.mark.parametrize("kind", [ByItem, Wrapping])
+def test_an_output_that_refuses_in_its_own_way_is_no_failure(evals, kind):
+    with_one, without = kind(loss=torch.tensor(2.0)), kind(logits=torch.ones(3))
+    assert (scalar_loss(with_one), scalar_loss(without)) == (torch.tensor(2.0), None)
+    evals.training_ended(MODEL, with_one)
+    evals.training_ended(MODEL, without)
 
 
 def test_functional_losses_without_grad_are_averaged(evals):

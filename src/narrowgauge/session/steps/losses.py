@@ -28,6 +28,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.errors import let_pass
 from narrowgauge.session.doors.loss_functions import follow
 from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.steps.aside import Aside
@@ -49,8 +50,8 @@ def scalar_loss(output: Any) -> Tensor | None:
     elif _nameless(output):
         scalars = [x for x in output if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
         output = scalars[0] if len(scalars) == 1 else None
-    elif not isinstance(output, Tensor) and hasattr(output, "loss"):
-        output = output.loss
+    elif not isinstance(output, Tensor):
+        output = _held(output, "loss")
     if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
         return output
     return None
@@ -58,7 +59,16 @@ def scalar_loss(output: Any) -> Tensor | None:
 
 def _nameless(output: Any) -> bool:
     """Whether a number in it may mean anything: a tuple or list, but no named one with a `loss`."""
-    return isinstance(output, tuple | list) and "loss" not in getattr(output, "_fields", ())
+    return isinstance(output, tuple | list) and "loss" not in getattr(type(output), "_fields", ())
+
+
+def _held(output: Any, name: str) -> Any:
+    """What an object of the program's has there; it may refuse with any error (`__getattr__ = dict.__getitem__`)."""
+    try:
+        return getattr(output, name, None)
+    except Exception as error:
+        let_pass(error)
+        return None
 
 
 def _is_row(output: Any, own: ReturnedLosses) -> bool:
@@ -319,9 +329,9 @@ class EvalLosses:
         losses = self.trains_by.called(model)
         if not losses.asks:
             return
-        fields = getattr(output, "__dataclass_fields__", ())
+        fields = getattr(type(output), "__dataclass_fields__", ())
         if not isinstance(output, Tensor | dict | tuple | list) and "loss" not in fields:
-            output = {"loss": getattr(output, "__dict__", {}).get("loss")}  # not what is computed when it is asked
+            output = {"loss": (_held(output, "__dict__") or {}).get("loss")}  # not what is computed when it is asked
         losses.returned(scalar_loss(output))
 
     def take(self, *, ended: bool = False) -> dict[int, Tensor]:
