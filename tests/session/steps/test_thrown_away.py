@@ -192,6 +192,61 @@ class Interrupted(torch.optim.SGD):
         return super().step(closure)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise torch.OutOfMemoryError
+
+
+class FailsOnCall(nn.Linear):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise torch.OutOfMemoryError
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_call", [False, True])
+def test_a_step_that_is_tried_anew_in_smaller_pieces_of_the_same_batch_counts_once(tmp_path, in_call):
+    """Out of memory in its second microbatch: what the first left is set to zero, and all of it done again."""
+    wanted, first = [], FailsOnCall(16, 16)
+    with followed(tmp_path) as (session, writer):
+        model = nn.Sequential(first, nn.ReLU(), nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def accumulate(x, pieces, fails=False):
+            total = 0.0
+            for number, piece in enumerate(x.chunk(pieces)):
+                first.fails = in_call and fails and number == 1
+                out = model(piece)
+                loss = F.mse_loss(Fails.apply(out) if fails and number == 1 else out, piece) / pieces
+                loss.backward()
+                total += loss.item()
+            return total
+
+        for step in range(8):
+            x = batch(step)
+            optimizer.zero_grad()
+            try:
+                total = accumulate(x, 2, fails=step in (2, 5))
+            except torch.OutOfMemoryError:
+                optimizer.zero_grad()
+                first.fails = False
+                total = accumulate(x, 4)
+            wanted.append(total)
+            optimizer.step()
+    assert list(writer.column("loss").values()) == pytest.approx(wanted)
+    assert set(writer.column("tokens").values()) == {8}
+    assert list(writer.column("microbatches").values()) == [2, 2, 4, 2, 2, 4, 2, 2]
+    (note,) = [note for note in session.facts()["notes"] if "set to zero" in note]
+    assert note.startswith("Gradients of 2 microbatches were")
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_step_that_was_interrupted_leaves_nothing_in_the_next_one(tmp_path, clips):
     torch.manual_seed(0)

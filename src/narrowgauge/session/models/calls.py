@@ -39,6 +39,7 @@ from narrowgauge.session.steps.loading import Loading
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
+from narrowgauge.session.steps.zeroed import failed
 from narrowgauge.session.tensors.batches import Known, known_by, moves
 
 
@@ -246,6 +247,7 @@ class Calls:
         if self._running.training and self._line is not None and self._line is self._steps.ledger.line:
             self._line.tokens -= self.tokens
             self._steps.batches.take_back()
+            failed(self._line)
         self.tokens = 0
 
     def _unlearned(self) -> bool:

@@ -31,7 +31,7 @@ class Line:
     tried: int = 0  # of these, those that an optimizer only tried, with its closure
     zeroes: bool = False  # gradients were set to zero behind one of them, and before the step
     zeroed: bool = False  # all that its microbatches left; since then nothing was called
-    other_data: bool = False  # since the last backward a model was called, with other data than for that one
+    other_data: bool = False  # since the last backward a model was called, with other data than for that one, or failed
     tokens: int = 0
     scalars: dict[str, float | Tensor] = field(default_factory=dict)
     recorded: bool = False  # tensors are looked at in this step

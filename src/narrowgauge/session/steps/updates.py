@@ -38,7 +38,7 @@ from narrowgauge.session.steps.looking import learning_rates, left_out, look
 from narrowgauge.session.steps.same_training import SameTraining
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.trained import parameters
-from narrowgauge.session.steps.zeroed import counted
+from narrowgauge.session.steps.zeroed import counted, failed
 
 PIPELINE = "the program trains a pipeline"
 
@@ -164,6 +164,8 @@ class Updates:
             line.loss = None
         if not self.closures.again:
             self._steps.ledger.take_back()
+            if (line := self._steps.ledger.line) is not None:
+                failed(line)
 
     @contextmanager
     def nothing_new(self) -> Iterator[None]:

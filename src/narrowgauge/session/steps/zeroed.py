@@ -3,6 +3,7 @@
 model(x), backward, zero_grad, model(x), backward     a second look at the same data (SAM): both losses are the step's
 model(x), backward, zero_grad, model(z), backward     other data, as an adversary's: what was before is thrown away
 model(x), zero_grad, backward, backward               two losses of one call: both are
+model(x), backward, an error, zero_grad, model(x)     the step is tried anew, in smaller pieces say: thrown away, too
 
 Each of a step's `backward` calls is one of its microbatches, or `elsewhere`. So it is of whole rows, and of brief ones
 where the whole rows before had gradients set to zero in mid-step: there models' inputs are looked at, too.
@@ -33,6 +34,11 @@ def added(line: Line) -> bool:
     thrown = line.zeroed and line.other_data
     line.zeroed = line.other_data = False
     return thrown
+
+
+def failed(line: Line) -> None:
+    """A model's call or backward raised: what is called behind zero_grad is no second look, whatever its data."""
+    line.other_data = counted(line) > 0
 
 
 def left(line: Line, but: int = 0) -> int:
