@@ -61,7 +61,7 @@ class Conversions:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be told of models and layers that could not be converted."""
+        """What is to be told of models and layers that were converted, or could not be."""
         return [*self._notes, *self._rows.notes]
 
     def convert(
@@ -114,9 +114,16 @@ class Conversions:
             self._any = True
         if self._plan.recipe is None:
             return
+        self._tell(report)
         self._rows.put(model, prefix, report, self._recorder.under(prefix, model).name, shared, which)
         if report.converted:
             self._observe(model, prefix)
+
+    def _tell(self, report: ConversionReport) -> None:
+        """What no row of a layer says (evaluations that never call it): whoever watches does not print the report."""
+        if report.converted:
+            told = (note.removeprefix("note: ") for note in report.notes)
+            self._notes += [note for note in told if note not in self._notes]
 
     def _is_copy(self, model: nn.Module, shared: Set[int]) -> bool:
         """Whether layers of its own came in FP8, all of them as the command asks."""
@@ -147,6 +154,7 @@ class Conversions:
             self._notes += [note] if note not in self._notes else []
             return ""
         self._any |= bool(report.converted)
+        self._tell(report)
         rows = tuple(row for row in report.rows if not any(covers_name(name, row.name) for name in alone))
         name = self._recorder.under(prefix, model).name
         new = self._rows.join(model, prefix, replace(report, rows=rows), name, shared)
