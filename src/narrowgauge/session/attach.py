@@ -26,7 +26,17 @@ from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
 from narrowgauge.observe.stats import host
 from narrowgauge.observe.store import RunWriter
-from narrowgauge.session.doors import calling, cuda_graphs, deepspeed, fsdp, making, pipelining, swapping, updating
+from narrowgauge.session.doors import (
+    calling,
+    cuda_graphs,
+    deepspeed,
+    fsdp,
+    groups,
+    making,
+    pipelining,
+    swapping,
+    updating,
+)
 from narrowgauge.session.doors.compilations import must_compile
 from narrowgauge.session.doors.compiled_calls import CompiledCalls
 from narrowgauge.session.doors.hearing import Hearing
@@ -148,6 +158,7 @@ class Session:
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)
+        groups.follow(self.seams, self._part)
         self.seams.replace_where_held()
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
@@ -273,6 +284,13 @@ class Session:
             line = self.ledger.line
             step = self.ledger.steps + 1 if line is None or self.steps.made else line.step
             self._writer.add_event(step, "model_changed", f"The program added to its model: {added}.")
+
+    def _part(self, failed: bool) -> None:
+        """The program takes its ranks' group down, perhaps because it has `failed`."""
+        try:
+            unseen_by_modes(self.steps.part, failed=failed)
+        except Exception as error:
+            self.hearing.failed("destroy_process_group", error)
 
     def _copies(self, site: str) -> int | None:
         first = self.plain.shown.copies.get(site)

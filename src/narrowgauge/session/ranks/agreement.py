@@ -10,8 +10,8 @@ small keys in the store that the program's own process group came up by, asked o
 But it can: who gives up merging after its promise says so by one more key, which is asked before each gather.
 
 Keys, for W ranks: n/<step> (a counter), of/<step>/<rank> (what the rank posted of it), what/<step>,
-layout/<digest>, over (the least of the last steps of ranks that have come to their end). A step's keys are deleted as
-soon as every rank is known to have read them.
+layout/<digest>, over (the least of the last steps of ranks that have come to their end), and of each rank's end
+end/<rank>, read/<rank>, known/<rank>. A step's keys are deleted as soon as every rank is known to have read them.
 """
 
 from __future__ import annotations
@@ -157,8 +157,16 @@ class Agreement:
         return given_up(self._store)
 
     def was_read(self) -> bool:
-        """Whether rank 0 has read what this rank left."""
-        return bool(self._store.check([f"read/{self._rank}"]))
+        """Whether rank 0 has read what this rank left; it is told that this rank knows."""
+        read = bool(self._store.check([f"read/{self._rank}"]))
+        if read:
+            with suppress(Exception):  # it may have gone on, and the store with it
+                self._store.set(f"known/{self._rank}", "")
+        return read
+
+    def knows(self, rank: int) -> bool:
+        """Whether a rank knows that what it left was read, and asks for nothing more."""
+        return bool(self._store.check([f"known/{rank}"]))
 
     def _tidy(self, step: int) -> None:
         """Delete what nobody asks for any more: all have posted `step`, and so decided what lies LAG before it."""

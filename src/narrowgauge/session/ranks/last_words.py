@@ -11,14 +11,16 @@ from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.patience import POLL, Patience
 from narrowgauge.session.ranks.scalars import Waiting
 
+KNOWN = 0.5  # seconds for ranks whose last words were read to know that
+
 
 def leave(agreement: Agreement, waiting: Waiting, writer: RunWriter, patience: float) -> None:
     """Leave them for rank 0; what it does not fetch within `patience` seconds is written here."""
     rest, deadline = waiting.rest(), time.monotonic() + patience
     agreement.leave(json.dumps(rest))
-    while not agreement.was_read() and time.monotonic() < deadline:
+    while not (read := agreement.was_read()) and time.monotonic() < deadline:
         time.sleep(POLL)
-    if not agreement.was_read():
+    if not read:
         for step, row in rest:
             writer.add_scalars(step, **row)
 
@@ -38,6 +40,10 @@ def fetch(agreement: Agreement, waiting: Waiting, landing: Landing, world: int, 
         return not others
 
     patience.wait(all_joined, lambda: any(map(patience.coming, others)))
+    # This process may have the store, and those that still ask it would take it to be lost.
+    deadline, joined = time.monotonic() + KNOWN, set(range(1, world)) - others
+    while not all(map(agreement.knows, joined)) and time.monotonic() < deadline:
+        time.sleep(POLL)
     steps = landing.lacking(others)
     landing.finish()
     if not steps:

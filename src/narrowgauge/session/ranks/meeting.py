@@ -64,6 +64,10 @@ class Meeting:
         if self._shared is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shared))
 
+    def leave(self) -> None:
+        """Let go of the program's store: it is about to take its group down, and may make one at the same address."""
+        self._shared = None
+
     def store(self, name: str) -> Any:
         """A part of the program's own store, over a connection that nobody else waits on; of this watch alone."""
         store = self._shared

@@ -4,6 +4,7 @@
     LAG steps later            all ranks decide alike (agreement.py): one gather, or each for itself     tick
     as it arrives              rank 0 merges, beside the program's own work, and writes                  tick
     end of program             the same for what is still open, waiting for seconds at most              finish
+    end of its group           the same; other ranks, or the same ones, may meet again                   part
 
 What ranks merge goes one way (together.py), what each writes for itself another (apart.py). Whatever fails on the first
 (a store that is gone, a backend that is missing, ranks that die) is noted, and from then on all goes the second, as it
@@ -70,6 +71,8 @@ class Ranks:
         self.dear = self.short = False  # as ranks agreed last: see `Decision`
         self._waiting = Waiting()
         self._together = Together(self._all, self._waiting, collector.account)
+        self._meet = meet
+        self._past: list[Together] = []  # with the ranks of groups that the program has taken down
         self._own: RunWriter | None = None
         self._known: dict[str, Any] = {}
         self._apart = Apart(self._keep, writer)
@@ -151,7 +154,7 @@ class Ranks:
             if self._all.rank == 0:
                 self._together.landing = Landing(self._writer, self._keep, self._all.world)
                 self._writer.update_meta(merged_within=self._rows)  # readers wait so many steps for what all say
-            if self._plan.watch.get("ranks"):
+            if self._plan.watch.get("ranks") and self._own is None:
                 meta = {"command": " ".join(self._plan.command), "variant": self._plan.variant, **self._known}
                 meta |= {"recipe": self._plan.recipe, "judged_by": self._plan.judge}
                 # `beside`: the interpreter's end would close it before the session hands over the last steps.
@@ -200,8 +203,35 @@ class Ranks:
                 self._resolve(MEETING)
             self._together.land()
 
+    @property
+    def met(self) -> bool:
+        """Whether there are others that it has met."""
+        return self._all.world > 1
+
+    def part(self, *, failed: bool = False) -> None:
+        """The program takes down the group of its ranks: settle what is open, and let go of what they met by."""
+        if not self.met:
+            return
+        self._end(failed=failed)
+        if self._all.rank == 0:
+            self._writer.update_meta(merged_within=0)
+        self._all.leave()
+        self._past.append(self._together)
+        self._all = Meeting(self._meet)
+        self._together = Together(self._all, self._waiting, self._collector.account)
+        self._off = self.dear = self.short = False
+        self._apart.end()
+
     def finish(self, *, failed: bool = False) -> None:
         """The program ended, or `failed`: settle what is open, in seconds."""
+        self._end(failed=failed)
+        if self._own is not None:
+            self._collector.flush()
+            self._own.close("failed" if failed else "complete")
+            if self._own.problem:
+                self.notes.append(f"watch.ranks: it ended early, and rows of it are missing: {self._own.problem}")
+
+    def _end(self, *, failed: bool) -> None:
         living = self._may_come, self._has_ended
         patience = Patience(HURRY, HURRY, _nobody) if failed else Patience(PATIENCE, LATE, *living)
         with self._collector.guard(self._failed):
@@ -214,22 +244,19 @@ class Ranks:
         with self._collector.guard(self._failed):
             self._together.close(broken=self._off)
         self._keep_unmerged()
-        if self._own is not None:
-            self._collector.flush()
-            self._own.close("failed" if failed else "complete")
-            if self._own.problem:
-                self.notes.append(f"watch.ranks: it ended early, and rows of it are missing: {self._own.problem}")
 
     @property
     def in_brief(self) -> int:
         """Of how many merged steps the row is brief, as it was on any rank."""
-        landing = self._together.landing
-        return 0 if landing is None else landing.in_brief
+        return sum(each.landing.in_brief for each in self._all_together() if each.landing is not None)
+
+    def _all_together(self) -> list[Together]:
+        """What it had and has in common with others, the latest last."""
+        return [*self._past, self._together]
 
     def others_have(self, scalar: str) -> bool:
         """Whether this is rank 0 and another one told of such a scalar: a pipeline's loss is its last stage's."""
-        landing = self._together.landing
-        return landing is not None and scalar in landing.told
+        return any(each.landing is not None and scalar in each.landing.told for each in self._all_together())
 
     def forget(self) -> None:
         """This is a forked child: nothing here is its own."""
@@ -238,13 +265,15 @@ class Ranks:
 
     def facts(self) -> dict[str, Any]:
         """For the run's metadata; nothing in a program of one rank."""
-        if self._all.world < 2:
+        several = [each for each in self._all_together() if each.world > 1]
+        if not several:
             return {}
+        backends = [each.backend for each in several if each.backend is not None]
         merged = {
-            "world": self._all.world,
-            "merged_steps": self._together.merged,
+            "world": max(each.world for each in several),
+            "merged_steps": sum(each.merged for each in several),
             "apart_steps": self._apart.steps,
-            "backend": self._together.backend,
+            "backend": backends[-1] if backends else None,
         }
         return {"ranks": merged}
 

@@ -217,6 +217,11 @@ class Together:
             self._flights.clear()
 
     @property
+    def world(self) -> int:
+        """How many ranks there are; 0 before they met."""
+        return self._all.world
+
+    @property
     def merged(self) -> int:
         """How many gathers are done."""
         return 0 if self._flights is None else self._flights.merged

@@ -279,6 +279,22 @@ class Steps:
         self._ranks.finish(failed=failed)
         self._recorder.flush()
 
+    def part(self, *, failed: bool = False) -> None:
+        """The ranks' group goes: what they have made so far is settled with them, as if the program had ended.
+
+        It may train on: alone, or in another group.
+        """
+        if not self._ranks.met:
+            return
+        self.resting.wake()
+        if not self.ledger.unfinished:
+            if self.ledger.line is not None:
+                self._who_stepped(self.ledger.line)
+            self._close()
+            self.ledger.close()
+        self.ledger.rows.finish()
+        self._ranks.part(failed=failed)
+
     def report(self, *, done: bool = False) -> None:
         """Tell a comparison's progress display how far the program is; who watches a program has none."""
         if self._reports:

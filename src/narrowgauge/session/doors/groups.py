@@ -1,0 +1,38 @@
+"""A program takes down the group that its ranks are: what they know each other by must go with it.
+
+    destroy_process_group()    of all ranks, told before it is done; of a part of them nobody is told
+
+A program may make its group anew behind it, at the same address. There torch finds the store that was, if anybody in
+the process still holds it, and in it where the ranks of the group before listened.
+
+Source: torch 2.13, torch/distributed/distributed_c10d.py and rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from narrowgauge.session.doors.seams import Seams
+
+
+def follow(seams: Seams, part: Callable[[bool], None]) -> None:
+    """Have ranks `part`, until the seams are closed; it is told whether that is on the way out of an error."""
+    if not dist.is_available():
+        return
+
+    def destroying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def destroy(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group", args[0] if args else None)
+            if group is None or group is dist.GroupMember.WORLD:
+                part(sys.exc_info()[0] is not None)
+            return original(*args, **kwargs)
+
+        return destroy
+
+    places = dist.distributed_c10d, dist
+    seams.replace(places[0], "destroy_process_group", destroying, also=(places[1], "destroy_process_group"))
+    seams.is_held(places[0], ["destroy_process_group"])
