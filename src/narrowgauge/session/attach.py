@@ -158,7 +158,7 @@ class Session:
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)
-        groups.follow(self.seams, self._part)
+        groups.follow(self.seams, self._part, self.ranks.old_store.wait)
         self.seams.replace_where_held()
         megatron = Megatron()
         self._doors: list[Callable[[Seams, Updates], bool]] = [  # still to open
@@ -288,6 +288,7 @@ class Session:
     def _part(self, failed: bool) -> None:
         """The program takes its ranks' group down, perhaps because it has `failed`."""
         try:
+            self.ranks.old_store.part()
             unseen_by_modes(self.steps.part, failed=failed)
         except Exception as error:
             self.hearing.failed("destroy_process_group", error)

@@ -4,10 +4,15 @@ Where rank 0's process has the store, torch finds that one again as long as anyb
 addresses at which the ranks of the group before listened, to which the next ones would connect in vain.
 """
 
+import threading
+
 import pytest
+import torch.distributed as dist
 from tests.session.ranks.pairs import started
 
 from narrowgauge.observe.store import open_run
+from narrowgauge.session.ranks.meeting import Met
+from narrowgauge.session.ranks.old_store import OldStore
 
 PROGRAM = """
 import json, os, sys, time, torch
@@ -29,7 +34,8 @@ for turn in range(2):
         if dist.is_initialized():
             for p in model.parameters():
                 dist.all_reduce(p.grad)
-        optimizer.step()
+        if sys.argv[1] != "apart" or rank == 0:
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     if dist.is_initialized():
@@ -46,15 +52,13 @@ def trained(warm_python, folder, port, word, **watch):
     said = [(folder / f"said{rank}").read_text().splitlines()[-1] for rank in (0, 1)]
     run = open_run(folder / "out")
     assert run.status == "complete"
-    assert run.events("ranks_apart").rows == 0
-    assert "notes" not in run.meta or not any("Ranks" in note for note in run.meta["notes"])
     return run, [[float(loss) for loss in each.strip("[]").split(",")] for each in said]
 
 
 def test_ranks_that_meet_again_in_another_group_merge_there_too(warm_python, tmp_path, free_port):
     run, losses = trained(warm_python, tmp_path, free_port, "again", ranks=True)
     assert run.meta["ranks"] == {"world": 2, "merged_steps": 6, "apart_steps": 0, "backend": "gloo"}
-    assert run.ranks == (0,)
+    assert (run.ranks, run.events("ranks_apart").rows) == ((0,), 0)
     table = run.tensors(columns=["ranks"])
     assert set(table["ranks"].tolist()) == {2}
     mean = [sum(each) / 2 for each in zip(*losses, strict=True)]
@@ -67,6 +71,7 @@ def test_ranks_that_meet_again_in_another_group_merge_there_too(warm_python, tmp
 def test_a_program_without_its_group_trains_on_each_rank_for_itself(warm_python, tmp_path, free_port):
     run, losses = trained(warm_python, tmp_path, free_port, "alone")
     assert run.meta["ranks"] == {"world": 2, "merged_steps": 3, "apart_steps": 0, "backend": "gloo"}
+    assert run.events("ranks_apart").rows == 0
     table = run.tensors(columns=["ranks"])
     found = {step: set() for step in range(1, 7)}
     for step, rank, ranks in zip(*(table[name].tolist() for name in ("step", "rank", "ranks")), strict=True):
@@ -74,3 +79,24 @@ def test_a_program_without_its_group_trains_on_each_rank_for_itself(warm_python,
     assert found == {step: {(0, True)} if step <= 3 else {(0, False), (1, False)} for step in range(1, 7)}
     mean = [sum(each) / 2 for each in zip(*losses, strict=True)]
     assert run.scalars("loss")["loss"].tolist() == pytest.approx(mean[:3] + losses[0][3:], rel=1e-6)
+
+
+def test_a_rank_that_makes_no_step_is_not_waited_for(warm_python, tmp_path, free_port):
+    run, losses = trained(warm_python, tmp_path, free_port, "apart")  # a thread of rank 0 waits to the end for it
+    assert run.scalars("loss")["loss"].tolist() == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_rank_that_is_done_earlier_waits_for_the_store_to_be_gone(monkeypatch, free_port):
+    here = dist.TCPStore("127.0.0.1", free_port, 1, is_master=True)
+    shared = dist.PrefixStore("a", dist.TCPStore("127.0.0.1", free_port, 1, is_master=False))
+    monkeypatch.setattr("narrowgauge.session.ranks.old_store.programs_own", lambda: Met(shared, 1, 2))
+    old = OldStore()
+    old.wait()  # there was none
+    old.part()
+    waiting = threading.Thread(target=old.wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    del here
+    waiting.join(10)
+    assert not waiting.is_alive()

@@ -1,6 +1,7 @@
 """A program takes down the group that its ranks are: what they know each other by must go with it.
 
     destroy_process_group()    of all ranks, told before it is done; of a part of them nobody is told
+    init_process_group()       told before it is done
 
 A program may make its group anew behind it, at the same address. There torch finds the store that was, if anybody in
 the process still holds it, and in it where the ranks of the group before listened.
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from narrowgauge.session.doors.seams import Seams
 
 
-def follow(seams: Seams, part: Callable[[bool], None]) -> None:
-    """Have ranks `part`, until the seams are closed; it is told whether that is on the way out of an error."""
+def follow(seams: Seams, part: Callable[[bool], None], meet: Callable[[], None]) -> None:
+    """Have ranks `part` and `meet`, until the seams are closed; `part` is told whether an error is on its way out."""
     if not dist.is_available():
         return
 
@@ -33,6 +34,14 @@ def follow(seams: Seams, part: Callable[[bool], None]) -> None:
 
         return destroy
 
+    def making(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(*args: Any, **kwargs: Any) -> Any:
+            meet()
+            return original(*args, **kwargs)
+
+        return init
+
     places = dist.distributed_c10d, dist
-    seams.replace(places[0], "destroy_process_group", destroying, also=(places[1], "destroy_process_group"))
-    seams.is_held(places[0], ["destroy_process_group"])
+    for name, make in (("destroy_process_group", destroying), ("init_process_group", making)):
+        seams.replace(places[0], name, make, also=(places[1], name))
+        seams.is_held(places[0], [name])

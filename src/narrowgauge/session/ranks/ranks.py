@@ -31,6 +31,7 @@ from narrowgauge.session.ranks.gone import in_words
 from narrowgauge.session.ranks.group import MEETING
 from narrowgauge.session.ranks.landing import Landing
 from narrowgauge.session.ranks.meeting import Meeting, Met, programs_own
+from narrowgauge.session.ranks.old_store import OldStore
 from narrowgauge.session.ranks.open_step import OpenStep, Told
 from narrowgauge.session.ranks.patience import Patience, has_ended, has_part, may_come
 from narrowgauge.session.ranks.scalars import Waiting
@@ -72,6 +73,7 @@ class Ranks:
         self._waiting = Waiting()
         self._together = Together(self._all, self._waiting, collector.account)
         self._meet = meet
+        self.old_store = OldStore()
         self._past: list[Together] = []  # with the ranks of groups that the program has taken down
         self._own: RunWriter | None = None
         self._known: dict[str, Any] = {}
@@ -212,10 +214,9 @@ class Ranks:
         """The program takes down the group of its ranks: settle what is open, and let go of what they met by."""
         if not self.met:
             return
-        self._end(failed=failed)
+        self._end(failed=failed, parts=True)
         if self._all.rank == 0:
             self._writer.update_meta(merged_within=0)
-        self._all.leave()
         self._past.append(self._together)
         self._all = Meeting(self._meet)
         self._together = Together(self._all, self._waiting, self._collector.account)
@@ -231,9 +232,11 @@ class Ranks:
             if self._own.problem:
                 self.notes.append(f"watch.ranks: it ended early, and rows of it are missing: {self._own.problem}")
 
-    def _end(self, *, failed: bool) -> None:
+    def _end(self, *, failed: bool, parts: bool = False) -> None:
         living = self._may_come, self._has_ended
         patience = Patience(HURRY, HURRY, _nobody) if failed else Patience(PATIENCE, LATE, *living)
+        if parts and not all(map(self._together.is_here, range(self._all.world))):
+            patience = Patience(0.0, 0.0, _nobody)  # who is not watched may make the next group already
         with self._collector.guard(self._failed):
             self._together.end()
             self._settle(patience)
@@ -243,6 +246,8 @@ class Ranks:
         self._together.stop()
         with self._collector.guard(self._failed):
             self._together.close(broken=self._off)
+        if parts:
+            self._all.leave()
         self._keep_unmerged()
 
     @property
@@ -259,7 +264,8 @@ class Ranks:
         return any(each.landing is not None and scalar in each.landing.told for each in self._all_together())
 
     def forget(self) -> None:
-        """This is a forked child: nothing here is its own."""
+        """This is a forked child, or all is over: nothing here is its own."""
+        self.old_store.close()
         self._off = True
         self._together.forget()
 
