@@ -215,8 +215,6 @@ class Ranks:
         if not self.met:
             return
         self._end(failed=failed, parts=True)
-        if self._all.rank == 0:
-            self._writer.update_meta(merged_within=0)
         self._past.append(self._together)
         self._all = Meeting(self._meet)
         self._together = Together(self._all, self._waiting, self._collector.account)
