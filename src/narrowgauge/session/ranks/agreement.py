@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
 
+from narrowgauge.session.ranks.answering import Answering
 from narrowgauge.session.ranks.pulse import give_up, given_up
 
 MERGE, APART = "merge", "apart"
@@ -67,10 +67,8 @@ class Agreement:
     """
 
     def __init__(self, store: Any, rank: int, world: int, patience: float = 10.0) -> None:
-        self._store, self._rank, self._world = store, rank, world
-        with suppress(Exception):  # not every store has a time to wait
-            store.set_timeout(timedelta(seconds=patience))
-        store.set(f"here/{rank}", "")
+        self._store, self._rank, self._world = Answering(store, patience), rank, world
+        self._store.set(f"here/{rank}", "")
         self._known: set[str] = set()
         self._undeleted: deque[int] = deque()
         self._last = 0
@@ -150,7 +148,7 @@ class Agreement:
 
     def give_up(self) -> None:
         """Tell all ranks that this one joins no further gather, whatever was agreed."""
-        give_up(self._store)
+        give_up(self._store.store)
 
     def given_up(self) -> bool:
         """Whether any rank told so."""

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from narrowgauge.session.ranks.answering import bound, lines
+
 _available = dist.is_available()
 PATIENCE = 5.0  # seconds for a store to take another connection
+ANSWERS = 10.0  # seconds for it to answer what is asked
 
 
 class Met(NamedTuple):
@@ -87,10 +90,14 @@ def _cloned(store: Any) -> Any:
     found: list[Any] = []
 
     def clone() -> None:
+        before = lines(store)
         try:
-            found.append(store.clone())
+            own = store.clone()
         except Exception:  # it has none
-            found.append(store)
+            own = store
+        if len(new := lines(store) - before) == 1:  # or somebody else has connected meanwhile
+            bound(new.pop(), ANSWERS)
+        found.append(own)
 
     trying = threading.Thread(target=clone, daemon=True, name="narrowgauge-store")
     trying.start()
