@@ -11,6 +11,8 @@ import torch.distributed as dist
 from tests.session.ranks.pairs import started
 
 from narrowgauge.observe.store import open_run
+from narrowgauge.session.doors import groups
+from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.ranks.meeting import Met
 from narrowgauge.session.ranks.old_store import OldStore
 
@@ -100,3 +102,21 @@ def test_a_rank_that_is_done_earlier_waits_for_the_store_to_be_gone(monkeypatch,
     del here
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("words", ["by its address", "by a store", "by a store in its place"])
+def test_a_store_that_the_program_holds_is_no_old_one(words, free_port):
+    told, seams = [], Seams()
+    store = dist.HashStore()
+    groups.follow(seams, lambda failed: told.append("part"), lambda: told.append("meet"))
+    try:
+        if words == "by its address":
+            dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port}", world_size=1, rank=0)
+        elif words == "by a store":
+            dist.init_process_group("gloo", store=store, world_size=1, rank=0)
+        else:
+            dist.init_process_group("gloo", None, None, 1, 0, store)
+        dist.destroy_process_group()
+    finally:
+        seams.close()
+    assert told == [*["meet"] * (words == "by its address"), "part"]

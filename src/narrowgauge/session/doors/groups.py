@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from narrowgauge.session.doors.seams import Seams
 
+STORE = 5  # its place among the arguments of init_process_group
+
 
 def follow(seams: Seams, part: Callable[[bool], None], meet: Callable[[], None]) -> None:
     """Have ranks `part` and `meet`, until the seams are closed; `part` is told whether an error is on its way out."""
@@ -36,7 +38,8 @@ def follow(seams: Seams, part: Callable[[bool], None], meet: Callable[[], None])
 
     def making(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(*args: Any, **kwargs: Any) -> Any:
-            meet()
+            if len(args) <= STORE and kwargs.get("store") is None:  # one that the program holds is not the old group's
+                meet()
             return original(*args, **kwargs)
 
         return init

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 OPEN = Path("/proc/self/fd")
+INTERNET = socket.AF_INET, socket.AF_INET6
 
 
 class Answering:
@@ -62,7 +63,7 @@ def lines(store: Any) -> set[int]:
     port, found = getattr(store, "port", None), set()
     for name in os.listdir(OPEN) if port and OPEN.is_dir() else ():
         with suppress(OSError), _of(int(name)) as line:
-            if line.getpeername()[1] == port:
+            if line.family in INTERNET and line.getpeername()[1] == port:
                 found.add(int(name))
     return found
 
