@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import threading
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 
 from narrowgauge.cli.inspect import ROLES
 from narrowgauge.cli.main import main
+from narrowgauge.cli.options import check_writable
 from narrowgauge.compute import recipes
 from narrowgauge.metrics import OPERAND_COLUMNS
 from narrowgauge.observe.inspect import inspect, open_checkpoint, plain
@@ -188,6 +191,28 @@ def test_wrong_use_is_one_message_and_2(capsys, model, argv, says):
 def test_a_refused_file_leaves_no_empty_json_behind(capsys, model):
     refused(capsys, "none.pt", "--out", "found.json")
     assert not Path("found.json").exists()
+
+
+def test_what_is_at_out_stays_although_it_is_empty(model):
+    Path("empty.json").touch()
+    Path("link.json").symlink_to("to.json")
+    for out in map(Path, ("empty.json", "link.json")):
+        check_writable(out)
+    assert Path("empty.json").exists()
+    assert Path("link.json").is_symlink()
+    assert not Path("to.json").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_at_out_is_opened_once(capsys, model):
+    os.mkfifo("pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_text()), daemon=True)
+    reader.start()
+    page = said(capsys, model, "--json", "--out", "pipe")
+    reader.join(10)
+    assert read == [page]
+    assert Path("pipe").is_fifo()
 
 
 def test_help_loads_no_torch():

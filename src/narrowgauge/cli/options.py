@@ -36,13 +36,16 @@ command_argument = click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def check_writable(out: Path) -> None:
     """Raise UsageError if `--out` cannot be written: better now than after everything was measured.
 
-    Its folder is made; a file that is there keeps its text.
+    Its folder is made; what is there stays, and keeps its text.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        there = out.exists()
+        if there and not (out.is_file() or out.is_dir()):
+            return  # a pipe's reader would take our leaving for its end
         with out.open("a"):
             pass
-        if not out.stat().st_size:
-            out.unlink()
+        if not there:
+            out.resolve().unlink()  # not the link that led there
     except OSError as error:
         raise UsageError(f"--out: cannot write to {out}: {error.strerror}.") from error
