@@ -253,6 +253,17 @@ def test_prometheus_file_in_a_folder_that_is_not_there_yet(run, tmp_path):
         assert problem == f"OSError: cannot write {wrong}: {why}; give another file."
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_prometheus_replaces_nothing_but_a_file(run, tmp_path):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    problem = export(make("prometheus", run, {"file": str(pipe)}), run).problem
+    why = "it is no file, and would be replaced by one"
+    assert problem == f"OSError: cannot write {pipe}: {why}; give another file."
+    assert pipe.is_fifo()
+
+
 def test_prometheus_sums_no_tokens_of_a_run_that_has_no_row_of_some_steps(tmp_path):
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     found = {}

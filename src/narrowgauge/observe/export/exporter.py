@@ -8,6 +8,7 @@ Event     something that happened                        nan, skipped, watch_fai
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,8 @@ def write(file: str | Path, by: Callable[[str], None]) -> None:
     """Write a file, in a folder that is made; what goes wrong is told of it, not of one that is written aside."""
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
+        if Path(file).exists() and not (Path(file).is_file() or Path(file).is_dir()):
+            raise OSError(errno.EINVAL, "it is no file, and would be replaced by one")
         by(str(file))
     except OSError as error:
         raise OSError(f"cannot write {file}: {error.strerror}; give another file.") from error
