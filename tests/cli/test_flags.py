@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -87,6 +88,17 @@ def test_wrong_use_is_told_why_and_ends_with_2(capsys, tmp_path, monkeypatch, ar
     assert code == 2
     assert says in text
     assert "Traceback" not in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["doctor"]])
+def test_a_disk_that_takes_no_more_words_is_one_message(words):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "narrowgauge", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    told = "narrowgauge: what this command prints or writes could not be: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_help_loads_no_torch():

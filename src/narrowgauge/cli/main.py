@@ -6,7 +6,10 @@ the command with its own code.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import os
 import sys
 
 import click
@@ -21,6 +24,9 @@ VERBS = {
     "bench": "Measure kernels, products and training steps on this machine, beside BF16 and peers.",
     "doctor": "What this machine can run, and what to do about it.",
 }
+
+# What a disk says that takes no more, also where a log or a pipe leads to it.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Verbs(click.Group):
@@ -74,8 +80,23 @@ def main(argv: list[str] | None = None) -> None:
     except NarrowgaugeError as error:
         click.echo(f"narrowgauge: {error}", err=True)
         sys.exit(getattr(error, "code", 2))
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        click.echo(f"narrowgauge: what this command prints or writes could not be: {error.strerror}.", err=True)
+        leave_unsaid()
+        sys.exit(2)
     if isinstance(code, int) and code:
         sys.exit(code)
+
+
+def leave_unsaid() -> None:
+    """Have what stdout has not taken go nowhere: Python would try once more as it ends, and fail aloud."""
+    with contextlib.suppress(OSError, AttributeError):  # it is none that has a number
+        number = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 if __name__ == "__main__":
