@@ -77,6 +77,7 @@ def run(capsys, *argv):
         (["run", "--out", "", "--", "train.py"], "an empty name is no folder's; give the name of one with --out."),
         (["compare", "--out", "", "--", "train.py"], "an empty name is no folder's"),
         (["report", "nothing"], "nothing"),
+        (["report", "full", "--text", "-o", "a.txt"], "--text prints, and writes no page; leave out -o, or --text."),
     ],
 )
 def test_wrong_use_is_told_why_and_ends_with_2(capsys, tmp_path, monkeypatch, argv, says):

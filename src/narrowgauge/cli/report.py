@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from narrowgauge.errors import RunError
+from narrowgauge.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from narrowgauge.observe.store import Run
@@ -29,6 +29,8 @@ WORST = 3  # tensors of a run that are named on the terminal
 @click.option("--text", is_flag=True, help="Print step by step, at full precision, instead.")
 def report_command(runs: tuple[Path, ...], out: Path | None, text: bool) -> None:
     """Make a page from RUN... (run folders, or the folder of a comparison)."""
+    if text and out is not None:
+        raise UsageError("--text prints, and writes no page; leave out -o, or --text.")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         _report(runs, out, text)
