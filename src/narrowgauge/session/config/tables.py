@@ -216,7 +216,7 @@ class Export(Table):
 class Config(Table):
     """The settings of one run or comparison."""
 
-    seed: int = 1234
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 1234  # TOML promises no larger numbers, torch takes none
     """What `compare` seeds every run with."""
     watch: Watch = Watch()
     convert: Convert = Convert()
