@@ -181,6 +181,7 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("export.tensorboard.dri = 'a'", "FILE:1: export.tensorboard.dri: there is no such key; did you mean 'dir'?"),
         (f"seed = {'[' * 9999}", "FILE nests too deep; expected tables with keys."),
         ("seed = ", "FILE is not valid TOML: Invalid value (at"),
+        (f"seed = 1{'0' * 5000}", "FILE is not valid TOML: a number in it has too many digits."),
         (f"seed = {2**63}", f"FILE:1: seed is {2**63}; expected less than {2**63}."),
         (f"seed = {-(2**63) - 1}", f"FILE:1: seed is {-(2**63) - 1}; expected greater than or equal to {-(2**63)}."),
     ],

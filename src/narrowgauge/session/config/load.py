@@ -44,6 +44,8 @@ def load(path: Path | None) -> Config:
         raise UsageError(f"{path} is not valid TOML: it is not UTF-8 ({error.reason}).") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}.") from error
+    except ValueError as error:  # of Python itself, which reads so many digits and no more
+        raise UsageError(f"{path} is not valid TOML: a number in it has too many digits.") from error
     except RecursionError as error:
         raise UsageError(f"{path} nests too deep; expected tables with keys.") from error
     try:
