@@ -184,6 +184,7 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         (f"seed = 1{'0' * 5000}", "FILE is not valid TOML: a number in it has too many digits."),
         (f"seed = {2**63}", f"FILE:1: seed is {2**63}; expected less than {2**63}."),
         (f"seed = {-(2**63) - 1}", f"FILE:1: seed is {-(2**63) - 1}; expected greater than or equal to {-(2**63)}."),
+        ("dump = [1]", "FILE:1: dump[0] is 1; expected a table: [[dump]]."),
     ],
 )
 def test_wrong_files_are_told_why(tmp_path, text, says):

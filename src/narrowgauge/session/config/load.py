@@ -74,7 +74,8 @@ def _said(where: tuple[str | int, ...], mistake: Any) -> str:
         return f"{name}: {text}" if text.endswith(("?", ".")) else f"{name}: {text}."
     expected = EXPECTED.get(kind, mistake["msg"].replace("Input should be", "expected"))
     if kind in ("model_type", "dict_type"):
-        expected = f"expected a table: [{name}]"
+        of_list = bool(where) and isinstance(where[-1], int)
+        expected = f"expected a table: [[{dotted(where[:-1])}]]" if of_list else f"expected a table: [{name}]"
     if kind == "list_type":
         one = f": {json.dumps([value])}" if isinstance(value, str) else ""
         expected = f"expected a list of tables: [[{name}]]" if _holds_tables(where) else f"expected a list{one}"
