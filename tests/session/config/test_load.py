@@ -185,6 +185,7 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         (f"seed = {2**63}", f"FILE:1: seed is {2**63}; expected less than {2**63}."),
         (f"seed = {-(2**63) - 1}", f"FILE:1: seed is {-(2**63) - 1}; expected greater than or equal to {-(2**63)}."),
         ("dump = [1]", "FILE:1: dump[0] is 1; expected a table: [[dump]]."),
+        ("[export]\nsites = ['a']", "FILE:2: export.sites: it chooses of what is exported, and nothing is; add tenso"),
     ],
 )
 def test_wrong_files_are_told_why(tmp_path, text, says):

@@ -212,6 +212,13 @@ class Export(Table):
     sites: list[SiteGlob] = []
     """Globs: only these sites' metrics go out, beside those of the whole run."""
 
+    @model_validator(mode="after")
+    def _possible(self) -> Export:
+        if self.model_fields_set == {"sites"} and self.sites:
+            why = "it chooses of what is exported, and nothing is; add tensorboard = true, say, or leave it out"
+            raise wrong(why, "sites")
+        return self
+
 
 class Config(Table):
     """The settings of one run or comparison."""
