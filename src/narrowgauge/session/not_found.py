@@ -56,7 +56,7 @@ def not_found(
     if steps and not roots.taken:
         why = (
             "no module that owns what the optimizers train was called with gradients on (a forward(...) that is called "
-            "by name is not heard)."
+            "by name, or under a transform of torch.func, is not heard)."
         )
         if closed:  # the model may well be inside of it
             why = "what calls it was compiled before the watch began. Call torch.compile after ng.watch."

@@ -163,7 +163,7 @@ def test_what_the_next_run_does_not_pay_is_no_reason_for_another_cadence():
     for step in range(40):
         pace.add(70.0 if step % 10 == 0 else 1.0, recorded=step % 10 == 0)
     said = pace.note("", once="numba compiled the fast walk")
-    assert said.endswith("times as long as another (numba compiled the fast walk); the next run pays less.")
+    assert said.endswith("times as long as another (numba compiled the fast walk); later runs pay less.")
     assert pace.note("it ran uncompiled", once="numba compiled").endswith(
         "(it ran uncompiled); with every = 5000 it would be 1.4%."
     )

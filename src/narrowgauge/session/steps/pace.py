@@ -89,7 +89,7 @@ class Pace:
             f"Watching made the program {share:.0%} slower: a recorded step took {times:.1f} times as long as another"
         )
         if once and not why:
-            return f"{told} ({once}); the next run pays less."
+            return f"{told} ({once}); later runs pay less."
         every = next((every for every in CADENCES if (times - 1) / every <= CHEAP), CADENCES[-1])
         because = f" ({why})" if why else ""
         return f"{told}{because}; with every = {every} it would be {(times - 1) / every:.1%}."
