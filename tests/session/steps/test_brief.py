@@ -519,3 +519,37 @@ def test_where_steps_regularly_have_losses_that_are_not_theirs_each_row_has_one(
 
     _, writer = with_rows_of_each(tmp_path, program)
     assert list(writer.column("loss")) == EACH
+
+
+@pytest.mark.parametrize("way", ["by name", "in its place", "two of them", "of a function"])
+def test_backward_for_an_input_s_gradient_alone_is_none_of_the_step_s(tmp_path, way):
+    """An adversary's: what the model is given next is the batch, moved by it."""
+
+    def program(losses):
+        model, optimizer = made()
+        for number in EACH:
+            x = batch(number)
+            moved, beside = x.clone().requires_grad_(), torch.zeros(1, requires_grad=True)
+            loss = F.mse_loss(model(moved), x) + beside.sum()
+            if way == "by name":
+                loss.backward(inputs=moved)
+            elif way == "in its place":
+                torch.autograd.backward(loss, None, None, False, None, [moved])
+            elif way == "two of them":
+                loss.backward(inputs=(moved, beside))
+            else:
+                torch.autograd.backward([loss], inputs=[moved])
+            assert all(p.grad is None for p in model.parameters())
+            loss = F.mse_loss(model(moved.detach() + 0.1 * moved.grad.sign()), x)
+            loss.backward(inputs=[*model.parameters()])
+            losses.append(loss.item())
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session, writer = with_rows_of_each(tmp_path, program)
+    losses, _, every = run(tmp_path, program, "all")
+    assert list(every.column("loss").values()) == losses
+    assert set(every.column("microbatches").values()) == {1.0}
+    assert list(writer.column("loss").values()) == losses
+    assert session.steps.rest.steps == len(BETWEEN)

@@ -27,6 +27,7 @@ from narrowgauge.session.doors.clipped import Clipped, by_torchs_clip, with_grad
 from narrowgauge.session.doors.hearing import capturing
 from narrowgauge.session.doors.seams import Seams
 
+INPUTS = 4  # its place among the arguments of backward, behind what that is called on
 _compiling = torch.compiler.is_dynamo_compiling  # then nobody may ask whether seams rest
 
 # Of an engine that clips and skips by itself: the norm of its gradients from before, whether it skipped, and the
@@ -114,6 +115,14 @@ class HearsCaptures(Protocol):
 
 
 @passed_over
+def reaches_no_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether backward is asked, by `inputs`, for gradients of other tensors alone: of what a model was given, say."""
+    inputs = args[INPUTS] if len(args) > INPUTS else kwargs.get("inputs")
+    several = [inputs] if isinstance(inputs, torch.Tensor) else inputs if isinstance(inputs, list | tuple) else ()
+    return bool(several) and not any(isinstance(each, nn.Parameter) for each in several)
+
+
+@passed_over
 def closure_of(args: Any, kwargs: Any) -> Any:
     """What an optimizer's step was given to call, if anything."""
     return args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
@@ -156,8 +165,9 @@ def follow(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
 def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -> None:
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            # A reentrant checkpoint's own backward is no new microbatch.
-            if backward_task() != NO_TASK or not seams.telling:
+            # A reentrant checkpoint's own backward is no new microbatch, nor is one of an input's gradient alone.
+            some = kwargs.get("inputs") is not None or len(args) > INPUTS
+            if backward_task() != NO_TASK or not seams.telling or (some and reaches_no_parameter(args, kwargs)):
                 original(tensors, *args, **kwargs)
                 return
             if seams.resting and updates.alone.backward_begins(tensors):
