@@ -587,8 +587,8 @@ def test_a_store_that_is_gone_leaves_every_rank_its_own_rows(tmp_path, monkeypat
 
     for rank in program:
         monkeypatch.setattr(
-            rank.ranks._together._agreement,
-            "_store",
+            rank.ranks._together._agreement._store,
+            "store",
             type("Dead", (), dict.fromkeys(("set", "check", "add", "compare_set"), dead))(),
         )
     train(program, 6, lambda rank, step: {"a:input": batch(rank, step)})
