@@ -239,16 +239,3 @@ def test_experts_and_activations_are_rows_of_their_last_dimension(tmp_path, shap
     wanted = by_hand("rowwise", x.reshape(-1, shape[-1]))
     assert row.became["rowwise"]["sqnr_db"] == pytest.approx(wanted["sqnr_db"], rel=1e-6)
     assert "convolutions" not in plain(inspect(open_checkpoint(tmp_path / "a.safetensors"), role=role))
-
-
-def test_nobody_waits_for_a_compiler(tmp_path, monkeypatch):
-    """Passes count as long as the walk is not there, and say the same."""
-    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
-    wanted = looked({"x": x}, tmp_path / "x.safetensors")["x"]
-    monkeypatch.setattr(walk.host, "prepare", lambda: False)
-    monkeypatch.setattr(walk.host, "wait", lambda: pytest.fail("waited for a compiler"))
-    found = looked({"x": x}, tmp_path / "x.safetensors")["x"]
-    for one, other in ((found.own, wanted.own), *((found.became[rule], wanted.became[rule]) for rule in wanted.became)):
-        assert set(one) == set(other)
-        for name, value in one.items():
-            assert value == pytest.approx(other[name], rel=1e-6, nan_ok=True), name

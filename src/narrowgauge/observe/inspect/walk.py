@@ -139,9 +139,8 @@ def _metrics(parts: Iterator[tuple[Tensor, QTensor]], whole: bool) -> Numbers:
 
 
 def _count(x: Tensor, q: QTensor, whole: bool) -> Any:
-    # Where the walk has yet to be compiled passes count meanwhile: for most files longer than they take.
-    counted = host.count(x, q, (0, 1 if whole else len(x)), (0, 1)) if host.prepare() else None
-    return tally(x, q) if counted is None else counted  # nor does it count what holds a NaN or an Inf
+    counted = host.count(x, q, (0, 1 if whole else len(x)), (0, 1)) if host.wait() else None
+    return tally(x, q) if counted is None else counted  # what holds a NaN or an Inf is counted by passes
 
 
 def _only(numbers: Numbers, names: tuple[str, ...]) -> Numbers:
