@@ -56,11 +56,16 @@ class Answering:
         return asked
 
 
-def lines(store: Any) -> set[int]:
-    """The connections of this process to a store over TCP; none where nobody says which there are."""
+def innermost(store: Any) -> Any:
+    """The store that has the keys, below those that put a prefix before them."""
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
-    port, found = getattr(store, "port", None), set()
+    return store
+
+
+def lines(store: Any) -> set[int]:
+    """The connections of this process to a store over TCP; none where nobody says which there are."""
+    port, found = getattr(innermost(store), "port", None), set()
     for name in os.listdir(OPEN) if port and OPEN.is_dir() else ():
         with suppress(OSError), _of(int(name)) as line:
             if line.family in INTERNET and line.getpeername()[1] == port:

@@ -11,8 +11,7 @@ import os
 import socket
 from contextlib import suppress
 
-import torch.distributed as dist
-
+from narrowgauge.session.ranks.answering import innermost
 from narrowgauge.session.ranks.meeting import programs_own
 
 PATIENCE = 30.0  # seconds; rank 0 has fewer to settle what is open
@@ -30,9 +29,7 @@ class OldStore:
         met = programs_own()
         if met is None or met.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return  # the launcher has the store, and keeps it
-        store = met.store
-        while isinstance(store, dist.distributed_c10d.PrefixStore):
-            store = store.underlying_store
+        store = innermost(met.store)
         host, port = getattr(store, "host", None), getattr(store, "port", None)
         if host and port:  # torch's own over TCP; others have no address that anybody could take
             with suppress(OSError):
