@@ -34,6 +34,8 @@ class Waits(Protocol):
 
     taken: bool  # they are
     backwards: int
+    looks: bool  # what becomes of gradients that are set to zero behind one of them is followed
+    clears: Callable[[Any], bool]  # those of this are; returns whether nobody else need be told
 
 
 class Seams:

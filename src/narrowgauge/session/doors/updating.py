@@ -220,8 +220,13 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             original(self, *args, **kwargs)
             if _compiling() or not seams.telling:
                 return
-            if (waits := seams.waits) is None or not waits.taken or waits.backwards:  # else behind a step, as mostly
-                updates.gradients_zeroed(self)
+            waits = seams.waits
+            if waits is not None and waits.taken:
+                if not waits.backwards:  # behind a step, as mostly
+                    return
+                if waits.looks and waits.clears(self):
+                    return
+            updates.gradients_zeroed(self)
 
         return run
 

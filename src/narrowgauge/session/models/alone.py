@@ -52,7 +52,7 @@ class CallsAlone:
     ) -> None:
         self.rest = steps.rest
         self.running, self.hearing, self._steps, self.loading = running, hearing, steps, loading
-        self._learns, self._recover = learns, recover
+        self.learns, self._recover = learns, recover
         self.hook: Callable[[nn.Module, tuple[Any, ...]], None] | None = None  # hears of all modules, if anybody does
         self.expected: Callable[[], nn.Module | None] = _none  # what was called last, if its own hooks tell of it
 
@@ -67,7 +67,7 @@ class CallsAlone:
         if running.depth:
             self._recover()
         if not running.depth:
-            learns = torch.is_grad_enabled() or self._learns()
+            learns = torch.is_grad_enabled() or self.learns()
             if not (learns or self._refers(root, args, kwargs)):
                 return False
             if learns and self.rest.parted:
@@ -80,7 +80,8 @@ class CallsAlone:
             # torch takes a longer way to each module while there is one
             if steps.resting.quiet and _hooks.get(OURS) is self.hook:
                 _hooks.pop(OURS, None)
-            usual = root is steps.usual.model or (steps.resting.tries and not steps.references.asks)
+            resting, asks = steps.resting, steps.references.asks
+            usual = (root is steps.usual.model and not resting.careful) or (resting.tries and not asks)
             if not learns:
                 running.refers = True
             elif usual and steps.evals.idle and self.hearing.plainly():
@@ -135,8 +136,7 @@ class CallsAlone:
         self._steps.evals.training_begins()
         if self._steps.resting.careful:
             self._steps.fed_alone(() if self.hearing.stage else (args, kwargs), id(root))
-        else:
-            self._steps.usual.begun(root)
+        self._steps.usual.begun(root)
         if root.followed:
             self.expected = root.reference
 

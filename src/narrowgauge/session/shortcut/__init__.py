@@ -7,6 +7,7 @@ are closures over what they need: a local name is the nearest there is.
 
 now.py         what they are told: the step that is made, as far as it is
 call_hooks.py  around the model's call
+looks.py       what that is given, of programs of which it is asked
 backward.py    in the place of torch.autograd.backward
 step_hooks.py  around the optimizer's step
 shortcut.py    when they may stand there; how they come to their places, and leave them

@@ -1,8 +1,9 @@
 """What stands around the model's call.
 
     where                           ordinary      as usual
-    torch's hook for all modules    1 function    1: the model is called with gradients
-    the model's own hooks           5             2: its call begins, and has ended
+    torch's hook for all modules    1 function    1: the model is called
+    the model's own hooks           5             2: its call begins, and has ended; more where what it is given and
+                                                  returns is looked at
 
 The first is out of its place while the call runs, and comes back as that ends. A call that a KeyboardInterrupt has left
 ends without a word: whether it still runs is looked up once the shortcut is left.
@@ -24,6 +25,7 @@ from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.frames import call_of
 from narrowgauge.session.models.root import Around, Root
+from narrowgauge.session.shortcut.looks import Looks
 from narrowgauge.session.shortcut.now import Leave, Now
 
 _hooks, _grad_enabled = nn.modules.module._global_forward_pre_hooks, torch.is_grad_enabled
@@ -41,8 +43,12 @@ def for_all_modules(
     @passed_over
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module is model():
-            if _grad_enabled() and hearing.ident == get_ident():
-                now.called = now.inside = now.begins = True
+            if hearing.ident == get_ident() and (now.waits or _grad_enabled()):
+                if _grad_enabled():
+                    now.called = now.begins = True
+                else:
+                    now.asked = True
+                now.inside = True
                 _hooks.pop(OURS, None)  # torch takes a longer way to each module while there is one
                 return
             leave()
@@ -53,6 +59,7 @@ def for_all_modules(
 
 def of_model(
     now: Now,
+    looks: Looks,
     calls: CallsAlone,
     leave: Leave,
     model: ReferenceType[nn.Module],
@@ -65,6 +72,10 @@ def of_model(
     def before(module: nn.Module, *given: Any) -> None:
         if now.begins and _grad_enabled():  # or the program's own hook was interrupted, and this is an evaluation
             now.begins = False
+            if not now.looks or looks.trains(given):
+                return
+        elif now.asked and looks.refers(module, given):
+            now.asked = False
             return
         if module is model():  # it calls itself, or was left without a word, and torch's hook is not there
             leave(begins=True)
@@ -73,20 +84,27 @@ def of_model(
     @passed_over
     def after(module: nn.Module, *given: Any) -> None:
         if now.inside and module is model() and calls.hook is not None:
-            now.inside = False
-            _hooks[OURS] = calls.hook
-        else:
-            ended(module, *given)
+            if not now.asks or looks.returned(given):
+                now.inside = False
+                _hooks[OURS] = calls.hook
+                return
+            leave()
+        ended(module, *given)
 
     return before, after
 
 
-def goes_on(calls: CallsAlone, root: Root, within: int) -> None:
-    """The model's call that began runs on by the ordinary hooks, if it does; so many more of it run `within`."""
+def goes_on(calls: CallsAlone, root: Root, within: int, *, refers: bool) -> None:
+    """The model's call that began runs on by the ordinary hooks, if it does; so many more of it run `within`.
+
+    Args:
+        refers: it is a reference's.
+    """
     model = root.reference()
     call = None if model is None else call_of(model, within)
     if call is not None:
         running = calls.running
         running.call, running.root, running.alone, running.depth = call, root, True, 1
+        running.refers = refers
     elif calls.hook is not None:  # it was left without a word, and the hook that had made way for it is not back
         _hooks[OURS] = calls.hook

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import Ended
@@ -39,11 +40,26 @@ class Now:
         evaluates, evaluated: its closure's first call runs; or has returned.
         tries: a later one runs, and what is called is none of the step's.
         rates: those that it steps with.
+
+    And where what the model is given is looked at (`looks.py`):
+
+    Attributes:
+        looks: it is; `asks` as well whether what is called without gradients is a reference.
+        clears: told of gradients that are set to zero behind a backward; returns whether that is all.
+        met: the model was called with gradients in this step, and has been looked at.
+        waits: and backward was not called since.
+        asked: torch's hook for all modules was told of a call without gradients, and the model's own was not yet.
+        refers: such a call runs, and is a reference's.
+        zeroed, other: as the step's line has it (`other_data`).
+        elsewhere: calls of backward whose gradients were thrown away in this step; `thrown`, since the shortcut is.
+        zeroes: gradients were set to zero behind a backward since then.
     """
 
     __slots__ = (
         *("backwards", "begins", "called", "evaluated", "evaluates", "inside", "loss", "made", "most_vectors"),
         *("on_host", "others", "rates", "stepping", "taken", "trainers", "tries", "until", "vectors", "within"),
+        *("asked", "asks", "clears", "elsewhere", "looks", "met", "other", "refers", "thrown", "waits", "zeroed"),
+        "zeroes",
     )
 
     def __init__(self) -> None:
@@ -52,6 +68,8 @@ class Now:
         self.others: list[Ended] = []
         self.rates: Rates
         self.loss: Tensor | float | None
+        self.looks = self.asks = False
+        self.clears: Callable[[Optimizer | nn.Module], bool] = lambda owner: False
         self.forget()
 
     def begin(self, rest: Rest, line: Line | None, others: list[Ended]) -> None:
@@ -66,13 +84,21 @@ class Now:
         """Nothing is known of the next one."""
         self.called = self.within = self.stepping = self.inside = self.begins = False
         self.evaluates = self.evaluated = self.tries = False
+        self.met = self.waits = self.asked = self.refers = self.zeroed = self.other = self.zeroes = False
         self.backwards, self.vectors, self.loss, self.rates = 0, 0, None, {}
+        self.elsewhere = self.thrown = 0
 
     def put_into(self, line: Line, step: int) -> None:
         """What is known so far is in the step's line."""
         loss = float32(self.loss) if isinstance(self.loss, float) else self.loss  # as all losses are told
         line.step, line.loss, line.backwards, line.vectors = step, loss, self.backwards, self.vectors
+        line.elsewhere, line.zeroed, line.other_data = self.elsewhere, self.zeroed, self.other
         line.scalars.update({"lr": self.rates} if isinstance(self.rates, float) else self.rates)
+
+    def throw(self) -> None:
+        """What the step has so far is thrown away."""
+        self.thrown += self.backwards - self.elsewhere
+        self.elsewhere, self.vectors, self.loss = self.backwards, 0, None
 
     @passed_over
     def keeps(self, loss: Tensor) -> bool:

@@ -8,8 +8,8 @@
 The others are in the modules beside. Whatever is otherwise (an evaluation, another loss, optimizer or thread, the last
 of these steps) puts the ordinary ones back into their places first, and they go on with what is known so far.
 
-Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, references,
-gradients set to zero in mid-step, engines, other models, optimizers whose steps call their base class's.
+Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, engines, other
+models, optimizers whose steps call their base class's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.root import Around, Root
 from narrowgauge.session.shortcut import backward, call_hooks, step_hooks
+from narrowgauge.session.shortcut.looks import Looks
 from narrowgauge.session.shortcut.now import Now
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.steps import Steps
@@ -64,6 +65,8 @@ class Shortcut:
         self._seams, self._hearing, self._steps, self._calls, self._updates = seams, hearing, steps, calls, updates
         self._roots = roots
         self._now = Now()
+        self._looks = Looks(self._now, hearing, steps, calls.learns, updates.none_left)
+        self._now.clears = self._looks.zeroed
         self._root: Root | None = None
         self._ways: _Ways | None = None
         self._hook: Callable[..., None] | None = None  # for all modules, the ordinary one
@@ -89,7 +92,8 @@ class Shortcut:
             return
         self._counts_later = clock.nobody_counts()
         others = [told for told in others if not (self._counts_later and told is clock.count_step)]
-        self._root, self._hook = model, hook
+        self._root, self._hook, self._looks.model = model, hook, id(model)
+        self._now.looks, self._now.asks = self._steps.resting.careful, self._steps.references.asks
         self._now.begin(self._steps.rest, line, others)
         self._calls.hook = _hooks[OURS] = ways.called
         self._seams.swap_resting()
@@ -120,8 +124,10 @@ class Shortcut:
 
     def _may(self) -> bool:
         """Whether nothing is followed in these steps but a model's call, its backward passes, and one optimizer."""
-        rest, resting, updates = self._steps.rest, self._steps.resting, self._updates
-        if not resting.quiet or resting.careful or rest.hands_on or len(rest.team) != 1 or len(self._roots) != 1:
+        rest, references, updates = self._steps.rest, self._steps.references, self._updates
+        if not self._steps.resting.quiet or len(rest.team) != 1 or len(self._roots) != 1:
+            return False
+        if rest.hands_on and not (references.asks and references.seen):
             return False
         if rest.keeps and not rest.counted:  # it knows of calls of backward alone
             return False
@@ -135,7 +141,7 @@ class Shortcut:
         if ways is None or ways.model is not model or ways.by() is not optimizer:
             by = ref(optimizer)
             called = call_hooks.for_all_modules(now, hearing, leave, model, hook)
-            around = partial(call_hooks.of_model, now, self._calls, leave, model)
+            around = partial(call_hooks.of_model, now, self._looks, self._calls, leave, model)
             around_step = step_hooks.around_step(now, hearing, self._steps, self._updates, leave, by)
             ways = self._ways = _Ways(model, by, called, around, around_step)
         return ways
@@ -152,7 +158,7 @@ class Shortcut:
             if not self._now.inside:
                 _hooks[OURS] = self._hook
         if root is not None and self._now.inside:
-            call_hooks.goes_on(self._calls, root, within)
+            call_hooks.goes_on(self._calls, root, within, refers=self._now.refers)
 
     def _hand_over(self) -> None:
         """The ordinary functions know of the steps that were made, and what is known of the one that is."""
@@ -164,6 +170,10 @@ class Shortcut:
         if now.called:  # by a batch that was waited for
             self._calls.loading.of_thread.waited = 0.0
         self._steps.evals.fed |= now.called
+        self._steps.thrown_away += now.thrown
+        self._steps.resting.zeroes |= now.zeroes
+        if now.met:
+            self._steps.references.called(ledger.steps + 1, now.backwards, waits=now.waits)
         if rest.line is not None:
             now.put_into(rest.line, ledger.steps + 1)
         else:

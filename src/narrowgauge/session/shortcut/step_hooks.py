@@ -95,7 +95,7 @@ def around_step(
         loss, made, trainers = now.loss, ledger.steps + 1, now.trainers
         heard = trainers is None or (
             now.vectors == now.most_vectors
-            and (loss is None) is (now.backwards == now.vectors)
+            and (loss is None) is (now.backwards - now.elsewhere == now.vectors)
             and not (type(loss) is float and loss - loss != 0.0)  # not finite
         )
         if not (heard and now.stepping and now.called and optimizer is by() and hearing.ident == get_ident()) or (
@@ -111,6 +111,8 @@ def around_step(
             now.evaluated = closures.again = False
         now.called = now.stepping = False
         now.backwards, now.vectors, now.loss = 0, 0, None
+        if now.looks:
+            now.elsewhere, now.met, now.waits, now.zeroed, now.other = 0, False, False, False, False
         if trainers is not None:
             laps = ledger.clock
             if _cuda._initialized:

@@ -68,6 +68,10 @@ class References:
         self._batches.met(inputs, model)
         return thrown
 
+    def called(self, step: int, backwards: int, *, waits: bool) -> None:
+        """A model was called with gradients in this step, of so many calls of backward; whether it `waits` for one."""
+        self._called_at = step, backwards if waits else -1
+
     def may_be(self, inputs: Any) -> bool:
         """Whether a call without gradients on these is one: backward waits, and they are what trains."""
         rest, line = self._rest, self._rest.line

@@ -214,12 +214,17 @@ class Updates:
         if self.closures.depth or inside_backward():
             return
         line.zeroes = True
+        if self.none_left(owner):
+            self._clips, line.zeroed = Clips(), True
+
+    @passed_over
+    def none_left(self, owner: Optimizer | nn.Module) -> bool:
+        """Whether no gradients are left but of what was set to zero with this one."""
         left = [p for p in self._trained() if p.grad is not None]
-        if left:  # set to zero, and not to nothing; or others'
-            zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
-            if any(id(p) not in zeroed for p in left):
-                return
-        self._clips, line.zeroed = Clips(), True
+        if not left:
+            return True
+        zeroed = {id(p) for p in (owner.parameters() if isinstance(owner, nn.Module) else parameters(owner))}
+        return all(id(p) in zeroed for p in left)
 
     @heard
     def gradients_clipped(self, norm: Any, order: float, of: frozenset[int] | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -44,6 +45,44 @@ class GivenBefore:
         found = GivenBefore()
         found._by = {key: whose for key, whose in self._by.items() if key not in self._latest}
         return found
+
+    def met(
+        self, tensors: Sequence[Tensor], made: Mapping[int, StorageWeakRef], model: int
+    ) -> dict[int, StorageWeakRef] | None:
+        """As `to_another` of data that were given to no other: returns their memory, held weakly.
+
+        None if any of these is none, for the long way to tell: it wants a gradient, its memory is what models have
+        `made`, or it has none.
+        """
+        held: dict[int, StorageWeakRef] = {}
+        self._latest = []
+        try:
+            for x in tensors:
+                storage = x.untyped_storage()
+                memory, version = storage._cdata, None if x.is_inference() else x._version
+                key = memory, int(x.storage_offset()), x.numel()
+                before = self._by.get(key)
+                if x.requires_grad or memory in made or x.is_meta or x.is_nested or x.layout is not torch.strided:
+                    return None
+                if before is not None and before[0] != model and before[1] == version:
+                    return None
+                held[memory] = weak = StorageWeakRef(storage)
+                self._by[key] = model, version, weak
+                self._latest.append(key)
+        except (NotImplementedError, RuntimeError):
+            return None
+        return held
+
+    def has_plain(self, tensors: Sequence[Tensor]) -> bool | None:
+        """`has`, of some tensors; None if one of them has no memory."""
+        try:
+            for x in tensors:
+                before = self._by.get((x.untyped_storage()._cdata, int(x.storage_offset()), x.numel()))
+                if before is None or before[1] != (None if x.is_inference() else x._version):
+                    return False
+        except (NotImplementedError, RuntimeError):
+            return None
+        return True
 
     def has(self, known: Collection[tuple[int, int, int, int | None]]) -> bool:
         """Whether all of these, by memory, what of it and how often it was written, were given; False of none."""
