@@ -256,11 +256,11 @@ def test_what_an_optimizer_tries_gives_the_step_no_batch(tmp_path):
         model, _ = made()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
         for number in range(1, LAST + 1):
-            called = []
+            x, other, called = batch(number), batch(number + 50), []
 
-            def closure(number=number, called=called):
+            def closure(number=number, x=x, other=other, called=called):
                 optimizer.zero_grad()
-                called.append(batch(number + 50 * (number == ODD and len(called) == 1)))
+                called.append(other if number == ODD and len(called) == 1 else x)
                 y = model(called[-1])
                 with torch.no_grad():
                     reference = model(called[-1])
