@@ -3,6 +3,7 @@
 What such steps say is compared with steps that are looked at in `steps/test_usual.py` and all that uses `compared`.
 """
 
+import contextlib
 import copy
 import sys
 
@@ -425,3 +426,22 @@ def test_a_model_that_calls_itself_in_one_step_goes_on_as_before(tmp_path):
     assert list(brief.column("loss")) == list(range(1, 25))
     assert session.steps.rest.steps == 20
     assert not notes(session)
+
+
+@pytest.mark.parametrize(("odd", "missing"), [(30, [1, 2, 3]), (10, [1, 2, 3, *range(11, 51)])])
+def test_it_is_taken_again_behind_a_step_that_was_otherwise_where_it_was_worth_it(tmp_path, odd, missing):
+    taken = []
+
+    def program(losses):
+        model, optimizer = made()
+        for number in range(1, 51):
+            taken.append(any(map(is_the_shortcuts, ours())))
+            loss = F.mse_loss(model(batch(number)), batch(number))
+            with Operations([]) if number == odd else contextlib.nullcontext():
+                loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run(tmp_path, program, "loss", every=1000)
+    assert [number for number, is_it in enumerate(taken, 1) if not is_it] == missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -31,13 +32,19 @@ def _none() -> None:
     """No model."""
 
 
+class OfThread(threading.local):
+    """What each thread is about."""
+
+    checkpoint = False  # a reentrant checkpoint's first forward is running, which runs again with gradients
+
+
 class CallsAlone:
     """Such calls with gradients; an evaluation is followed as ever.
 
     Args:
         running: the call that runs.
         hearing, steps, loading: the session's.
-        learns: whether what is called now is called with gradients.
+        thread: what the calling thread is about.
         recover: forgets a call that was left without a word.
     """
 
@@ -47,12 +54,12 @@ class CallsAlone:
         hearing: Hearing,
         steps: Steps,
         loading: Loading,
-        learns: Callable[[], bool],
+        thread: OfThread,
         recover: Callable[[], None],
     ) -> None:
         self.rest = steps.rest
         self.running, self.hearing, self._steps, self.loading = running, hearing, steps, loading
-        self.learns, self._recover = learns, recover
+        self.thread, self._recover = thread, recover
         self.hook: Callable[[nn.Module, tuple[Any, ...]], None] | None = None  # hears of all modules, if anybody does
         self.expected: Callable[[], nn.Module | None] = _none  # what was called last, if its own hooks tell of it
 
@@ -67,7 +74,7 @@ class CallsAlone:
         if running.depth:
             self._recover()
         if not running.depth:
-            learns = torch.is_grad_enabled() or self.learns()
+            learns = torch.is_grad_enabled() or self.thread.checkpoint
             if not (learns or self._refers(root, args, kwargs)):
                 return False
             if learns and self.rest.parted:

@@ -16,7 +16,6 @@ Of calls in each other the outermost counts (running.py).
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from types import GeneratorType
@@ -29,7 +28,7 @@ from torch import nn
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.session.doors.hearing import Hearing, heard_if
-from narrowgauge.session.models.alone import CallsAlone
+from narrowgauge.session.models.alone import CallsAlone, OfThread
 from narrowgauge.session.models.root import Root
 from narrowgauge.session.models.roots import Roots
 from narrowgauge.session.models.running import Running
@@ -43,10 +42,9 @@ from narrowgauge.session.steps.zeroed import failed
 from narrowgauge.session.tensors.batches import Known, known_by, moves
 
 
-class _OfThread(threading.local):
+class _OfThread(OfThread):
     """What each thread is about, followed or not."""
 
-    checkpoint = False  # a reentrant checkpoint's first forward is running
     aside = 0  # calls of models that run and are not followed
 
 
@@ -77,7 +75,7 @@ class Calls:
         self.hearing, self._same, self._optimizers = hearing, same, optimizers
         self._loading, self._taken = loading, taken
         self._thread, self._running = _OfThread(), Running(deaf)
-        self.alone = CallsAlone(self._running, hearing, steps, loading, self.learns, self.recover)
+        self.alone = CallsAlone(self._running, hearing, steps, loading, self._thread, self.recover)
         self.tokens = 0  # of the last call with gradients
         self._line: Line | None = None  # that they were counted in
         self._generators: WeakSet[GeneratorType[Any, Any, Any]] = WeakSet()  # that models' calls returned

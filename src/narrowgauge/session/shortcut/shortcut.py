@@ -31,13 +31,14 @@ from narrowgauge.session.doors.seams import Seams
 from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.root import Around, Root
 from narrowgauge.session.shortcut import backward, call_hooks, step_hooks
-from narrowgauge.session.shortcut.looks import Looks
+from narrowgauge.session.shortcut.looks import Looks, able
 from narrowgauge.session.shortcut.now import Now
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.updates import Updates
 
 MOST_IN_VAIN = 4  # times that it was taken and no step made of it, after which it is not any more
+WORTH = 16  # steps that were made of it, behind which it is taken again as soon as one is as usual
 _hooks = nn.modules.module._global_forward_pre_hooks
 
 
@@ -65,12 +66,13 @@ class Shortcut:
         self._seams, self._hearing, self._steps, self._calls, self._updates = seams, hearing, steps, calls, updates
         self._roots = roots
         self._now = Now()
-        self._looks = Looks(self._now, hearing, steps, calls.learns, updates.none_left)
+        self._looks = Looks(self._now, hearing, steps, calls.thread, updates.none_left)
         self._now.clears = self._looks.zeroed
         self._root: Root | None = None
         self._ways: _Ways | None = None
         self._hook: Callable[..., None] | None = None  # for all modules, the ordinary one
         self._backward = partial(backward.in_place_of, self._now, hearing, steps.rest, updates, self.leave)
+        self._able = able()
         self._in_vain = 0
         self._counts_later = False
         steps.usual.shorter = self
@@ -119,6 +121,8 @@ class Shortcut:
         now.taken = self._calls.loading.alike = False
         self._put_back(1 if begins else 0)
         self._in_vain = 0 if now.made else self._in_vain + 1
+        if now.made >= WORTH:
+            self._steps.usual.look_again()
         self._hand_over()
         now.forget()
 
@@ -128,6 +132,8 @@ class Shortcut:
         if not self._steps.resting.quiet or len(rest.team) != 1 or len(self._roots) != 1:
             return False
         if rest.hands_on and not (references.asks and references.seen):
+            return False
+        if self._steps.resting.careful and not self._able:
             return False
         if rest.keeps and not rest.counted:  # it knows of calls of backward alone
             return False
@@ -172,6 +178,10 @@ class Shortcut:
         self._steps.evals.fed |= now.called
         self._steps.thrown_away += now.thrown
         self._steps.resting.zeroes |= now.zeroes
+        if now.looks:
+            self._looks.tell()
+        if now.refers:
+            self._steps.evals.reference_begins()
         if now.met:
             self._steps.references.called(ledger.steps + 1, now.backwards, waits=now.waits)
         if rest.line is not None:

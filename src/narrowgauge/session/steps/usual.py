@@ -78,6 +78,10 @@ class Usual:
         if self.shorter is not None and (not amid or self.shorter.amid):
             self.shorter.leave()
 
+    def look_again(self) -> None:
+        """The step that is made is looked at: further ones may be taken by fewer functions again."""
+        self._optimizer = None
+
     def over(self) -> None:
         """The next step has a row."""
         self._called = self.model = self._optimizer = None

@@ -11,13 +11,16 @@ hide it. What a copy holds (`torch.cat`) is not asked. Nothing here keeps a tens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from weakref import ReferenceType
 
-import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.session.tensors.counting import Given
+
+# Its memory, held as weakly (it is one object for as long as it is there), what of it, and how often it was written.
+Kept = tuple[ReferenceType[UntypedStorage], int, int, int | None]
 
 
 class GivenBefore:
@@ -46,43 +49,12 @@ class GivenBefore:
         found._by = {key: whose for key, whose in self._by.items() if key not in self._latest}
         return found
 
-    def met(
-        self, tensors: Sequence[Tensor], made: Mapping[int, StorageWeakRef], model: int
-    ) -> dict[int, StorageWeakRef] | None:
-        """As `to_another` of data that were given to no other: returns their memory, held weakly.
-
-        None if any of these is none, for the long way to tell: it wants a gradient, its memory is what models have
-        `made`, or it has none.
-        """
-        held: dict[int, StorageWeakRef] = {}
-        self._latest = []
-        try:
-            for x in tensors:
-                storage = x.untyped_storage()
-                memory, version = storage._cdata, None if x.is_inference() else x._version
-                key = memory, int(x.storage_offset()), x.numel()
-                before = self._by.get(key)
-                if x.requires_grad or memory in made or x.is_meta or x.is_nested or x.layout is not torch.strided:
-                    return None
-                if before is not None and before[0] != model and before[1] == version:
-                    return None
-                held[memory] = weak = StorageWeakRef(storage)
-                self._by[key] = model, version, weak
-                self._latest.append(key)
-        except (NotImplementedError, RuntimeError):
-            return None
-        return held
-
-    def has_plain(self, tensors: Sequence[Tensor]) -> bool | None:
-        """`has`, of some tensors; None if one of them has no memory."""
-        try:
-            for x in tensors:
-                before = self._by.get((x.untyped_storage()._cdata, int(x.storage_offset()), x.numel()))
-                if before is None or before[1] != (None if x.is_inference() else x._version):
-                    return False
-        except (NotImplementedError, RuntimeError):
-            return None
-        return True
+    def recall(self, given: Iterable[Kept], model: int) -> None:
+        """As if this model had been given all of these, as far as somebody still has them."""
+        for known, offset, numel, version in given:
+            storage = known()
+            if storage is not None:
+                self._by[storage._cdata, offset, numel] = model, version, StorageWeakRef(storage)
 
     def has(self, known: Collection[tuple[int, int, int, int | None]]) -> bool:
         """Whether all of these, by memory, what of it and how often it was written, were given; False of none."""
