@@ -110,7 +110,7 @@ class Looks:
         if now.zeroed and now.other:
             now.throw()
         now.zeroed = False
-        if asks and now.met:
+        if now.met:
             self._last = len(kept)
             kept += given
         else:
