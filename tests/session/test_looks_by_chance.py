@@ -162,7 +162,7 @@ class Program:
         passed = next((x for x in (*inputs[0], *inputs[1].values()) if type(x) is torch.Tensor), None)
         kind = self.chance.random()
         made = passed if kind < 0.1 and passed is not None else torch.ones(2)
-        self.made = [*self.made, made][-2 * MOST_MADE :] if self.chance.random() < 0.9 else []
+        self.made = [*self.made, made][-2 * MOST_MADE :] if self.chance.random() < 0.99 else []
         return {"y": made} if kind > 0.9 else made
 
     def change(self):

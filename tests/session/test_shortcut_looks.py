@@ -8,7 +8,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.session.steps.alone import AROUND, Functions, batch, compared, evaluated, made, nothing_is_compiled, run
+from tests.session.steps.alone import (
+    AROUND,
+    Functions,
+    Model,
+    batch,
+    compared,
+    evaluated,
+    made,
+    nothing_is_compiled,
+    run,
+)
 from tests.session.test_shortcut import FEWEST, calls, is_the_shortcuts, ours
 from torch.utils.checkpoint import checkpoint
 
@@ -204,22 +214,32 @@ def test_a_step_that_is_otherwise_is_as_by_the_long_way(tmp_path, kind, odd):
     assert set(every.column("loss")) - set(brief.column("loss")) <= {ODD}
 
 
-def test_a_reference_is_left_in_its_midst(tmp_path):
-    """Its own loss is heard while it runs."""
+@pytest.mark.parametrize("amid", ["a loss", "an optimizer"])
+def test_a_reference_is_left_in_its_midst(tmp_path, amid):
+    """What it returns counts once, as in all other steps."""
+
+    class Returns(Model):
+        odd = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.odd and amid == "a loss":
+                F.l1_loss(y, x)
+            elif self.odd:
+                torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+            return (y - x).square().mean()
 
     def program(losses):
-        model, optimizer = made()
-        forward, measures = model.forward, []
-        model.forward = lambda x: (y := forward(x), *(F.l1_loss(y, x) for _ in measures))[0]
+        model = Returns()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         for number in range(1, LAST + 1):
             x = batch(number)
-            y = model(x)
+            loss = model(x)
+            model.odd = number == ODD
             with torch.no_grad():
-                measures += [1] * (number == ODD)
                 reference = model(x)
-                measures.clear()
-            loss = (y - reference + 1).square().mean()
-            loss.backward()
+            model.odd = False
+            (loss - 0.1 * reference).backward()
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
@@ -227,7 +247,7 @@ def test_a_reference_is_left_in_its_midst(tmp_path):
     compared(tmp_path, program)
     _, session, brief = run(tmp_path, program, "loss")
     assert not brief.column("eval_loss")
-    assert session.steps.evals._counts.metrics == 1
+    assert session.steps.evals._counts.metrics == LAST
 
 
 def test_what_a_checkpoint_runs_first_without_gradients_is_no_reference(tmp_path, monkeypatch):

@@ -151,8 +151,6 @@ class Looks:
     def returned(self, given: tuple[Any, ...]) -> bool:
         """Its call ended, with what it was given and its output; whether that is all."""
         now, output = self._now, given[-1]
-        if now.within:
-            return True
         if self._hearing.deaf or _modes() or _transforms() or _tracing():
             return False
         refers, now.refers = now.refers, False

@@ -173,7 +173,6 @@ class Batches:
         self._before.recall(given, model)
         living = [storage for known, *_ in given[last:] if (storage := known()) is not None]
         self._last = {storage._cdata: StorageWeakRef(storage) for storage in living}
-        self._given = {*self._last}
 
     def is_made(self, storage: UntypedStorage) -> bool:
         """Whether what a model returned lies in this."""
