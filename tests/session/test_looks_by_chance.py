@@ -70,7 +70,7 @@ class Shortened(Ordinary):
         self.now, self.left = Now(), 0
         steps = SimpleNamespace(batches=self.batches, evals=self.evals)
         self.looks = Looks(self.now, Hearing(), steps, OfThread(), lambda owner: True)
-        self.looks.model = MODEL
+        self.looks.begin(MODEL, None)
         self.take()
 
     def take(self):

@@ -154,7 +154,7 @@ class Session:
         updating.follow(self.seams, self.updates, self.graphs)
         self.meeting = Meeting(*(self.calls, self.roots, self.steps, self.hearing, same, self.optimizers))
         self._hear_modules = calling.follow(self.seams, self.meeting, self.calls, self.loading)
-        Shortcut(self.seams, self.hearing, self.steps, self.calls.alone, self.updates, self.roots)
+        Shortcut(self.seams, self.hearing, self.steps, self.calls.alone, self.updates, self.roots, self.optimizers)
         leave_models_clean(self.seams, self.roots.family.known if plan.recipe else None)
         cuda_graphs.follow(self.seams, self.graphs)
         swapping.follow(self.seams)

@@ -32,6 +32,10 @@ _tracing = torch._C._is_tracing
 _EMPTY = frozenset((type(None), bool, int, float, str))  # in these is no tensor
 
 
+def _nobody() -> Optimizer | None:
+    return None
+
+
 def able() -> bool:
     """Whether a tensor's memory is one object for as long as it is there, as of the versions of torch that we know."""
     x = torch.empty(1)
@@ -47,9 +51,6 @@ class Looks:
         hearing, steps: the session's.
         thread: what the calling thread is about.
         none_left: whether gradients are left of nothing that is trained, or of what is set to zero with this alone.
-
-    Attributes:
-        model: the number by which the model is told apart.
     """
 
     def __init__(
@@ -62,10 +63,15 @@ class Looks:
     ) -> None:
         self._now, self._hearing, self._batches, self._evals = now, hearing, steps.batches, steps.evals
         self._thread, self._none_left = thread, none_left
-        self.model = 0
+        self._model = 0
+        self._by: Callable[[], Optimizer | None] = _nobody
         self._given: list[Kept] = []  # of the step, or, where no references are asked for, by the last call
         self._last = 0  # from here on by the last
         self._made: list[ReferenceType[UntypedStorage]] = []
+
+    def begin(self, model: int, by: Optimizer | None) -> None:
+        """This model, by the number that tells it apart, is trained from here on; by this one alone, if it is one."""
+        self._model, self._by = model, _nobody if by is None else ref(by)
 
     @passed_over
     def trains(self, inputs: tuple[Any, ...]) -> bool:
@@ -176,7 +182,8 @@ class Looks:
             return False
         try:
             with _NoFunctionModes():
-                now.zeroed = now.zeroed or (not now.evaluates and self._none_left(owner))
+                if not now.evaluates:  # of a sole optimizer all is set to zero with it
+                    now.zeroed = now.zeroed or owner is self._by() or self._none_left(owner)
         except Exception:  # which is told of by the long way
             return False
         now.zeroes = True
@@ -186,7 +193,7 @@ class Looks:
         """Who looks by the long way knows what was given and made, too."""
         self._batches.made_in([storage for made in self._made if (storage := made()) is not None])
         if self._given:
-            self._batches.recall(self._given, self._last, self.model)
+            self._batches.recall(self._given, self._last, self._model)
         self._given, self._last, self._made = [], 0, []
 
     def _keep(self, storage: UntypedStorage) -> None:

@@ -58,13 +58,21 @@ class Shortcut:
     Args:
         seams, hearing, steps, calls, updates: the session's.
         roots: the modules that the program calls.
+        optimizers: those that the program made and still holds.
     """
 
     def __init__(
-        self, seams: Seams, hearing: Hearing, steps: Steps, calls: CallsAlone, updates: Updates, roots: Sized
+        self,
+        seams: Seams,
+        hearing: Hearing,
+        steps: Steps,
+        calls: CallsAlone,
+        updates: Updates,
+        roots: Sized,
+        optimizers: Sized,
     ) -> None:
         self._seams, self._hearing, self._steps, self._calls, self._updates = seams, hearing, steps, calls, updates
-        self._roots = roots
+        self._roots, self._optimizers = roots, optimizers
         self._now = Now()
         self._looks = Looks(self._now, hearing, steps, calls.thread, updates.none_left)
         self._now.clears = self._looks.zeroed
@@ -94,7 +102,8 @@ class Shortcut:
             return
         self._counts_later = clock.nobody_counts()
         others = [told for told in others if not (self._counts_later and told is clock.count_step)]
-        self._root, self._hook, self._looks.model = model, hook, id(model)
+        self._root, self._hook = model, hook
+        self._looks.begin(id(model), optimizer if len(self._optimizers) == 1 else None)
         self._now.looks, self._now.asks = self._steps.resting.careful, self._steps.references.asks
         self._now.begin(self._steps.rest, line, others)
         self._calls.hook = _hooks[OURS] = ways.called
