@@ -35,9 +35,16 @@ def in_place_of(
     kept, losses, alone = now.keeps, updates.losses, updates.alone
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if now.beside and now.taken and not (now.within or now.theirs) and alone.is_of_others(tensors):
+            now.theirs = True
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                now.theirs = False
+            return
         taken = now.taken  # asked again below: what is heard meanwhile ends it
         some = kwargs.get("inputs") is not None or len(args) > INPUTS
-        if now.within or not taken or (some and reaches_no_parameter(args, kwargs)):
+        if now.within or now.theirs or not taken or (some and reaches_no_parameter(args, kwargs)):
             ordinary(tensors, *args, **kwargs)  # within, that is one that a checkpoint calls within another's
             return
         usual = now.called and type(tensors) is Tensor and hearing.ident == get_ident() and not losses.scales

@@ -21,6 +21,7 @@ from torch import nn
 
 from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import OURS
+from narrowgauge.errors import let_pass
 from narrowgauge.session.doors.hearing import Hearing
 from narrowgauge.session.models.alone import CallsAlone
 from narrowgauge.session.models.frames import call_of
@@ -29,6 +30,7 @@ from narrowgauge.session.shortcut.looks import Looks
 from narrowgauge.session.shortcut.now import Leave, Now
 
 _hooks, _grad_enabled = nn.modules.module._global_forward_pre_hooks, torch.is_grad_enabled
+_parameters = nn.Module.parameters
 
 
 def for_all_modules(
@@ -36,9 +38,10 @@ def for_all_modules(
     hearing: Hearing,
     leave: Leave,
     model: ReferenceType[nn.Module],
+    passes_by: Callable[[nn.Module], bool],
     ordinary: Callable[..., None],
 ) -> Callable[..., None]:
-    """Torch's hook for all modules, in the place of the `ordinary` one."""
+    """Torch's hook for all modules, in the place of the `ordinary` one; others' models it `passes_by`."""
 
     @passed_over
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -52,6 +55,15 @@ def for_all_modules(
                 _hooks.pop(OURS, None)  # torch takes a longer way to each module while there is one
                 return
             leave()
+        elif now.beside and _grad_enabled():  # as `Meeting.known` says
+            if module._parameters or module._modules:
+                try:
+                    if passes_by(module):
+                        return
+                except Exception as error:  # which is told of where it is asked carefully
+                    let_pass(error)
+            elif type(module).parameters is _parameters:
+                return
         ordinary(module, args)
 
     return called

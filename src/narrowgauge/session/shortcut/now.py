@@ -28,6 +28,8 @@ class Now:
         on_host: losses are there, as those so far.
         trainers: who makes all of these steps; None where they have no lines, and no loss is kept.
         others: what is told as well that a step has ended.
+        beside: other models are trained beside; `passed`: steps of theirs, since the shortcut is.
+        theirs: a backward of theirs runs.
 
         begins: torch's hook for all modules was told of a call of the model, and the model's own was not yet.
         inside: the model's call runs.
@@ -59,7 +61,7 @@ class Now:
         *("backwards", "begins", "called", "evaluated", "evaluates", "inside", "loss", "made", "most_vectors"),
         *("on_host", "others", "rates", "stepping", "taken", "trainers", "tries", "until", "vectors", "within"),
         *("asked", "asks", "clears", "elsewhere", "looks", "met", "other", "refers", "thrown", "waits", "zeroed"),
-        "zeroes",
+        *("beside", "passed", "theirs", "zeroes"),
     )
 
     def __init__(self) -> None:
@@ -68,7 +70,8 @@ class Now:
         self.others: list[Ended] = []
         self.rates: Rates
         self.loss: Tensor | float | None
-        self.looks = self.asks = False
+        self.looks = self.asks = self.beside = self.theirs = False
+        self.passed = 0
         self.clears: Callable[[Optimizer | nn.Module], bool] = lambda owner: False
         self.forget()
 
@@ -76,7 +79,7 @@ class Now:
         """The shortcut is taken in these steps, of which this line was the last one's."""
         self.trainers = None if rest.line is None else rest.line.trainers
         self.on_host = line is None or isinstance(line.loss, float)
-        self.others, self.made, self.most_vectors = others, 0, rest.vectors
+        self.others, self.made, self.passed, self.most_vectors = others, 0, 0, rest.vectors
         self.until = inf if rest.until is None else rest.until
         self.taken = True
 

@@ -8,7 +8,7 @@
 The others are in the modules beside. Whatever is otherwise (an evaluation, another loss, optimizer or thread, the last
 of these steps) puts the ordinary ones back into their places first, and they go on with what is known so far.
 
-Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, engines, other
+Not where anything is compiled (it asks what hooks there are), or more is followed: gradient scalers, engines, several
 models, optimizers whose steps call their base class's.
 """
 
@@ -35,6 +35,7 @@ from narrowgauge.session.shortcut.looks import Looks, able
 from narrowgauge.session.shortcut.now import Now
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.steps.steps import Steps
+from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.steps.updates import Updates
 
 MOST_IN_VAIN = 4  # times that it was taken and no step made of it, after which it is not any more
@@ -69,7 +70,7 @@ class Shortcut:
         calls: CallsAlone,
         updates: Updates,
         roots: Sized,
-        optimizers: Sized,
+        optimizers: Trained,
     ) -> None:
         self._seams, self._hearing, self._steps, self._calls, self._updates = seams, hearing, steps, calls, updates
         self._roots, self._optimizers = roots, optimizers
@@ -105,6 +106,7 @@ class Shortcut:
         self._root, self._hook = model, hook
         self._looks.begin(id(model), optimizer if len(self._optimizers) == 1 else None)
         self._now.looks, self._now.asks = self._steps.resting.careful, self._steps.references.asks
+        self._now.beside = self._updates.alone.others
         self._now.begin(self._steps.rest, line, others)
         self._calls.hook = _hooks[OURS] = ways.called
         self._seams.swap_resting()
@@ -148,14 +150,14 @@ class Shortcut:
             return False
         if self._in_vain >= MOST_IN_VAIN or self._hearing.deaf or updates.closures.depth or not self._steps.evals.idle:
             return False
-        return not (updates.alone.others or updates.alone.scales or updates.engines.alone or updates.prepares)
+        return not (updates.alone.scales or updates.engines.alone or updates.prepares)
 
     def _ways_of(self, root: Root, optimizer: Optimizer, hook: Callable[..., None]) -> _Ways:
         """Those of this model and this optimizer; as they were, if they are of these."""
         ways, model, now, hearing, leave = self._ways, root.reference, self._now, self._hearing, self.leave
         if ways is None or ways.model is not model or ways.by() is not optimizer:
             by = ref(optimizer)
-            called = call_hooks.for_all_modules(now, hearing, leave, model, hook)
+            called = call_hooks.for_all_modules(now, hearing, leave, model, self._optimizers.passes_by, hook)
             around = partial(call_hooks.of_model, now, self._looks, self._calls, leave, model)
             around_step = step_hooks.around_step(now, hearing, self._steps, self._updates, leave, by)
             ways = self._ways = _Ways(model, by, called, around, around_step)
@@ -179,7 +181,7 @@ class Shortcut:
         """The ordinary functions know of the steps that were made, and what is known of the one that is."""
         now, rest, ledger = self._now, self._steps.rest, self._steps.ledger
         if self._counts_later:
-            clock.passed(now.made)
+            clock.passed(now.made + now.passed)
         rest.steps += now.made
         rest.called |= now.called
         if now.called:  # by a batch that was waited for

@@ -72,6 +72,8 @@ def around_step(
     @passed_over
     def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if optimizer is not by() or updates.prepares or now.evaluated:  # one that steps by another, say; or it raised
+            if now.beside and not (updates.prepares or updates.follows(optimizer)):
+                return None
             leave()
             return begins(optimizer, args, kwargs)
         now.stepping = True
@@ -93,6 +95,11 @@ def around_step(
     @passed_over
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         loss, made, trainers = now.loss, ledger.steps + 1, now.trainers
+        if now.beside and optimizer is not by() and not (updates.prepares or updates.follows(optimizer)):
+            now.passed += 1
+            for ended in now.others:
+                ended(optimizer, False)
+            return
         heard = trainers is None or (
             now.vectors == now.most_vectors
             and (loss is None) is (now.backwards - now.elsewhere == now.vectors)

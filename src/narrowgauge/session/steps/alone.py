@@ -71,7 +71,7 @@ class UpdatesAlone:
         if self.hearing.ident != get_ident() or backward_task() != NO_TASK:
             return False
         rest = self._steps.rest
-        if self.others and self._of_others(loss):
+        if self.others and self.is_of_others(loss):
             self.theirs = True
             return True
         if rest.parted:
@@ -142,7 +142,8 @@ class UpdatesAlone:
             rates(line, *rest.makers)
 
     @heard
-    def _of_others(self, loss: Any) -> bool:
+    def is_of_others(self, loss: Any) -> bool:
+        """Whether gradients of it reach other models alone."""
         return self._updates.others(loss)
 
     @heard

@@ -128,7 +128,14 @@ class Trained:
         own = ids_in_tables(module)
         if own is None or (own and module not in self._asked):
             return False
-        return next(self._met(own), None) is None
+        for made in (self._copied, *list(self._made.values())):
+            if not made.keys().isdisjoint(own):
+                return next(self._met(own), None) is None
+        for known in list(self._known.values()):  # as that asks, in no function more
+            for group in () if (optimizer := known()) is None else optimizer.param_groups:
+                if not own.isdisjoint(map(id, group["params"])):
+                    return False
+        return True
 
     def owns(self, module: nn.Module) -> bool:
         """Whether any of the module's parameters is trained, itself or by a copy; the copies are looked for once."""
