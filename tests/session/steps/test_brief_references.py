@@ -25,6 +25,17 @@ class Returns(Model):
         return {"y": y, **({} if labels is None else {"loss": self.measure(y, labels)})}
 
 
+class Wrapper(nn.Module):
+    """Calls what it wraps, as those of torch's do that train on several devices."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
 def by_hand(y, labels):
     return (y - labels).square().mean()
 
@@ -38,8 +49,7 @@ def referring(what, every=1):
             model.measure = by_hand
         called = model
         if "wrapped" in what:  # what is trained is called through it, the reference without
-            called = nn.DataParallel(model)
-            called.device_ids = []  # also where there are GPUs
+            called = Wrapper(model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         for number in EACH:
             for part in (0, 1):
