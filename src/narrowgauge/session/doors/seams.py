@@ -35,6 +35,7 @@ class Waits(Protocol):
     taken: bool  # they are
     backwards: int
     looks: bool  # what becomes of gradients that are set to zero behind one of them is followed
+    parts: bool  # several optimizers make each step
     clears: Callable[[Any], bool]  # those of this are; returns whether nobody else need be told
 
 

@@ -224,7 +224,7 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             if waits is not None and waits.taken:
                 if not waits.backwards:  # behind a step, as mostly
                     return
-                if waits.looks and waits.clears(self):
+                if (waits.looks or waits.parts) and waits.clears(self):
                     return
             updates.gradients_zeroed(self)
 

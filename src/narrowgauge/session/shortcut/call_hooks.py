@@ -28,6 +28,7 @@ from narrowgauge.session.models.frames import call_of
 from narrowgauge.session.models.root import Around, Root
 from narrowgauge.session.shortcut.looks import Looks
 from narrowgauge.session.shortcut.now import Leave, Now
+from narrowgauge.session.steps.rest import Rest
 
 _hooks, _grad_enabled = nn.modules.module._global_forward_pre_hooks, torch.is_grad_enabled
 _parameters = nn.Module.parameters
@@ -36,6 +37,7 @@ _parameters = nn.Module.parameters
 def for_all_modules(
     now: Now,
     hearing: Hearing,
+    rest: Rest,
     leave: Leave,
     model: ReferenceType[nn.Module],
     passes_by: Callable[[nn.Module], bool],
@@ -46,7 +48,7 @@ def for_all_modules(
     @passed_over
     def called(module: nn.Module, args: tuple[Any, ...]) -> None:
         if module is model():
-            if hearing.ident == get_ident() and (now.waits or _grad_enabled()):
+            if hearing.ident == get_ident() and (now.waits or _grad_enabled()) and not rest.parted:
                 if _grad_enabled():
                     now.called = now.begins = True
                 else:

@@ -62,7 +62,7 @@ class Looks:
         none_left: Callable[[Optimizer | nn.Module], bool],
     ) -> None:
         self._now, self._hearing, self._batches, self._evals = now, hearing, steps.batches, steps.evals
-        self._thread, self._none_left = thread, none_left
+        self._thread, self._none_left, self._parted = thread, none_left, steps.rest.parted
         self._model = 0
         self._by: Callable[[], Optimizer | None] = _nobody
         self._given: list[Kept] = []  # of the step, or, where no references are asked for, by the last call
@@ -178,7 +178,9 @@ class Looks:
     def zeroed(self, owner: Optimizer | nn.Module) -> bool:
         """Gradients of its parameters were set to zero behind a backward; whether that is all."""
         now = self._now
-        if now.asks or not self._hearing.plainly():
+        if now.parts and self._parted:  # of those that have stepped
+            return True
+        if not now.looks or now.asks or not self._hearing.plainly():
             return False
         try:
             with _NoFunctionModes():

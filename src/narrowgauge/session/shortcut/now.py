@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class Now:
         evaluates, evaluated: its closure's first call runs; or has returned.
         tries: a later one runs, and what is called is none of the step's.
         rates: those that it steps with.
+        parts: several optimizers make each step, one after the other; `by`: the one that steps, or stepped last.
+        rated: has the rates of those that have begun to.
 
     And where what the model is given is looked at (`looks.py`):
 
@@ -61,7 +64,7 @@ class Now:
         *("backwards", "begins", "called", "evaluated", "evaluates", "inside", "loss", "made", "most_vectors"),
         *("on_host", "others", "rates", "stepping", "taken", "trainers", "tries", "until", "vectors", "within"),
         *("asked", "asks", "clears", "elsewhere", "looks", "met", "other", "refers", "thrown", "waits", "zeroed"),
-        *("beside", "passed", "theirs", "zeroes"),
+        *("beside", "by", "parts", "passed", "rated", "theirs", "zeroes"),
     )
 
     def __init__(self) -> None:
@@ -70,7 +73,9 @@ class Now:
         self.others: list[Ended] = []
         self.rates: Rates
         self.loss: Tensor | float | None
-        self.looks = self.asks = self.beside = self.theirs = False
+        self.looks = self.asks = self.beside = self.theirs = self.parts = False
+        self.by: ReferenceType[Optimizer] | None = None
+        self.rated: Line | None
         self.passed = 0
         self.clears: Callable[[Optimizer | nn.Module], bool] = lambda owner: False
         self.forget()
@@ -80,6 +85,7 @@ class Now:
         self.trainers = None if rest.line is None else rest.line.trainers
         self.on_host = line is None or isinstance(line.loss, float)
         self.others, self.made, self.passed, self.most_vectors = others, 0, 0, rest.vectors
+        self.parts = len(rest.team) > 1
         self.until = inf if rest.until is None else rest.until
         self.taken = True
 
@@ -90,6 +96,7 @@ class Now:
         self.met = self.waits = self.asked = self.refers = self.zeroed = self.other = self.zeroes = False
         self.backwards, self.vectors, self.loss, self.rates = 0, 0, None, {}
         self.elsewhere = self.thrown = 0
+        self.rated = None
 
     def put_into(self, line: Line, step: int) -> None:
         """What is known so far is in the step's line."""
@@ -97,6 +104,9 @@ class Now:
         line.step, line.loss, line.backwards, line.vectors = step, loss, self.backwards, self.vectors
         line.elsewhere, line.zeroed, line.other_data = self.elsewhere, self.zeroed, self.other
         line.scalars.update({"lr": self.rates} if isinstance(self.rates, float) else self.rates)
+        if self.rated is not None:
+            line.scalars.update(self.rated.scalars)
+            line.rates.update(self.rated.rates)
 
     def throw(self) -> None:
         """What the step has so far is thrown away."""

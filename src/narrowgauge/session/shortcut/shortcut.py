@@ -140,7 +140,7 @@ class Shortcut:
     def _may(self) -> bool:
         """Whether nothing is followed in these steps but a model's call, its backward passes, and one optimizer."""
         rest, references, updates = self._steps.rest, self._steps.references, self._updates
-        if not self._steps.resting.quiet or len(rest.team) != 1 or len(self._roots) != 1:
+        if not self._steps.resting.quiet or len(self._roots) != 1 or any(map(optimizer_steps.nests, rest.makers)):
             return False
         if rest.hands_on and not (references.asks and references.seen):
             return False
@@ -157,7 +157,9 @@ class Shortcut:
         ways, model, now, hearing, leave = self._ways, root.reference, self._now, self._hearing, self.leave
         if ways is None or ways.model is not model or ways.by() is not optimizer:
             by = ref(optimizer)
-            called = call_hooks.for_all_modules(now, hearing, leave, model, self._optimizers.passes_by, hook)
+            called = call_hooks.for_all_modules(
+                now, hearing, self._steps.rest, leave, model, self._optimizers.passes_by, hook
+            )
             around = partial(call_hooks.of_model, now, self._looks, self._calls, leave, model)
             around_step = step_hooks.around_step(now, hearing, self._steps, self._updates, leave, by)
             ways = self._ways = _Ways(model, by, called, around, around_step)
@@ -201,7 +203,7 @@ class Shortcut:
             ledger.rows.pace.passed(now.made)
         self._hearing.waits |= now.within
         if now.stepping and self._ways is not None:
-            self._updates.stepping = self._ways.by
+            self._updates.stepping = now.by if now.parts else self._ways.by
         if now.evaluates:
             self._updates.closures.evaluates()
         self._updates.closures.again |= now.evaluated

@@ -1,7 +1,7 @@
 """What stands around the optimizer's step.
 
 where                              ordinary        as usual
-torch's hooks around optimizers    13 functions    2: its rates; the step was made
+torch's hooks around optimizers    13 functions    2: its rates; the step was made; 6 for each of several
 a closure that it is given         9               1 around its first call, 3 around each that it only tries
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from threading import get_ident
 from typing import Any
-from weakref import ReferenceType
+from weakref import ReferenceType, ref
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -26,6 +26,7 @@ from narrowgauge.session.doors.updating import closure_of, with_closure
 from narrowgauge.session.shortcut.now import Leave, Now
 from narrowgauge.session.steps.ledger import rates
 from narrowgauge.session.steps.line import Line
+from narrowgauge.session.steps.looking import learning_rates
 from narrowgauge.session.steps.rows import PATIENCE, TOGETHER
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.updates import Updates
@@ -71,12 +72,24 @@ def around_step(
 
     @passed_over
     def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if optimizer is not by() or updates.prepares or now.evaluated:  # one that steps by another, say; or it raised
+        if now.parts:
+            number = id(optimizer)
+            known = number in rest.team and number not in rest.parted and not (now.stepping or closure_of(args, kwargs))
+        else:
+            known = optimizer is by()
+        if not known or updates.prepares or now.evaluated:  # one that steps by another, say; or it raised
             if now.beside and not (updates.prepares or updates.follows(optimizer)):
                 return None
             leave()
             return begins(optimizer, args, kwargs)
         now.stepping = True
+        if now.parts:
+            now.by = ref(optimizer)
+            if now.trainers is not None:
+                if now.rated is None:
+                    now.rated = Line(0)
+                learning_rates(now.rated, optimizer)
+            return None
         rate: Any = None
         for group in optimizer.param_groups:
             found = group.get("lr")
@@ -93,6 +106,22 @@ def around_step(
         return with_closure(update_wrapper(partial(evaluate, optimizer, closure), closure), args, kwargs)
 
     @passed_over
+    def took_part(optimizer: Optimizer) -> bool:
+        if not now.stepping or now.by is None or now.by() is not optimizer or hearing.ident != get_ident():
+            return False
+        if now.within or now.inside or not now.called:
+            return False
+        rest.parted[id(optimizer)] = optimizer
+        now.stepping = False
+        updates.ended += 1
+        now.passed += 1
+        if usual.come_by is not None and len(rest.parted) == 1:
+            usual.come_by(ledger.steps + 2)
+        for ended in now.others:
+            ended(optimizer, False)
+        return True
+
+    @passed_over
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         loss, made, trainers = now.loss, ledger.steps + 1, now.trainers
         if now.beside and optimizer is not by() and not (updates.prepares or updates.follows(optimizer)):
@@ -100,13 +129,18 @@ def around_step(
             for ended in now.others:
                 ended(optimizer, False)
             return
+        parted = rest.parted
+        if now.parts and optimizer is not by() and took_part(optimizer):
+            return
         heard = trainers is None or (
             now.vectors == now.most_vectors
             and (loss is None) is (now.backwards - now.elsewhere == now.vectors)
             and not (type(loss) is float and loss - loss != 0.0)  # not finite
         )
-        if not (heard and now.stepping and now.called and optimizer is by() and hearing.ident == get_ident()) or (
-            now.within or now.inside or now.backwards != rest.counted or made >= now.until
+        if (
+            not (heard and now.stepping and now.called and optimizer is by() and hearing.ident == get_ident())
+            or (now.within or now.inside or now.backwards != rest.counted or made >= now.until)
+            or (now.parts and len(parted) != len(rest.team) - 1)
         ):
             leave()
             ends(optimizer, args, kwargs)
@@ -128,13 +162,17 @@ def around_step(
             else:
                 at, events = time.perf_counter(), None
                 seconds, laps.last = at - laps.last, at
-            held.append(((trainers, made, loss, now.rates, seconds, events), rows.taker))
+            rates_then = now.rates if now.rated is None else now.rated.scalars
+            held.append(((trainers, made, loss, rates_then, seconds, events), rows.taker))
             if len(held) >= TOGETHER or at - rows.told > PATIENCE:
                 try:
                     rows.overdue()
                 except Exception as error:
                     hearing.kept("stepped", error)
-        if usual.come_by is not None:
+        if now.parts:
+            parted.clear()
+            now.rated = None
+        elif usual.come_by is not None:  # or the first of them came by
             usual.come_by(made + 1)
         for ended in now.others:
             ended(optimizer, False)

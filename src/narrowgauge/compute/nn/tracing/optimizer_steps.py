@@ -106,11 +106,16 @@ def swap(
         steps call its base class's.
     """
     before, after = _global_optimizer_pre_hooks.get(OURS), _global_optimizer_post_hooks.get(OURS)
-    if len(_BEGINS) != 1 or type(optimizer) in _running.nested or (before, after) != ordinary():
+    if len(_BEGINS) != 1 or nests(optimizer) or (before, after) != ordinary():
         return None
     _global_optimizer_pre_hooks[OURS], _global_optimizer_post_hooks[OURS] = hooks
     _SWAPPED.append(interrupted)
     return [listener for listener in _ENDED.values() if listener != ended]
+
+
+def nests(optimizer: Optimizer) -> bool:
+    """Whether the steps of its kind call their base class's, which torch hooks as well."""
+    return type(optimizer) in _running.nested
 
 
 def ordinary() -> tuple[Hook, Hook]:
