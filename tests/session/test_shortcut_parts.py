@@ -17,20 +17,28 @@ __all__ = ["nothing_is_compiled"]  # a fixture for each test here
 LAST = 24
 ODD = [
     *("not the first", "not the last", "the first twice", "the last first", "evaluates between", "evaluates behind"),
-    *("a rate", "a rate between", "backward between", "called between", "twice", "no number", "a closure"),
-    *("another", "zeroes between", "zeroes", "nothing"),
+    *("a rate", "a rate between", "backward between", "backward on the same between", "called between", "twice"),
+    *("no number", "a closure", "another", "zeroes between", "zeroes", "nothing"),
 ]
 
 
-class Refuses(torch.optim.SGD):
-    """Its step may raise."""
+class Descent(torch.optim.Optimizer):
+    """Its step may raise, or do what ends the shortcut."""
 
-    refuses = False
+    refuses = makes = False
 
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
     def step(self, closure=None):
         if self.refuses:
             raise RuntimeError("out of memory")
-        super().step(closure)
+        if self.makes:
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
 
 
 def optimizers_of(model, rates, kind=torch.optim.SGD):
@@ -55,18 +63,19 @@ def training(rates, odd=(), zeroes="behind", sharp=False):
                 y.backward(torch.ones_like(y) / y.numel())
                 return
             loss = F.mse_loss(y, x)
-            loss.backward()
+            loss.backward(retain_graph=True)
             losses.append(loss.item())
+            return y
 
         for number in range(1, LAST + 1):
             what = odd.get(number, "")
-            backward(number, what)
+            y = backward(number, what)
             if what == "twice":
                 backward(number + 50)
             if sharp or what == "zeroes":
                 for optimizer in made:
                     optimizer.zero_grad()
-                backward(number)
+                y = backward(number)
             if what == "a rate":
                 made[-1].param_groups[0]["lr"] *= 0.5
             order = {"the last first": made[::-1], "not the first": made[1:], "not the last": made[:-1]}.get(what, made)
@@ -79,6 +88,8 @@ def training(rates, odd=(), zeroes="behind", sharp=False):
                         made[-1].param_groups[0]["lr"] *= 0.5
                     if what == "backward between":
                         backward(number + 50)
+                    if what == "backward on the same between":
+                        y.mean().backward()
                     if what == "called between":
                         model(batch(number))
                     if what == "another":
@@ -165,21 +176,41 @@ def test_a_step_takes_few_functions(tmp_path):
     assert len(found[-1]) <= 20 < len(found[0]), found[-1]
 
 
-@pytest.mark.parametrize("refuses", [0, 1])
-def test_a_step_that_raises_in_the_midst(tmp_path, refuses):
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("what", ["refuses", "makes"])
+def test_a_step_that_is_otherwise_in_its_midst(tmp_path, at, what):
     def program(losses):
         model = Model()
-        made = optimizers_of(model, (0.01, 0.02), Refuses)
+        made = optimizers_of(model, (0.01, 0.02), Descent)
         for number in range(1, LAST + 1):
             loss = F.mse_loss(model(batch(number)), batch(number))
             loss.backward()
             losses.append(loss.item())
-            made[refuses].refuses = number == 14
+            setattr(made[at], what, number == 14)
             try:
                 for optimizer in made:
                     optimizer.step()
             except RuntimeError:
                 losses.append(-1.0)
+            for optimizer in made:
+                optimizer.zero_grad()
+
+    short_and_long(tmp_path, program)
+
+
+def test_a_backward_behind_a_part_of_the_step(tmp_path):
+    def program(losses):
+        model = Model()
+        made = optimizers_of(model, (0.01, 0.02))
+        for number in range(1, LAST + 1):
+            y = model(batch(number))
+            for loss in (F.mse_loss(y, batch(number)), y.square().mean()):
+                loss.backward(retain_graph=True)
+                losses.append(loss.item())
+                if number == 14 and len(losses) % 2:
+                    made[0].step()
+            for optimizer in made:
+                optimizer.step()
             for optimizer in made:
                 optimizer.zero_grad()
 
