@@ -68,7 +68,7 @@ class Shortened(Ordinary):
     def __init__(self, asks):
         super().__init__(asks)
         self.now, self.left = Now(), 0
-        steps = SimpleNamespace(batches=self.batches, evals=self.evals)
+        steps = SimpleNamespace(batches=self.batches, evals=self.evals, rest=SimpleNamespace(parted={}))
         self.looks = Looks(self.now, Hearing(), steps, OfThread(), lambda owner: True)
         self.looks.begin(MODEL, None)
         self.take()
