@@ -69,7 +69,8 @@ class Shortened(Ordinary):
         super().__init__(asks)
         self.now, self.left = Now(), 0
         steps = SimpleNamespace(batches=self.batches, evals=self.evals, rest=SimpleNamespace(parted={}))
-        self.looks = Looks(self.now, Hearing(), steps, OfThread(), lambda owner: True)
+        self.hearing = Hearing()
+        self.looks = Looks(self.now, self.hearing, steps, OfThread(), lambda owner: True)
         self.looks.begin(MODEL, None)
         self.take()
 
@@ -163,7 +164,7 @@ class Program:
         kind = self.chance.random()
         made = passed if kind < 0.1 and passed is not None else torch.ones(2)
         self.made = [*self.made, made][-2 * MOST_MADE :] if self.chance.random() < 0.99 else []
-        return {"y": made} if kind > 0.9 else made
+        return {"y": made} if kind > 0.9 else made.to_sparse() if 0.1 < kind < 0.15 else made
 
     def change(self):
         at = self.chance.randrange(len(self.pool))
@@ -203,5 +204,6 @@ def test_the_looks_say_what_the_ordinary_functions_say(seed, asks):
             each.stepped()
     both[1].leave()
     assert both[0].thrown == both[1].thrown
+    assert not both[1].hearing.notes
     assert both[1].left > 5
     assert not asks or {True, False} == {each for each, _ in found}

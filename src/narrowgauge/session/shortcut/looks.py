@@ -24,6 +24,7 @@ from narrowgauge.session.models.alone import OfThread
 from narrowgauge.session.shortcut.now import Now
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.tensors.given import Kept
+from narrowgauge.session.tensors.storage import storage_of
 
 MOST_MADE = 16  # tensors that the model returned, before they are handed to who knows of all
 _NoFunctionModes, _function_modes = torch._C.DisableTorchFunction, torch._C._len_torch_function_stack
@@ -148,7 +149,7 @@ class Looks:
                         break
                 if not found:
                     return False
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError):  # without memory
             return False
         now.refers = found
         return found
@@ -167,7 +168,8 @@ class Looks:
                         self._evals.reference_begins()  # since when no other was heard
                         self._evals.reference_ended(output)
                 elif type(output) is Tensor and not now.tries:
-                    self._keep(output.untyped_storage())
+                    if (storage := storage_of(output)) is not None:
+                        self._keep(storage)
                 else:
                     self._batches.made(output, given[:-1])
         except Exception as error:

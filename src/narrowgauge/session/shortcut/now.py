@@ -29,8 +29,8 @@ class Now:
         on_host: losses are there, as those so far.
         trainers: who makes all of these steps; None where they have no lines, and no loss is kept.
         others: what is told as well that a step has ended.
-        beside: other models are trained beside; `passed`: steps of theirs, since the shortcut is.
-        theirs: a backward of theirs runs.
+        beside: other models are trained beside; `theirs`: a backward of theirs runs.
+        passed: optimizers' steps that are none of those made, since the shortcut is: theirs, and parts of its own.
 
         begins: torch's hook for all modules was told of a call of the model, and the model's own was not yet.
         inside: the model's call runs.

@@ -138,7 +138,7 @@ class Shortcut:
         now.forget()
 
     def _may(self) -> bool:
-        """Whether nothing is followed in these steps but a model's call, its backward passes, and one optimizer."""
+        """Whether nothing is followed in these steps but a model's calls, its backward passes and its optimizers."""
         rest, references, updates = self._steps.rest, self._steps.references, self._updates
         if not self._steps.resting.quiet or len(self._roots) != 1 or any(map(optimizer_steps.nests, rest.makers)):
             return False
