@@ -117,7 +117,7 @@ def short_and_long(tmp_path, program):
     with patch.object(Shortcut, "take", lambda *_: None):
         found, long, other = run(tmp_path, program, "loss")
     assert found == wanted
-    for name in ("loss", "lr", "lr_0", "lr_1", "lr_2", "eval_loss", "turn"):
+    for name in ("loss", "lr", "lr_0", "lr_1", "lr_2", "lr_3", "lr_15", "lr_16", "eval_loss", "turn"):
         assert writer.column(name) == other.column(name), name
     assert session.updates.ended == long.updates.ended
     assert session.facts()["notes"] == long.facts()["notes"]

@@ -14,6 +14,7 @@ from narrowgauge.compute.nn.tracing.marks import passed_over
 from narrowgauge.compute.nn.tracing.optimizer_steps import Ended
 from narrowgauge.session.steps.ledger import float32, together
 from narrowgauge.session.steps.line import Line, Rates
+from narrowgauge.session.steps.looking import named_rates
 from narrowgauge.session.steps.rest import Rest
 
 Leave = Callable[..., None]  # has the ordinary functions back in their places, who then know what is known so far
@@ -44,7 +45,7 @@ class Now:
         tries: a later one runs, and what is called is none of the step's.
         rates: those that it steps with.
         parts: several optimizers make each step, one after the other; `by`: the one that steps, or stepped last.
-        rated: has the rates of those that have begun to.
+        rated: the rates of those that have begun to, by their groups' ids.
 
     And where what the model is given is looked at (`looks.py`):
 
@@ -75,7 +76,7 @@ class Now:
         self.loss: Tensor | float | None
         self.looks = self.asks = self.beside = self.theirs = self.parts = False
         self.by: ReferenceType[Optimizer] | None = None
-        self.rated: Line | None
+        self.rated: dict[int, float | Tensor] = {}
         self.passed = 0
         self.clears: Callable[[Optimizer | nn.Module], bool] = lambda owner: False
         self.forget()
@@ -96,7 +97,7 @@ class Now:
         self.met = self.waits = self.asked = self.refers = self.zeroed = self.other = self.zeroes = False
         self.backwards, self.vectors, self.loss, self.rates = 0, 0, None, {}
         self.elsewhere = self.thrown = 0
-        self.rated = None
+        self.rated.clear()
 
     def put_into(self, line: Line, step: int) -> None:
         """What is known so far is in the step's line."""
@@ -104,9 +105,17 @@ class Now:
         line.step, line.loss, line.backwards, line.vectors = step, loss, self.backwards, self.vectors
         line.elsewhere, line.zeroed, line.other_data = self.elsewhere, self.zeroed, self.other
         line.scalars.update({"lr": self.rates} if isinstance(self.rates, float) else self.rates)
-        if self.rated is not None:
-            line.scalars.update(self.rated.scalars)
-            line.rates.update(self.rated.rates)
+        if self.rated:
+            line.rates.update(self.rated)
+            line.scalars.update(named_rates([*self.rated.values()]))
+
+    def all_rates(self) -> Rates:
+        """Those that all parts of the step were made with."""
+        if len(different := {*self.rated.values()}) == 1:
+            (rate,) = different
+            if type(rate) is float and rate == rate:  # one that is no number is named, as ever
+                return rate
+        return named_rates([*self.rated.values()])
 
     def throw(self) -> None:
         """What the step has so far is thrown away."""

@@ -1,7 +1,7 @@
 """What stands around the optimizer's step.
 
 where                              ordinary        as usual
-torch's hooks around optimizers    13 functions    2: its rates; the step was made; 6 for each of several
+torch's hooks around optimizers    13 functions    2: its rates; the step was made; 6 of two optimizers
 a closure that it is given         9               1 around its first call, 3 around each that it only tries
 """
 
@@ -26,7 +26,7 @@ from narrowgauge.session.doors.updating import closure_of, with_closure
 from narrowgauge.session.shortcut.now import Leave, Now
 from narrowgauge.session.steps.ledger import rates
 from narrowgauge.session.steps.line import Line
-from narrowgauge.session.steps.looking import learning_rates
+from narrowgauge.session.steps.looking import MOST_RATES, take_rates
 from narrowgauge.session.steps.rows import PATIENCE, TOGETHER
 from narrowgauge.session.steps.steps import Steps
 from narrowgauge.session.steps.updates import Updates
@@ -74,7 +74,8 @@ def around_step(
     def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if now.parts:
             number = id(optimizer)
-            known = number in rest.team and number not in rest.parted and not (now.stepping or closure_of(args, kwargs))
+            known = number in rest.team and number not in rest.parted and not now.stepping
+            known = known and not ((len(args) > 1 or kwargs) and closure_of(args, kwargs))
         else:
             known = optimizer is by()
         if not known or updates.prepares or now.evaluated:  # one that steps by another, say; or it raised
@@ -86,11 +87,14 @@ def around_step(
         if now.parts:
             now.by = ref(optimizer)
             if now.trainers is not None:
-                if now.rated is None:
-                    now.rated = Line(0)
-                learning_rates(now.rated, optimizer)
+                groups, rated = optimizer.param_groups, now.rated
+                rate = groups[0].get("lr") if len(groups) == 1 else None
+                if type(rate) is float and len(rated) < MOST_RATES:  # as mostly
+                    rated[id(groups[0])] = rate
+                else:
+                    take_rates(rated, optimizer)
             return None
-        rate: Any = None
+        rate = None
         for group in optimizer.param_groups:
             found = group.get("lr")
             if type(found) is not float or (rate is not None and found != rate):
@@ -162,7 +166,7 @@ def around_step(
             else:
                 at, events = time.perf_counter(), None
                 seconds, laps.last = at - laps.last, at
-            rates_then = now.rates if now.rated is None else now.rated.scalars
+            rates_then = now.all_rates() if now.parts else now.rates
             held.append(((trainers, made, loss, rates_then, seconds, events), rows.taker))
             if len(held) >= TOGETHER or at - rows.told > PATIENCE:
                 try:
@@ -171,7 +175,7 @@ def around_step(
                     hearing.kept("stepped", error)
         if now.parts:
             parted.clear()
-            now.rated = None
+            now.rated.clear()
         elif usual.come_by is not None:  # or the first of them came by
             usual.come_by(made + 1)
         for ended in now.others:

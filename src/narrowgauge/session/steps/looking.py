@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -107,7 +107,13 @@ def left_out(summands: int, sparse: int) -> list[str]:
 
 
 def learning_rates(line: Line, optimizer: Optimizer) -> None:
-    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ.
+    """Write down the learning rates of an optimizer's groups: `lr`, and `lr_0`, `lr_1`, ... if they differ."""
+    take_rates(line.rates, optimizer)
+    line.scalars.update(named_rates([*line.rates.values()]))
+
+
+def take_rates(taken: dict[int, float | Tensor], optimizer: Optimizer) -> None:
+    """Take the learning rates of an optimizer's groups, by their ids, as far as they are not.
 
     What is stepped group by group has no parameters in the others meanwhile, and in none before its first step.
     """
@@ -116,13 +122,17 @@ def learning_rates(line: Line, optimizer: Optimizer) -> None:
         groups = [group for group in groups if group["params"]] or groups
     for group in groups:
         rate, at = group.get("lr"), id(group)
-        if rate is not None and at not in line.rates and len(line.rates) < MOST_RATES:
-            line.rates[at] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
-    rates = [*line.rates.values()]
-    if rates:
-        line.scalars["lr"] = rates[0]
-    differ = False
+        if rate is not None and at not in taken and len(taken) < MOST_RATES:
+            taken[at] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
+
+
+def named_rates(rates: Sequence[float | Tensor]) -> dict[str, float | Tensor]:
+    """Learning rates by their names."""
+    if not rates:
+        return {}
+    named, differ = {"lr": rates[0]}, False
     for rate in rates[1:]:
         differ = differ or isinstance(rate, Tensor) or rate != rates[0]
     if differ:
-        line.scalars.update({f"lr_{number}": rate for number, rate in enumerate(rates)})
+        named.update({f"lr_{number}": rate for number, rate in enumerate(rates)})
+    return named
