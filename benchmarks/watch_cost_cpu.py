@@ -15,6 +15,7 @@ a recorded one at most 30% more.
     tiny, small       the packaged script's smallest Llama and its next, BF16 autocast
     layers-N          three linear layers N x N with a GELU behind each, N tokens, BF16 autocast
     layers-N-float32  the same without autocast
+    layers-NxM        M such layers, N / 2 tokens
 
 All take turns in blocks of one process, over the same model and optimizer; a ratio is taken within each round, and the
 median over rounds is told with the quartiles. Wall time is what a user waits for; the process's CPU time counts the
@@ -70,15 +71,17 @@ def program(name: str) -> tuple[nn.Module, Loss, int]:
             return gpt.next_byte_loss(llama, tokens, targets)
 
         return llama, next_byte, size.batch * size.seq
-    N = int(name.split("-")[1])
-    stack = nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(N, N), nn.GELU())))
+    _, width, *rest = name.split("-")
+    N, *times = map(int, width.split("x"))
+    layers, batch = (times[0], N // 2) if times else (3, N)
+    stack = nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(N, N), nn.GELU())))
 
     def square() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=not name.endswith("float32")):
-            y = stack(torch.randn(N, N, generator=generator))
+        with torch.autocast("cpu", torch.bfloat16, enabled=rest != ["float32"]):
+            y = stack(torch.randn(batch, N, generator=generator))
         return y.float().square().mean()
 
-    return stack, square, N
+    return stack, square, batch
 
 
 def block(

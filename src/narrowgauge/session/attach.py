@@ -135,6 +135,7 @@ class Session:
         self.ranks = Ranks(plan, writer, self.recorder.collector, told, further)
         self.steps = Steps(plan, writer, self.recorder, self.plain, self.ranks, probe)
         self.ranks.held_by(self.ledger.rows.tell)
+        self.ledger.rows.pace.parameters = lambda: len(self.optimizers.made())
         same = SameTraining(self.hearing, self.steps, self.optimizers, self.roots.called_in)
         self.loading = Loading(self.hearing, self.steps.evals, self.ledger.aside)
         self.calls = Calls(

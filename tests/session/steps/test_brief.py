@@ -71,6 +71,17 @@ def test_by_itself_that_is_so_where_steps_are_short(tmp_path, monkeypatch, secon
     assert not notes(session)
 
 
+def test_steps_of_many_parameters_are_longer_before_they_are_not_short(tmp_path, monkeypatch):
+    """A whole row asks of each whether it was stepped."""
+    monkeypatch.setattr(pace, "SHORT", 1e-9)
+    monkeypatch.setattr(pace, "SETTLED", 4)
+    monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)
+    for many, brief in ((1e-15, True), (1e15, False)):
+        monkeypatch.setattr(pace, "MANY", many)
+        _, session, _ = run(tmp_path, plain, "auto")
+        assert (session.steps.rest.steps > 0) is brief
+
+
 def test_a_program_that_goes_on_otherwise_has_whole_rows_and_nobody_is_told_who_did_not_ask(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "SETTLED", 3)
     monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)

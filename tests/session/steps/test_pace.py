@@ -10,7 +10,7 @@ import narrowgauge as ng
 from narrowgauge.session import watching
 from narrowgauge.session.recorder import Recorder
 from narrowgauge.session.steps import laps, ledger
-from narrowgauge.session.steps.pace import Pace
+from narrowgauge.session.steps.pace import SETTLED, Pace
 
 
 def test_nothing_is_said_of_too_few_steps_of_a_kind():
@@ -21,6 +21,27 @@ def test_nothing_is_said_of_too_few_steps_of_a_kind():
     assert pace.note("") == ""
     pace.add(2.0, recorded=True)
     assert pace.facts() == {"recorded_step_seconds": 2.0, "other_step_seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "parameters", "short"),
+    [
+        (0.09, 10, True),
+        (0.11, 10, False),
+        (0.11, 400, False),
+        (0.11, 500, True),
+        (0.45, 2000, True),
+        (0.6, 2000, False),
+    ],
+)
+def test_steps_are_short_for_the_parameters_that_they_train(seconds, parameters, short):
+    pace = Pace()
+    pace.parameters = lambda: parameters
+    for _ in range(SETTLED - 1):
+        pace.add(seconds, recorded=False)
+    assert not pace.short
+    pace.add(seconds, recorded=False)
+    assert pace.short is short
 
 
 def test_a_first_step_that_compiles_is_not_what_is_told():

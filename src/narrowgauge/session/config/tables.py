@@ -82,7 +82,7 @@ class Watch(Table):
     """What a step's row of scalars has (loss, norms, rates, tokens): `all` of it in each step; where none is recorded
     only the `loss`, the learning rates and the time; or, in a program of one process, no row of these at all, but of
     the steps before and behind a recorded one (`recorded`). `auto`: `loss` while steps are shorter than 0.1 s on all
-    ranks, else `all`. `compare` has all."""
+    ranks (of more than 400 parameters, as many times that), else `all`. `compare` has all."""
     ranks: bool = False
     """Store each rank's own rows, beside those of all ranks together."""
 
