@@ -20,7 +20,7 @@ from torch import nn
 
 from narrowgauge import convert
 from narrowgauge.compute.nn.linear import clock_of
-from narrowgauge.compute.nn.tracing import optimizer_steps
+from narrowgauge.compute.nn.tracing import optimizer_steps, step_breaks
 from narrowgauge.compute.nn.tracing import telling as known
 from narrowgauge.compute.nn.tracing.optimizer_steps import hear_steps
 from narrowgauge.compute.nn.tracing.telling import tell, telling
@@ -226,10 +226,28 @@ def test_nobody_hears_and_torch_has_no_hook_of_ours():
         assert not _optim._global_optimizer_post_hooks
         assert not _optim._global_optimizer_pre_hooks
         stop = hear_steps(lambda optimizer, early: None)
-        assert not _optim._global_optimizer_pre_hooks  # which would be traced for nothing
-        assert len(_optim._global_optimizer_post_hooks) == 1
-        stop()
+        assert len(_optim._global_optimizer_pre_hooks) == len(_optim._global_optimizer_post_hooks) == 1
+        stop()  # they would be traced for nothing
+        assert not _optim._global_optimizer_pre_hooks
         assert not _optim._global_optimizer_post_hooks
+
+
+@pytest.mark.parametrize("way", ["step", "step in place", "update", "update and zero"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_the_first_that_is_compiled_is_heard_in_a_process_that_has_compiled_none(kind, way, monkeypatch):
+    """By who is told of ended steps alone, as a converted model."""
+    with unheard():
+        step_breaks.forget()
+        monkeypatch.setattr(step_breaks, "_asked", False)
+        heard = []
+        stop = hear_steps(lambda *_: heard.append("ended"))
+        try:
+            once = compiled(way, *build(kind), Counted().backend)
+            for number in range(1, 4):
+                once()
+                assert heard == ["ended"] * number
+        finally:
+            stop()
 
 
 def test_a_step_in_one_graph_stays_one_with_a_hook_of_the_program_s():

@@ -75,18 +75,17 @@ def hear_steps(ended: Ended, begins: Begins | None = None) -> Callable[[], None]
 
 
 def _install() -> None:
-    """Have a hook of torch's where somebody listens, and none where nobody does: it would be traced for nothing."""
-    for hooks, hook, listeners in (
-        (_global_optimizer_pre_hooks, _before, _BEGINS),
-        (_global_optimizer_post_hooks, _after, _ENDED),
-    ):
-        if listeners:
-            hooks[OURS] = hook
-        else:
-            hooks.pop(OURS, None)
+    """Have both hooks of torch's where somebody listens, and none where nobody does: they would be traced for nothing.
+
+    Also where nobody is told of steps that begin: the first that is compiled finds out how it is told before it breaks.
+    """
     if not _BEGINS and not _ENDED:
+        _global_optimizer_pre_hooks.pop(OURS, None)
+        _global_optimizer_post_hooks.pop(OURS, None)
         step_breaks.forget()
-    elif step_breaks.asked():  # what was compiled then leaves it to this
+        return
+    _global_optimizer_pre_hooks[OURS], _global_optimizer_post_hooks[OURS] = _before, _after
+    if step_breaks.asked():  # what was compiled then leaves it to this
         step_breaks.hear(_tell_between, _between)
 
 
