@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.session.steps.alone import Model, batch, nothing_is_compiled, run
+from tests.session.steps.alone import Functions, Model, batch, nothing_is_compiled, run
 from tests.session.test_shortcut_parts import LAST, short_and_long
 from torch import nn
 
@@ -135,6 +135,50 @@ def test_those_of_the_last_step_are_no_more_known(tmp_path):
         made[1].load_state_dict(state)
 
     short_and_long(tmp_path, program(one(0.01, 0.02), changes))
+
+
+@pytest.mark.parametrize("scalars", ["loss", "recorded", "all"])
+@pytest.mark.parametrize(
+    "rates", [[len], ["fast", 0.01], [len, len], [torch.tensor([0.1, 0.2])], [torch.tensor([0.1, 0.2]), 0.01]]
+)
+def test_what_is_no_number_is_none_of_a_row_and_nothing_of_the_program_s(tmp_path, rates, scalars):
+    """A schedule's function, say, of an optimizer of the program's own; found where steps are left alone, or before."""
+
+    def changes(made, number):
+        for optimizer, rate in zip(made, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+
+    for trains in (program(one(*rates)), program(one(*[0.02 for _ in rates]), changes)):
+        alone = []
+        trains(alone)
+        losses, session, writer = run(tmp_path, trains, scalars)  # asks that nothing failed
+        assert losses == alone
+        assert session.facts()["steps"] == LAST
+    if scalars != "recorded":
+        known = writer.column("lr")
+        assert [at for at in known if at >= 5] == ([*range(5, LAST + 1)] if isinstance(rates[-1], float) else [])
+
+
+@pytest.mark.parametrize("rates", [(torch.tensor(0.01),), (torch.tensor(0.01), 0.01), (0.01, torch.tensor(0.01))])
+def test_the_program_s_modes_see_nothing_of_tensors_that_are_kept(tmp_path, rates):
+    def trains(losses):
+        model = Model()
+        made = one(*rates)(model)
+        for number in range(1, LAST + 1):
+            loss = F.mse_loss(model(batch(number)), batch(number))
+            loss.backward()
+            losses.append(loss.item())
+            with Functions(seen):
+                for optimizer in made:
+                    optimizer.step()
+            for optimizer in made:
+                optimizer.zero_grad()
+
+    seen = []
+    trains([])
+    alone, seen[:] = list(seen), []
+    run(tmp_path, trains, "loss")
+    assert seen == alone
 
 
 def test_they_are_taken_by_the_shortcut(tmp_path):

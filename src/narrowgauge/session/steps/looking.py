@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
+from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.tensors.norms import Parts, Squares, named
@@ -123,14 +125,27 @@ def take_rates(taken: dict[int, float | Tensor], optimizer: Optimizer) -> None:
     for group in groups:
         rate, at = group.get("lr"), id(group)
         if rate is not None and at not in taken and len(taken) < MOST_RATES:
-            taken[at] = rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
+            number = unseen_by_modes(_as_it_is, rate)
+            if number is not None:
+                taken[at] = number
+
+
+def _as_it_is(rate: Any) -> float | Tensor | None:
+    """The number that it is; None where it is none: an optimizer of the program's own may hold a function there."""
+    if isinstance(rate, Tensor):
+        return rate.detach().clone() if rate.numel() == 1 else None
+    try:
+        return float(rate)
+    except (TypeError, ValueError):
+        return None
 
 
 def named_rates(rates: Sequence[float | Tensor]) -> dict[str, float | Tensor]:
     """Learning rates by their names."""
     if not rates:
         return {}
-    named, differ = {"lr": rates[0]}, False
+    named = {"lr": rates[0]}
+    differ = isinstance(rates[0], Tensor) and len(rates) > 1  # nobody asks a tensor what it is: a device would wait
     for rate in rates[1:]:
         differ = differ or isinstance(rate, Tensor) or rate != rates[0]
     if differ:
