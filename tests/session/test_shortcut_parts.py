@@ -1,6 +1,7 @@
 """The shortcut where several optimizers make each step, one after the other; such steps say what the long way says."""
 
 import random
+from threading import Thread
 from unittest.mock import patch
 
 import pytest
@@ -211,6 +212,29 @@ def test_a_backward_behind_a_part_of_the_step(tmp_path):
                     made[0].step()
             for optimizer in made:
                 optimizer.step()
+            for optimizer in made:
+                optimizer.zero_grad()
+
+    short_and_long(tmp_path, program)
+
+
+@pytest.mark.parametrize("of", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("rates", [(0.01,), (0.01, 0.02)])
+def test_what_steps_in_another_thread_for_once_is_told(tmp_path, rates, of):
+    def program(losses):
+        model = Model()
+        made = optimizers_of(model, rates)
+        for number in range(1, LAST + 1):
+            loss = F.mse_loss(model(batch(number)), batch(number))
+            loss.backward()
+            losses.append(loss.item())
+            for at, optimizer in enumerate(made):
+                if number == 14 and at in of:
+                    thread = Thread(target=optimizer.step)
+                    thread.start()
+                    thread.join()
+                else:
+                    optimizer.step()
             for optimizer in made:
                 optimizer.zero_grad()
 

@@ -78,6 +78,7 @@ def around_step(
             known = known and not ((len(args) > 1 or kwargs) and closure_of(args, kwargs))
         else:
             known = optimizer is by()
+        known = known and hearing.ident == get_ident()
         if not known or updates.prepares or now.evaluated:  # one that steps by another, say; or it raised
             if now.beside and not (updates.prepares or updates.follows(optimizer)):
                 return None
