@@ -81,6 +81,9 @@ class HearsUpdatesAlone(Protocol):
 
     hook: Callable[[Optimizer, bool], None] | None  # what ended steps are told
 
+    def interrupted(self) -> None:
+        """Who hears of it by fewer functions is not told of what comes."""
+
     def backward_begins(self, loss: Any) -> bool:
         """`backward(loss)` is called; whether that is all."""
 
@@ -170,6 +173,8 @@ def _follow_losses(seams: Seams, updates: HearsUpdates, graphs: HearsCaptures) -
             if backward_task() != NO_TASK or not seams.telling or (some and reaches_no_parameter(args, kwargs)):
                 original(tensors, *args, **kwargs)
                 return
+            if seams.waits is not None and seams.waits.taken:  # the program has put this into its place again
+                updates.alone.interrupted()
             if seams.resting and updates.alone.backward_begins(tensors):
                 try:
                     original(tensors, *args, **kwargs)

@@ -65,6 +65,10 @@ class UpdatesAlone:
         self.others = self.theirs = self.scales = False
         self.hook: Callable[[Optimizer, bool], None] | None = None
 
+    def interrupted(self) -> None:
+        """What stands in a place is not what was put there: what is known of the step that is made is in its line."""
+        self._steps.usual.interrupted()
+
     @partial(passed_over, below=True)
     def backward_begins(self, loss: Any) -> bool:
         """`backward` is called on `loss`; whether the long way is not to be told."""
