@@ -251,7 +251,9 @@ class Session:
         """The program is left alone from now on, or is not any more."""
         self.seams.resting = rests
         self.steps.resting.quiet = rests and self._compiled is not None and not self._compiled.any()
-        if not rests:
+        if rests:
+            self.updates.forget_clips()
+        else:
             self._deaf(False)
 
     def _never_rests(self) -> str:

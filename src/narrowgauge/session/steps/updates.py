@@ -239,6 +239,10 @@ class Updates:
         line = self._steps.ledger.line
         return line is not None and not line.recorded and line.step > pace.SETTLED
 
+    def forget_clips(self) -> None:
+        """Of what was clipped before the program is left alone nothing is the next whole row's."""
+        self._clips = Clips()
+
     def forget_clips_of_others(self) -> None:
         """An engine of other models stepped: what was clipped by nobody knows whom was theirs."""
         self._clips.keep_known()
