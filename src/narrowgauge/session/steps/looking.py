@@ -125,7 +125,7 @@ def take_rates(taken: dict[int, float | Tensor], optimizer: Optimizer) -> None:
     for group in groups:
         rate, at = group.get("lr"), id(group)
         if rate is not None and at not in taken and len(taken) < MOST_RATES:
-            number = unseen_by_modes(_as_it_is, rate)
+            number = rate if type(rate) is float else unseen_by_modes(_as_it_is, rate)
             if number is not None:
                 taken[at] = number
 
