@@ -181,6 +181,47 @@ def test_any_failure_to_write_is_told_once_and_never_raised(tmp_path, monkeypatc
     assert run.lost == {"tensors": 4 * len(SITES), "scalars": 4, "events": 4}
 
 
+LITTLE_MEMORY = """
+    import re, resource, sys
+    from pathlib import Path
+    from narrowgauge.errors import RunError
+    from narrowgauge.observe.store import RunWriter, open_run
+
+    folder, where = Path(sys.argv[1]), sys.argv[2]
+
+    def leave(room):
+        used = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+
+    try:
+        if where == "begin":
+            leave(300 << 20)
+        writer = RunWriter(folder, {"command": "train.py"})
+        leave(300 << 20)
+        for step in range(200):
+            writer.add_scalars(step, loss=1.0)
+        writer.close()
+        open_run(folder)
+    except (OSError, RunError) as error:
+        print(error)
+    print("the program goes on")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc to read the size from")
+@pytest.mark.parametrize("where", ["begin", "write"])
+def test_a_process_with_little_memory_left_is_not_ended_by_duckdb(tmp_path, where):
+    """Where `ulimit -v` leaves it no memory for its own threads, it aborts or breaks off with a signal."""
+    ended = run_python(LITTLE_MEMORY, tmp_path / "run", where)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "the program goes on"), ended.stderr
+    if where == "begin":
+        assert "less than 768 MiB of memory is left to this process" in ended.stdout
+    else:
+        assert "stopped near step 199: too little memory is left to this process" in ended.stderr
+        assert ended.stdout.startswith(f"{tmp_path / 'run'} cannot be read: too little memory is left to this process")
+        assert manifest.read(tmp_path / "run")["status"] == "stopped"
+
+
 def test_a_segment_that_cannot_be_made_durable_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -16,6 +16,7 @@ FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file reached the size that this process may write",
     errno.EMFILE: "no file descriptor is left to this process",
+    errno.ENOMEM: "too little memory is left to this process",
     errno.EROFS: "the file system became read-only",
 }
 

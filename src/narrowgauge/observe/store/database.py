@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
+import mmap
 import os
 import socket
 import stat
@@ -14,10 +16,16 @@ from pathlib import Path
 
 import duckdb
 
+try:
+    import resource
+except ImportError:  # Windows limits no addresses
+    resource = None  # type: ignore[assignment]
+
 from narrowgauge.observe.store import manifest as manifests
 
 SPILLS = "narrowgauge-spill"
 FILES = "duckdb_temp"  # what DuckDB's own in such a folder begin with
+ROOM = 768 << 20  # bytes of addresses; DuckDB 2.0 took 642 MiB to open first and write a segment
 _number = itertools.count()  # of this process: two that are open at once do not meet there
 
 
@@ -25,9 +33,12 @@ def connect(spill: Path, *, threads: int | None = None, rereads: bool = True) ->
     """A new in-memory DuckDB whose large sorts use the folder `spill`.
 
     `threads` None means all cores. `rereads`: the same files are asked many times. Their footers are then kept, and
-    for ever: whoever reads every file once would grow with each. Errors: OSError where no file can be opened.
+    for ever: whoever reads every file once would grow with each. Errors: OSError where no file can be opened, or
+    where memory is limited (`ulimit -v`) and used up.
     """
-    os.close(os.open(os.devnull, os.O_RDONLY))  # without a file descriptor, DuckDB would end the whole process
+    # Without a file descriptor, or memory for a thread of its own, DuckDB would end the whole process.
+    os.close(os.open(os.devnull, os.O_RDONLY))
+    _try_room()
     settings: dict[str, str | bool | int | float | list[str]] = {"temp_directory": str(spill)}
     if threads is not None:
         settings["threads"] = threads
@@ -36,6 +47,15 @@ def connect(spill: Path, *, threads: int | None = None, rereads: bool = True) ->
         with contextlib.suppress(duckdb.Error):  # segments never change, so a footer that was parsed once stays true
             db.execute("SET parquet_metadata_cache = true")
     return db
+
+
+def _try_room() -> None:
+    if resource is None or resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    try:
+        mmap.mmap(-1, ROOM, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()  # of no page that is used
+    except OSError as error:
+        raise OSError(errno.ENOMEM, f"less than {ROOM >> 20} MiB of memory is left to this process") from error
 
 
 def _silent(db: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:

@@ -19,6 +19,7 @@ import duckdb
 import numpy.typing as npt
 
 from narrowgauge.errors import RunError, UsageError
+from narrowgauge.observe.store.cause import cause as why
 from narrowgauge.observe.store.database import connect, spill
 from narrowgauge.observe.store.schema import KEYS, KINDS, ROLLUPS, Kind, Segment, live
 from narrowgauge.observe.store.segments import literal
@@ -74,7 +75,10 @@ class Source:
         # Of the segments that the last question saw: metric columns in order, and those that are histograms.
         self.metrics: tuple[str, ...] = ()
         self.histograms: frozenset[str] = frozenset()
-        self._db = connect(spill())
+        try:
+            self._db = connect(spill())
+        except OSError as error:
+            raise RunError(f"{folder} cannot be read: {why(error)}.") from error
 
     def ask(self, question: Callable[[duckdb.DuckDBPyConnection], Result]) -> Result:
         """The answer to a question put to the current segments.
