@@ -137,7 +137,7 @@ def facts_of(manifest: Path) -> dict[str, Any]:
 def what_came_of_it(folder: Path, code: int) -> str:
     """Where the run is; or that there is none, and why that may be."""
     from narrowgauge.observe.store.inside import runs_inside, written
-    from narrowgauge.session.process.launch import describe_code
+    from narrowgauge.session.process.codes import describe_code
 
     if not folder.is_dir():  # it held at least the plan
         return f"{folder} was removed while the command ran, and what was recorded with it."

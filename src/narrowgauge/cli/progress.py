@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from narrowgauge.session.process.launch import Ended, describe_code
+from narrowgauge.session.process.codes import describe_code
+from narrowgauge.session.process.launch import Ended
 from narrowgauge.session.steps.status import Status
 
 

@@ -34,8 +34,9 @@ def run_command(
     from narrowgauge.session.config import load
     from narrowgauge.session.folder import named, not_empty, prepare
     from narrowgauge.session.plan import Plan
+    from narrowgauge.session.process.codes import describe_code
     from narrowgauge.session.process.command import arguments, short_name
-    from narrowgauge.session.process.launch import describe_code, watch
+    from narrowgauge.session.process.launch import watch
     from narrowgauge.session.selection.unmet import unmet
 
     settings = load(config)

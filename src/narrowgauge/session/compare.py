@@ -23,8 +23,9 @@ from narrowgauge.observe.verdict import Evidence, SameWeights, Verdict, judge
 from narrowgauge.session.config import Config
 from narrowgauge.session.folder import prepare
 from narrowgauge.session.plan import Baseline, Plan
+from narrowgauge.session.process.codes import describe_code
 from narrowgauge.session.process.command import parse
-from narrowgauge.session.process.launch import Ended, describe_code, launch
+from narrowgauge.session.process.launch import Ended, launch
 from narrowgauge.session.same_weights import snapshot_steps
 from narrowgauge.session.steps.status import Status
 

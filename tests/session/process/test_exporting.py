@@ -151,7 +151,16 @@ def test_a_process_that_hangs_is_waited_for_and_no_longer(tmp_path, monkeypatch)
     with exporting(tmp_path, {"wandb": {}}, patience=0.2) as told:
         assert told == []
     assert time.monotonic() - began < 30
-    assert told == [f"export to Weights & Biases ended early (exit code -9); {tmp_path / 'export.log'} says why."]
+    assert told == ["export to Weights & Biases did not end and was killed: some of it is missing there."]
+
+
+def test_a_process_that_a_signal_ended_is_told(tmp_path, monkeypatch):
+    """Its log is empty, and says nothing."""
+    stand_in(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with exporting(tmp_path, {"tensorboard": {}}) as told:
+        pass
+    ended = "killed by SIGKILL (often: out of memory)"
+    assert told == [f"export to TensorBoard ended early ({ended}); some of it is missing there."]
 
 
 def test_one_that_took_all_and_does_not_end_is_told(tmp_path, monkeypatch):

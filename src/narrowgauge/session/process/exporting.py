@@ -23,6 +23,7 @@ from typing import Any
 from narrowgauge.errors import RunError
 from narrowgauge.observe.export.names import KNOWN, chosen
 from narrowgauge.observe.store import manifest as manifests
+from narrowgauge.session.process.codes import describe_code
 
 LOG = "export.log"
 REPORT = "export.json"
@@ -88,7 +89,11 @@ def _end(
     try:
         report: dict[str, Any] = json.loads((folder / REPORT).read_text())
     except (OSError, ValueError):
-        return [f"export to {names} ended early (exit code {child.returncode}); {folder / LOG} says why."], []
+        if hanging:
+            return [f"export to {names} did not end and was killed: some of it is missing there."], []
+        # One that a signal ended had no time to write why.
+        why = f"{folder / LOG} says why" if child.returncode >= 0 else "some of it is missing there"
+        return [f"export to {names} ended early ({describe_code(child.returncode)}); {why}."], []
     told = [
         f"export to {KNOWN[name].title} stopped after step {row['step']}: {row['problem']}"
         for name, row in report.items()

@@ -159,15 +159,3 @@ def _tail(log: Path) -> tuple[str, ...]:
     text = log.read_bytes()[-20_000:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
     return tuple(lines[-LAST_LINES:])
-
-
-def describe_code(code: int) -> str:
-    """An exit code in words.
-
-    >>> describe_code(-9)
-    'killed by SIGKILL (often: out of memory)'
-    """
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
-    return f"killed by {name}" + (" (often: out of memory)" if -code == signal.SIGKILL else "")
