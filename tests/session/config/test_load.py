@@ -165,6 +165,10 @@ def test_everything_is_read_and_travels_in_a_plan(tmp_path):
         ("[[dump]]\nsites = []\nsteps = 1", "FILE:2: dump[0].sites: an empty list chooses nothing; name at least one"),
         ("[[dump]]\nsites = ['a']\nsteps = []", "FILE:3: dump[0].steps: an empty list chooses nothing"),
         ("[[dump]]\nsites = ['a']\nsteps = 1\nroles = []", "FILE:4: dump[0].roles: an empty list chooses nothing"),
+        ("[watch]\nsteps = []", "FILE:2: watch.steps: an empty list chooses nothing"),
+        ("[watch]\nsites = []", "FILE:2: watch.sites: an empty list chooses nothing"),
+        ("[watch]\nroles = []", "FILE:2: watch.roles: an empty list chooses nothing"),
+        ("[watch]\nmetrics = []", "FILE:2: watch.metrics: an empty list chooses nothing"),
         ("[[high]]\nsites = []", "FILE:2: high[0].sites: an empty list chooses nothing"),
         ("[[high]]\ngemms = []", "FILE:2: high[0].gemms: an empty list chooses nothing"),
         (

@@ -59,7 +59,7 @@ narrowgauge.toml:7: watch.roles[1]: there is no role 'wieght'; did you mean 'wei
 
 **Sites** are `module:role`. A glob without a role takes all roles of a module; `*` crosses dots, and a name covers
 everything below it: `blocks.3` is the whole block. `!` in front leaves out; a list of these alone leaves out of
-everything. An empty list that would choose everything in `[[high]]` or `[[dump]]` is a mistake. Which modules and
+everything. An empty list that would choose everything is a mistake. Which modules and
 metrics a program has is known only when it runs: what matched nothing is told on stderr when it ends, and stands in
 the run's notes (of metrics a name that no site has, and globs of which none matched), as does a `[convert]` without
 `--convert`. A glob of `[convert]` or `[[high]]` that matches nothing ends the program before its first step.

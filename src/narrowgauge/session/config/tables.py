@@ -59,15 +59,15 @@ class Watch(Table):
 
     every: Positive = 10
     """Record tensors every so many steps; `--every` goes before it."""
-    steps: Spans = []
+    steps: Annotated[Spans, Some] = []
     """Record only in these steps: a range such as `"0-100"` or `"500-"`, a step, or a list of them."""
-    sites: list[SiteGlob] = []
+    sites: Annotated[list[SiteGlob], Some] = []
     """Globs on module names, or on `module:role`. A name covers everything below it; `!` in front leaves out."""
     skip: list[SiteGlob] = []
     """The same globs: what they match is left out."""
-    roles: list[Role] = []
+    roles: Annotated[list[Role], Some] = []
     """Which parts: operands (`input`, `weight`, `grad_output`), results (`output`, `grad_input`, `grad_weight`)."""
-    metrics: list[MetricGlob] = []
+    metrics: Annotated[list[MetricGlob], Some] = []
     """Names or globs of metrics; the others are not stored."""
     what_if: list[RecipeName] | None = None
     """Recipes that tell what they would do: the first without state to layers that nobody converted, as the run's own

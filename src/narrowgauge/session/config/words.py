@@ -103,7 +103,7 @@ def _span(value: Any) -> step_ranges.Span:
 def _some(value: list[Any]) -> list[Any]:
     """An empty list is a mistake where it would choose everything."""
     if not value:
-        raise wrong("an empty list chooses nothing; name at least one, or leave the table out")
+        raise wrong("an empty list chooses nothing; name at least one, or leave it out")
     return value
 
 
