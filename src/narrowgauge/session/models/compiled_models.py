@@ -50,7 +50,7 @@ class CompiledModels:
     @heard_if(lambda self, owner, *given: self._same_compiled(owner, *given))
     def compiled_begins(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root | None:
         """A compiled function, or a module compiled in place, is called: as a model, unless one is being called."""
-        if self._calls.running or not self._optimizers or inside_backward():
+        if self._calls.running or inside_backward() or (self._calls.learns() and not self._optimizers):
             return None
         compiled, whose, modules = self._met(owner), object_of(owner, args), given_to(owner, args, kwargs)
         given, models = self._first(compiled, modules), self._roots.taken

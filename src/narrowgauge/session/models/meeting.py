@@ -59,13 +59,15 @@ class Meeting:
     @partial(passed_over, below=True)
     def module_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; the outermost one with trained parameters is taken as a model."""
-        if self._running.depth or not self._optimizers or inside_backward():
+        if self._running.depth or inside_backward():
             return
-        if not self._calls.learns():
+        if not self._calls.learns():  # also where the optimizer went with the function that trained
             if (root := self._roots.around_call(module)) is not None:
                 self._called_itself(root, module, args)
             elif module not in self._roots and not self._steps.evals.knows(module):
                 self._evaluated(module, args)
+            return
+        if not self._optimizers:
             return
         if module in self._roots:
             if (root := self._roots.unfollowed(module)) is not None:
