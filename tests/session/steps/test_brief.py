@@ -82,6 +82,28 @@ def test_steps_of_many_parameters_are_longer_before_they_are_not_short(tmp_path,
         assert (session.steps.rest.steps > 0) is brief
 
 
+def test_steps_that_all_follow_an_evaluation_are_short_without_it(tmp_path, monkeypatch):
+    """An agent looks at its model before each of its steps: no time between two of them is a step's alone."""
+    monkeypatch.setattr(pace, "SETTLED", 4)
+    monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)
+
+    def program(losses):
+        model, optimizer = made()
+        for _ in EACH:
+            with torch.no_grad():
+                model(torch.ones(1, 16))
+            loss = model(torch.randn(4, 16)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    losses, session, writer = run(tmp_path, program, "auto")
+    assert list(writer.column("loss").values()) == losses
+    assert sum(writer.column("clean").values()) <= 1
+    assert session.steps.rest.steps >= len(BETWEEN) - 5
+
+
 def test_a_program_that_goes_on_otherwise_has_whole_rows_and_nobody_is_told_who_did_not_ask(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "SETTLED", 3)
     monkeypatch.setattr("narrowgauge.session.steps.rows.TOGETHER", 1)

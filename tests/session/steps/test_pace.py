@@ -44,6 +44,19 @@ def test_steps_are_short_for_the_parameters_that_they_train(seconds, parameters,
     assert pace.short is short
 
 
+@pytest.mark.parametrize(("seconds", "short"), [(0.09, True), (0.11, False)])
+def test_steps_are_short_without_what_falls_between_any_two(seconds, short):
+    pace = Pace()
+    for step in range(SETTLED - 1):
+        pace.add_apart(seconds)
+        assert not pace.short, step
+    pace.add_apart(seconds)
+    assert pace.short is short
+    for _ in range(SETTLED):
+        pace.add(0.2 - seconds, recorded=False)
+    assert pace.short is not short
+
+
 def test_a_first_step_that_compiles_is_not_what_is_told():
     pace = Pace()
     pace.add(100.0, recorded=False)

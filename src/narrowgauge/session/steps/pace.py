@@ -38,6 +38,8 @@ class Pace:
     def __init__(self) -> None:
         self._seconds = {recorded: deque[float](maxlen=LATEST) for recorded in (True, False)}
         self._steps = {True: 0, False: 0}
+        self._apart = deque[float](maxlen=LATEST)  # of others, without what else fell between two of them
+        self._parted = 0  # such steps
         self._all = 0.0  # seconds of recorded steps
         self.parameters: Callable[[], int] = lambda: 0  # how many are trained
 
@@ -47,6 +49,14 @@ class Pace:
         self._steps[recorded] += 1
         self._all += seconds if recorded else 0.0
 
+    def add_apart(self, seconds: float) -> None:
+        """A step that was not recorded took so long without an evaluation, which fell between it and the last one.
+
+        A program may have one before each of its steps: an agent's rollout, a graph of which all nodes are looked at.
+        """
+        self._apart.append(seconds)
+        self._parted += 1
+
     def passed(self, steps: int = 1) -> None:
         """So many steps were made that nobody timed, and that were not recorded."""
         self._steps[False] += steps
@@ -55,7 +65,9 @@ class Pace:
     def short(self) -> bool:
         """Whether steps are known to be so short that it can be measured what a whole row of each takes."""
         others = self._seconds[False]
-        if self._steps[False] < SETTLED or len(others) < FEWEST:
+        if self._steps[False] < SETTLED and self._parted >= SETTLED:
+            others = self._apart
+        elif self._steps[False] < SETTLED or len(others) < FEWEST:
             return False
         return statistics.median(others) < SHORT * max(1.0, self.parameters() / MANY)
 

@@ -186,6 +186,8 @@ class StepRows:
                 row["step_seconds"] = line.events[0].elapsed_time(line.events[1]) / 1000.0
             if "step_seconds" in row:
                 self.pace.add(row["step_seconds"], recorded=line.recorded)
+        elif "step_seconds" in row and not line.recorded:
+            self.pace.add_apart(row["step_seconds"])
         if row.get("tokens") and row.get("step_seconds", 0.0) > 0.0:
             row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
         if not row.get("skipped", 1.0):
