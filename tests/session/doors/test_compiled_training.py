@@ -172,7 +172,7 @@ def test_it_has_the_graphs_breaks_and_frames_that_it_has_without_us(case, tmp_pa
     assert found == losses
     frames = [counted.pop("frames")["total"] for counted in (with_us, alone)]
     assert with_us == alone
-    assert frames[0] in (frames[1] - 1, frames[1])  # torch traces what is left of a step behind its hooks; not with ours
+    assert frames[0] in (frames[1] - 1, frames[1])  # what is left of a step behind its hooks is none with ours
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "no step"])
