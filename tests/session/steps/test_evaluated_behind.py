@@ -65,3 +65,30 @@ def test_a_model_that_is_made_of_others(tmp_path):
     assert writer.column("eval_loss") == pytest.approx(wanted, rel=1e-6)
     (note,) = session.steps.evals.notes
     assert note.startswith("2 losses of models that do not train")
+
+
+@pytest.mark.parametrize("scalars", ["all", "loss"])
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_teacher_that_was_trained_before_is_left_out_beside_its_student(tmp_path, alive, scalars):
+    """Unless its optimizer is there still: then it may go on."""
+    with followed(tmp_path, watch={"scalars": scalars}) as (session, writer):
+        teacher, student = Model(), Model()
+        kept = torch.optim.SGD(teacher.parameters(), lr=0.1) if alive else None
+        trained(teacher, teacher)
+        wanted = {2: evaluated(teacher)}
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        for step in range(3, 9):
+            x = torch.randn(8, 8)
+            with torch.no_grad():
+                target = teacher(x).softmax(1)
+            F.cross_entropy(student(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5:
+                wanted[5] = evaluated(teacher)  # alone
+            if step == 7:
+                both = evaluated(student), evaluated(teacher)
+                wanted[7] = sum(both) / 2 if alive else both[0]
+        del kept
+    assert writer.column("eval_loss") == pytest.approx(wanted, rel=1e-6)
+    assert bool(session.steps.evals.notes) is not alive

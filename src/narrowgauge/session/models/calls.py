@@ -40,6 +40,7 @@ from narrowgauge.session.steps.steps import Steps, StopTraining
 from narrowgauge.session.steps.trained import Trained
 from narrowgauge.session.steps.zeroed import failed
 from narrowgauge.session.tensors.batches import Known, known_by, moves
+from narrowgauge.session.tensors.of_modules import ids_of
 
 
 class _OfThread(OfThread):
@@ -103,6 +104,10 @@ class Calls:
         """Whether what is called now is called with gradients, or will be when a checkpoint runs it again."""
         return torch.is_grad_enabled() or self._thread.checkpoint
 
+    def _trained_before(self, root: Root) -> bool:
+        """Whether a model is trained no more, and another is: a teacher, say."""
+        return len(self._roots) > 1 and bool(self._optimizers) and not self._optimizers.holds(ids_of(root.module))
+
     def of_training(self) -> bool:
         """Whether what the calling thread multiplies is of the training: its own, or a part of its running forward.
 
@@ -143,7 +148,8 @@ class Calls:
             self._evaluates = None if root.module.training else id(root)
             self._eval_began = time.perf_counter()
             unsure = root.module.training and self._steps.references.unsure
-            self._steps.evals.model_begins(root, evaluates=root.evaluates, unsure=unsure)
+            trains = not self._trained_before(root)
+            self._steps.evals.model_begins(root, evaluates=root.evaluates, unsure=unsure, trains=trains)
             return
         if self._roots.changed:
             self._renew()

@@ -107,7 +107,7 @@ class EvalLosses:
         self._losses: list[_Loss] = []
         self._mark: int | None = None
         self._called_since: set[bool] = set()  # the last loss: models that train (True), and others
-        self._last_was_ours = True
+        self._last_was_ours = self._ours = True  # `_ours`: the model that was called last
         # Whether modules hold parameters that are trained, by their ids; None of those that have no parameters.
         self._holds: dict[int, tuple[ref[nn.Module], bool | None]] = {}
         self._trained: frozenset[int] = frozenset()
@@ -211,10 +211,11 @@ class EvalLosses:
         self._trains = self.fed = True
         self._unsure = False
 
-    def model_begins(self, model: Any, *, evaluates: bool = False, unsure: bool = False) -> None:
+    def model_begins(self, model: Any, *, evaluates: bool = False, unsure: bool = False, trains: bool = True) -> None:
         """A model's call without gradients begins; losses inside it are parts of what it may return.
 
-        It `evaluates` if the model is in that mode, and is `unsure` if what it is given may be what trains.
+        It `evaluates` if the model is in that mode, and is `unsure` if what it is given may be what trains. One that
+        `trains` no more is another.
         """
         self._judges()
         self._unsure = unsure
@@ -224,7 +225,8 @@ class EvalLosses:
         self._mark = len(self._losses)
         self._told = self._beside = self._row = self._left = False
         self._before = self._counts.several, self._counts.unreduced
-        self._called_since.add(True)
+        self._called_since.add(trains)
+        self._ours = trains
         self._trains = False
 
     def knows(self, module: nn.Module) -> bool:
@@ -291,7 +293,7 @@ class EvalLosses:
                 return
             del self._losses[self._mark :]
             self._counts.several, self._counts.unreduced = self._before
-            self._called_since.add(True)
+            self._called_since.add(self._ours)
             self._add(loss, returned=self._own, unsure=unsure, beside=beside)
             self._told, self._beside, self._row = True, beside, row and unsure
         self._mark = None
