@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def started_by(pid):
     found = [pid]
     for number in found:
         for task in Path(f"/proc/{number}/task").glob("*/children"):
-            found += map(int, task.read_text().split())
+            with suppress(OSError):  # a thread may end meanwhile
+                found += map(int, task.read_text().split())
     return found
 
 

@@ -149,7 +149,7 @@ class Seams:
     def replace_where_held(self) -> None:
         """Put all that `is_held` where it was taken before: to look through all modules once takes long enough."""
         ours = {id(self.original(seam)): seam for seam in self._held}
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # at once: another thread may import meanwhile
             if not isinstance(module, ModuleType) or name.partition(".")[0] in ("torch", "narrowgauge"):
                 continue
             held = vars(module)
