@@ -78,6 +78,13 @@ def program(makes, changes=None):
     return trains
 
 
+class Refuses:
+    """No number, by an error of its own."""
+
+    def __float__(self):
+        raise LookupError("no rate yet")
+
+
 KINDS = {
     "alike": one(0.01, 0.01),
     "no rate": one(None, None),
@@ -86,6 +93,8 @@ KINDS = {
     "whole and alike": one(1, 1.0),
     "no number": one(math.nan, math.nan),
     "one is no number": one(math.nan, 0.01),
+    "too large": one(10**400, 0.01),
+    "refuses": one(0.01, Refuses()),
     "endless": one(math.inf, math.inf),
     "nought": one(0.0, -0.0),
     "tensors": one(torch.tensor(0.01), torch.tensor(0.02)),
@@ -100,6 +109,11 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_rates_of_any_kind(tmp_path, kind):
     short_and_long(tmp_path, program(KINDS[kind]))
+
+
+@pytest.mark.parametrize("rate", [10**400, Refuses(), len, "fast"], ids=["too large", "refuses", "function", "word"])
+def test_what_is_no_number_is_no_rate_of_one_optimizer_either(tmp_path, rate):
+    short_and_long(tmp_path, program(one(rate)))
 
 
 @pytest.mark.parametrize("kind", ["alike", "groups", "tensors"])

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from narrowgauge.compute.nn.scaling.clock import inside_backward
 from narrowgauge.compute.nn.tracing.modes import unseen_by_modes
+from narrowgauge.errors import let_pass
 from narrowgauge.session.steps.clips import Clips
 from narrowgauge.session.steps.line import Line
 from narrowgauge.session.tensors.norms import Parts, Squares, named
@@ -136,7 +137,8 @@ def _as_it_is(rate: Any) -> float | Tensor | None:
         return rate.detach().clone() if rate.numel() == 1 else None
     try:
         return float(rate)
-    except (TypeError, ValueError):
+    except Exception as error:  # an object may refuse by any
+        let_pass(error)
         return None
 
 
